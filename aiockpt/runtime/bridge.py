@@ -4,7 +4,7 @@
 executors differ: a cancelled await returns while the thread goes on. A thread that
 fills a buffer would then write into memory that its caller has already given back.
 
-`obtain` gets what must be released from a thread, even if the caller is cancelled.
+`obtain` gets a resource from a thread, and releases it if the caller is cancelled.
 `Inline` stands in for a bridge where the caller may block. `SerialThread` is for code
 without an event loop. `leave_behind` lets the interpreter exit beside a thread that
 waits for something that nothing can end.
@@ -77,7 +77,7 @@ def start_daemon(
 
 
 def leave_behind(thread: threading.Thread) -> None:
-    """Say that nobody waits for a daemon thread any more, not even the exit.
+    """Let the interpreter exit beside a daemon thread that nobody waits for.
 
     Before Python 3.14, a thread that returns from C++ while the interpreter ends is
     ended by ``pthread_exit``. That unwinds the C++ frames of pybind11, which must not
@@ -117,8 +117,8 @@ class BridgeStatistics(NamedTuple):
 class Outcome(Generic[T]):
     """The result or error of a call in another thread, until its caller clears it.
 
-    In a future, an error and its traceback would refer to each other. What its frames
-    hold, such as a state dict, would stay in memory until the garbage collector runs.
+    In a future, an error and its traceback would refer to each other. The objects of
+    its frames, such as a state dict, would stay in memory until a garbage collection.
     """
 
     __slots__ = ("_result", "error")
@@ -405,10 +405,10 @@ class Bridge:
 async def obtain(
     bridge: Bridge | Inline, make: Callable[[], T], drop: Callable[[T], object]
 ) -> T:
-    """Return what ``make()`` does in a thread of the bridge, and what must be released.
+    """Return the result of ``make()``, a resource that must be released.
 
-    `Bridge.run` drops the result of a call whose caller was cancelled. This gives it
-    to ``drop``, on the event loop.
+    ``make`` runs in a thread of the bridge. `Bridge.run` drops the result of a call
+    whose caller was cancelled. This function passes it to ``drop``, on the event loop.
     """
     made: list[T] = []
     try:

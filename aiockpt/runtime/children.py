@@ -1,9 +1,9 @@
-"""Child processes: start one, talk to it, notice its end, and leave nothing of it.
+"""Child processes: starts them, talks to them, notices their end, and cleans up.
 
-`Child` is a process as seen by the one that started it, and `Parent` is that one as
-seen by its child. A socket connects them; `ipc` says what travels on it. Each of them
-watches the other's process as well. The socket alone does not tell of a death, because
-a process that the dead one has forked may hold it open.
+A parent process sees its child as a `Child`, and the child sees the parent as a
+`Parent`. A socket connects them, with the messages of `ipc`. Each also watches the
+other's process. The socket alone does not reveal a death, because a process that the
+dead one has forked may hold the socket open.
 
 The last part is about forked children, such as the workers of a data loader.
 """
@@ -56,8 +56,8 @@ class Child:
         program: The interpreter; None: the one that runs this process.
 
     Attributes:
-        gone: Set when the process has ended, or has closed its end of the socket. All
-            that it has said was heard by then.
+        gone: Set when the process has ended or closed its end of the socket, and all
+            of its messages were delivered.
 
     Raises:
         OSError: the system refuses another process, or a descriptor.
@@ -154,7 +154,7 @@ class Child:
         self._popen.kill()
 
     def pause(self) -> None:
-        """Have the process do nothing until `resume`; it stops a moment later."""
+        """Stop the process until `resume`; the stop takes effect a moment later."""
         self._popen.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -183,7 +183,7 @@ class Child:
         return found
 
     def close(self) -> None:
-        """Release it. A process that still runs is left to itself. Idempotent.
+        """Release the child; a process that still runs goes on. Idempotent.
 
         A daemon thread waits for the end of that process, so that no zombie stays.
         """
@@ -202,7 +202,7 @@ class Child:
 
 
 class Parent:
-    """The process that has started this one; made on the event loop that serves it.
+    """The process that started this one; create it on the event loop that serves it.
 
     Args:
         fd: This end of the socket, as ``main`` got it.
@@ -238,11 +238,11 @@ class Parent:
         return self._channel.full
 
     def send(self, message: object) -> None:
-        """Send a message; to a parent that is gone, nothing is sent."""
+        """Send a message, or nothing if the parent is gone."""
         self._channel.send(message)
 
     def close(self) -> None:
-        """Close this end, and watch the parent no more. Idempotent."""
+        """Close this end and stop watching the parent. Idempotent."""
         self._channel.close()
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
@@ -261,8 +261,8 @@ class Parent:
 def leave_terminal() -> None:
     """Make this process ignore the signals that a terminal sends to its group.
 
-    Ctrl-C and a hangup are meant for the trainer. A shell that would continue a stopped
-    process does not know this one.
+    Ctrl-C and a hangup are meant for the trainer. A stop signal is ignored, too,
+    because no shell would ever continue this process.
     """
     for each in (signal.SIGINT, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(each, signal.SIG_IGN)

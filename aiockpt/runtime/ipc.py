@@ -2,9 +2,9 @@
 
 The socket carries packets, not a stream. A message arrives whole with its descriptors,
 or not at all. A packet that the trainer has sent can be read even if the trainer is
-killed right after. A message is MessagePack, which has bytes and infinite numbers.
-Anything large is put into shared memory, whose descriptor travels with the message: an
-arena, or a *parcel* of bytes (`pack`).
+killed right after. A message is MessagePack, which supports bytes and infinity.
+Large data is in shared memory, whose descriptor travels with the message. It is an
+arena, or a *parcel*: a memory file with bytes (see `pack`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def send(sock: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
 
 
 async def arrival(sock: socket.socket) -> None:
-    """Wait until the socket has a packet to receive, or its end."""
+    """Wait until the socket has a packet to receive, or was closed by its peer."""
     loop, arrived = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(sock, arrived.set)
     try:
@@ -123,7 +123,7 @@ async def arrival(sock: socket.socket) -> None:
 
 
 def pack(*parts: bytes | memoryview | mmap) -> int:
-    """Return the descriptor of a new parcel of bytes; the caller owns it."""
+    """Return the descriptor of a new parcel; the caller owns it."""
     fd = os.memfd_create("aiockpt-parcel", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", buffering=0, closefd=False) as file:
@@ -145,7 +145,7 @@ def unpack(fd: int) -> bytes:
 
 
 class Channel:
-    """Sends messages without waiting, and calls back with each that arrives.
+    """Sends messages without blocking, and calls back for each that arrives.
 
     Args:
         sock: The end of the connection; the channel owns it.
@@ -173,7 +173,7 @@ class Channel:
         return f"<Channel queued={len(self._queue)}>"
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Send as soon as the socket accepts it; the caller keeps its descriptors.
+        """Send a message as soon as the socket accepts it. The caller keeps ``fds``.
 
         A message to an end that is gone is dropped; ``on_end`` reports that end.
 

@@ -1,4 +1,4 @@
-"""How long things live: a call until its deadline, an object until its one end."""
+"""Deadlines of calls, and the end of objects that end exactly once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
     """Ends its block after ``timeout`` seconds with `TransferTimeoutError`.
 
     A timeout of 0 fails on entry, before any I/O. The call keeps two attributes up to
-    date for the error's message: ``stop`` says where the call is, and ``last_error``
-    what failed last. ``what`` names the step and the peer. The error has the notes of
-    what left the block.
+    date for the error's message: ``stop`` names its current stage, and ``last_error``
+    is the last failure. ``what`` names the step and the peer. The error keeps the notes
+    of the exception that left the block.
     """
 
     def __init__(self, timeout: float, *, stop: str, what: str = "") -> None:
@@ -65,15 +65,15 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
                 raise self._expired(*getattr(error, "__notes__", ())) from late
             raise
         finally:
-            # It keeps the task, and so what the task has failed with, and all of that.
+            # The timeout refers to the task, and through it to the error's frames.
             self._passed, self._scope = self._scope.expired(), None
 
     def note(self, error: Exception) -> None:
-        """Note what failed last, and is tried again."""
+        """Remember the last failure, which is being retried."""
         self.last_error = str(error)
 
     def renew(self) -> None:
-        """Begin the timeout anew, in the block, because something was achieved."""
+        """Restart the timeout because the call has made progress."""
         if self._scope is not None and not self._scope.expired():
             self.when = asyncio.get_running_loop().time() + self.timeout
             self._scope.reschedule(self.when)

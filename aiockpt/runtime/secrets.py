@@ -19,9 +19,9 @@ E = TypeVar("E", bound=BaseException)
 
 
 class Token(str):
-    """A string whose repr does not show it, so that any frame may hold it.
+    """A string whose repr hides its value, so that any frame may hold it.
 
-    Sent or compared, it is the string itself.
+    In all other respects it is an ordinary string.
     """
 
     __slots__ = ()

@@ -1,7 +1,8 @@
-"""What this host has and refuses: memory, cores, descriptors, the collector's time.
+"""The limits of this host: memory, cores, descriptors, and garbage collection.
 
-There is one account of free memory, `available_memory`. Everything that allocates for a
-checkpoint asks `spare_memory` first, and reports a refusal through `allocating`.
+`available_memory` is the only function that measures free memory. All code that
+allocates for a checkpoint calls `spare_memory` first, and reports a refused allocation
+through `allocating`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def spare_memory(kept: int = 0, *, root: Path = _ROOT) -> int:
     """Return how many bytes a receive or a load may take.
 
     Args:
-        kept: Bytes that this process already has, and uses for the same purpose.
+        kept: Bytes that this process has already and will reuse.
         root: See `available_memory`.
     """
     return int(available_memory(root) * _SHARE) + kept
@@ -138,7 +139,7 @@ def _reclaimable_in(group: Path, names: _Names) -> int:
 
 @contextmanager
 def allocating(what: str, nbytes: int) -> Iterator[None]:
-    """Translate a failed allocation in the block into an error that says why.
+    """Translate a failed allocation in the block into an error with the reason.
 
     Args:
         what: What the memory is for, as in "no memory for {what}".
@@ -178,7 +179,7 @@ def failing_here(what: str) -> Iterator[None]:
 
 
 def is_hosts(error: BaseException) -> bool:
-    """Say whether this host caused a system error, whichever peer was involved."""
+    """Say whether this host, and not a peer, caused a system error."""
     return isinstance(error, OSError) and error.errno in _HOSTS
 
 
@@ -247,7 +248,7 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            # What somebody else froze must stay frozen. To ask walks through all of it.
+            # Objects frozen by others must stay frozen. Counting them visits each one.
             if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()

@@ -32,10 +32,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Over: TypeAlias = Callable[[], bool]
-"""Says whether the result is no longer needed; for work that takes long."""
+"""Returns whether the result is no longer needed; long work should ask it."""
 
 _TURN: Final = 0.05  # seconds that a thread works before it reports
-_MOST: Final = 200  # results that the loop is told of at once
+_MOST: Final = 200  # results in one report to the loop
 
 
 class Notifier:

@@ -1,10 +1,9 @@
-"""A template's own containers, and how a checkpoint's values get into them.
+"""Puts the values of a checkpoint into the containers of a template.
 
-This is the one rule for ``into=`` and ``load(state_dict=)``. Dicts and lists of the
-template stay, and get the checkpoint's values as items. A value that has no items to
-assign, such as a number, a tuple or a set, replaces the old one in the container around
-it. A tuple or deque in which nothing differs stays. Nothing is assigned before
-`Containers.finish`.
+``into=`` and ``load(state_dict=)`` share this rule. Dicts and lists of the template
+stay the same objects, and their items are assigned. A value without assignable items,
+such as a number, a tuple or a set, is replaced in its container. A tuple or deque stays
+if nothing in it differs. Nothing is assigned before `Containers.finish`.
 """
 
 from __future__ import annotations
@@ -25,21 +24,18 @@ DICTS: Final = (dict, OrderedDict, defaultdict)
 
 
 class Containers:
-    """Plans what is assigned to the containers of a template; `finish` assigns it."""
+    """Plans the assignments to a template's containers; `finish` makes them."""
 
     def __init__(self) -> None:
         self._later: list[Callable[[], None]] = []
 
     def finish(self) -> None:
-        """Assign everything that was planned."""
+        """Make all planned assignments."""
         for assign in self._later:
             assign()
 
     def _into(self, target: object, value: object, path: str) -> object:
-        """Return what a place of the template has in the end.
-
-        It is ``target`` itself if that is a container that stays.
-        """
+        """Return the final value at ``path``: ``target`` if that container stays."""
         raise NotImplementedError
 
     def _assign(self, container: Any, key: object, value: object) -> None:
@@ -50,7 +46,7 @@ class Containers:
             self._later.append(lambda: target.__setitem__(slice(None), items))
 
     def _rebuilt(self, target: Any, value: Any, items: Sequence[Any]) -> object:
-        """Return a tuple, deque or node like ``value``, or the template's if it is."""
+        """Return a tuple, deque or node of ``items``; ``target`` if it has the same."""
         if (inside := opened(value)) is not None:
             return target if _are_same(children(target), items) else inside.make(items)
         if type(value) is deque:
@@ -60,9 +56,9 @@ class Containers:
 
 
 class Adoption(Containers):
-    """Puts a whole state dict into a template, whose tensors it has already.
+    """Puts a whole state dict, made of the template's tensors, into the template.
 
-    What the template lacks is added. What the checkpoint lacks stays as it is.
+    Keys that the template lacks are added. Keys that the checkpoint lacks stay.
     """
 
     def __init__(self, template: object) -> None:
@@ -70,7 +66,7 @@ class Adoption(Containers):
         self._template = template
 
     def plan(self, state: object) -> object:
-        """Return the template, or what takes its place if it is no dict or list."""
+        """Return the template, or its replacement if it is not a dict or list."""
         return self._into(self._template, state)
 
     def _into(self, target: object, value: object, path: str = "") -> object:
@@ -83,14 +79,14 @@ class Adoption(Containers):
         if kind is type(target) and (inside := children(value)) is not None:
             return self._rebuilt(target, value, self._items(children(target), inside))
         if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor):
-            # A rank that holds no part of a distributed tensor has nothing to fill,
-            # by which the template's tensor would be known.
+            # A rank without a local part of a distributed tensor has no tensor to
+            # fill, so the template's own tensor cannot be recognized by its parts.
             return value if take_apart(target, ()) is None else target
         return value
 
     def _into_dict(self, target: dict[Any, Any], value: Any) -> object:
         # Most dicts have nothing but tensors, of which there may be 100,000.
-        # The order counts: equal numbers are one object under any key.
+        # The order of keys counts: equal small numbers are the same object.
         if not (_are_same(target.values(), value.values()) and [*target] == [*value]):
             for key, new in value.items():
                 if key not in target:
@@ -112,7 +108,7 @@ class Adoption(Containers):
 
 
 def children(value: Any) -> Sequence[Any] | None:
-    """Return what is in a value that is made anew if something in it differs."""
+    """Return the items of a value that is rebuilt if one of them differs."""
     if type(value) in (tuple, deque):
         return [*value]
     inside = opened(value)

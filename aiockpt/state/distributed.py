@@ -1,15 +1,15 @@
-"""Distributed tensors: DTensor and ShardedTensor, taken apart and rebuilt.
+"""Distributed tensors: takes DTensors and ShardedTensors apart, and rebuilds them.
 
-Each travels as ``["ext", tag, payload]``: its local tensors, which are in the data
-segment like any tensor, and a layout (see `aiockpt.state.sharding`).
+Each travels as ``["ext", tag, payload]``. The payload has its local tensors, which are
+in the data segment like any tensor, and a layout (see `aiockpt.state.sharding`).
 
-The receiver takes the tensors of a template as they are. It rebuilds the others over
-process groups of this process. It never makes a new group: that is a collective, which
-would wait for ranks that may not be receiving anything. Where a group is missing, the
-receiver raises `DeviceMeshError` before a byte moves.
+The receiver uses the tensors of a template as they are. It rebuilds the others over
+process groups of this process. It never makes a new group, because that is a
+collective, which would wait for ranks that may not be receiving anything. If a group is
+missing, the receiver raises `DeviceMeshError` before any byte is transferred.
 
-Nothing of ``torch.distributed.tensor`` is imported before a state dict, or a peer, has
-such a leaf.
+``torch.distributed.tensor`` is imported only when a state dict or a peer has such a
+leaf.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Parts(NamedTuple):
 
     @property
     def payload(self) -> tuple[object, ...]:
-        """What stands for the tensor in the tree."""
+        """The payload of the tensor's node in the tree."""
         held = (
             self.tensors if isinstance(self.layout, ShardedLayout) else self.tensors[0]
         )
@@ -96,7 +96,7 @@ class Parts(NamedTuple):
 
 
 class _RefusedError(Exception):
-    """Says why a distributed tensor cannot travel."""
+    """The reason why a distributed tensor cannot travel."""
 
 
 def take_apart(tensor: torch.Tensor, path: Path) -> Parts | None:
@@ -118,12 +118,12 @@ def take_apart(tensor: torch.Tensor, path: Path) -> Parts | None:
 
 
 def has_version(whole: torch.Tensor) -> bool:
-    """Say whether a tensor is a DTensor, the kind whose version autograd counts."""
+    """Say whether a tensor is a DTensor, for which autograd counts versions."""
     return type(whole) is _loaded("torch.distributed.tensor", "DTensor")
 
 
 def _loaded(module: str, name: str) -> object:
-    # There is no tensor of a type whose module has not been imported.
+    # If the module has not been imported, no tensor of its type exists.
     return getattr(sys.modules.get(module), name, None)
 
 
@@ -323,7 +323,10 @@ class Meshes:
         at = self._places[mesh]
         if layout.held(at) != layout.held(layout.coordinate):
             detail = f"this rank is at {at} and holds another part of the tensor"
-            raise DeviceMeshError(str(layout), f"{detail}; receive from its like")
+            raise DeviceMeshError(
+                str(layout),
+                f"{detail}; receive from the rank with the same mesh coordinate",
+            )
         return self._found[mesh]
 
 
@@ -357,7 +360,8 @@ def _over_groups(mesh: Mesh) -> DeviceMesh:
     made = DeviceMesh(
         mesh.device_type, grid, mesh_dim_names=mesh.names, _init_backend=False
     )
-    # As DeviceMesh.from_group does, which wants names, and one dimension apart.
+    # As DeviceMesh.from_group does, but that needs names and treats one dimension
+    # differently.
     made._dim_group_names = [group.group_name for group in groups]  # noqa: SLF001
     if hasattr(made, "_pg_registry"):  # torch.compile's, and newer than 2.10
         made._pg_registry.update((group.group_name, group) for group in groups)  # noqa: SLF001
@@ -372,7 +376,7 @@ def _of_one(mesh: Mesh) -> DeviceMesh:
     try:
         rank = torch.tensor(mesh.grid.ranks[0], dtype=torch.int)
         return DeviceMesh(mesh.device_type, rank, _init_backend=False)
-    except (RuntimeError, ValueError) as error:  # a rank or a device that torch lacks
+    except (RuntimeError, ValueError) as error:  # torch lacks the rank or the device
         raise DeviceMeshError(str(mesh), str(error)) from error
 
 
@@ -444,7 +448,7 @@ def _layout(path: Path, tag: str, node: Node, numbers: range, limits: Limits) ->
 
 
 def check_places(found: Mapping[Path, Layout]) -> None:
-    """Check that this process can rebuild each tensor, before a byte moves.
+    """Check that this process can rebuild each tensor, before any transfer.
 
     Raises:
         DeviceMeshError: a process group is missing; names the tensor's path.
@@ -469,7 +473,7 @@ def decoders(
 
     Args:
         wholes: The template's own distributed tensors, by the `id` of a local tensor.
-            They are taken as they are.
+            They are used as they are.
     """
     builder = _Builder(wholes)
     return {tag: partial(builder.build, kind) for tag, kind in LAYOUTS.items()}
@@ -534,7 +538,7 @@ def _ordered(order: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[str, Any]:
 def _placed(layout: ShardedLayout) -> tuple[list[int], Any]:
     """Return the rank that holds each shard here, and the process group.
 
-    The sender's rank and this one change places: this rank holds what the sender held.
+    This rank holds the shards that the sender held, so the two ranks are exchanged.
 
     Raises:
         DeviceMeshError: this process has no process group of these ranks.

@@ -75,12 +75,12 @@ class _Comparison:
                 self.equal("value", actual, expected, path)
 
     def equal(self, what: str, actual: object, expected: object, path: Path) -> None:
-        """Compare one fact."""
+        """Compare one property."""
         if actual != expected:
             _fail(what, actual, expected, path)
 
     def memory(self) -> None:
-        """Compare what shares memory with what, once every tensor has been met."""
+        """Compare which tensors share memory, after all tensors have been visited."""
         pairs = zip(self._actual, self._expected, strict=True)
         kept = [_same_strides(mine, theirs) for mine, theirs in pairs]
         actual, expected = _shared(self._actual, kept), _shared(self._expected, kept)
@@ -169,11 +169,11 @@ def _span(tensor: torch.Tensor) -> int:
 def _shared(
     tensors: Sequence[torch.Tensor], kept: Iterable[bool]
 ) -> list[tuple[int, int, int]]:
-    """Return for each tensor which earlier one it shares memory or its identity with.
+    """Return for each tensor which earlier one it shares memory or identity with.
 
-    The first member of a run of overlapping tensors, the distance to it in bytes, and
-    the first tensor that is the same object. Those that have not been ``kept`` as they
-    were are compared with each other, and only as wholes.
+    That is the first member of a run of overlapping tensors, the distance to it in
+    bytes, and the first tensor that is the same object. Tensors that did not keep
+    their memory layout (``kept``) are compared with each other only, as wholes.
     """
     spans, identities, views = [], dict[int, int](), dict[object, int]()
     found: dict[int, tuple[int, int, int]] = {}

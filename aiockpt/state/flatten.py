@@ -1,8 +1,8 @@
-"""State dict → tree, entries, and the memory that they come from.
+"""Turns a state dict into a tree, entries, and the memory that they come from.
 
-`survey` looks at a state dict: `_Numbering` encodes the tree and numbers the tensors,
-`_draft` decides which tensors are entries. `describe` also gives each entry its place
-in the data segment. Nothing here copies a byte or does I/O.
+`survey` inspects a state dict. `_Numbering` encodes the tree and numbers the tensors.
+`_draft` decides which tensors become entries. `describe` also gives each entry its
+offset in the data segment. Nothing here copies a byte or does I/O.
 
 Most tensors are *plain*: contiguous, alone in their memory, unknown to autograd. There
 may be 100,000 of them, so none gets an object of its own: each is one line in columns.
@@ -93,9 +93,10 @@ class Unready:
 def ready_for_threads(state_dict: T) -> T | Unready:
     """Wait for the device work that computes a state dict; return the state dict.
 
-    Another thread's copies wait for a stream of that thread only. So a caller who hands
-    a state dict to another thread calls this first, in its own thread. Work that has
-    failed is no error here: the staging raises it, which tells those who wait.
+    Copies in another thread wait only for that thread's current stream. So the caller
+    waits here, in its own thread, before it hands a state dict to another thread. If
+    the device work has failed, this returns `Unready`, and the staging raises the
+    error, so that waiting receivers are told.
     """
     try:
         settle()
@@ -106,7 +107,7 @@ def ready_for_threads(state_dict: T) -> T | Unready:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What becomes of each tensor, by its number.
+    """The entry that each tensor becomes, by the tensor's number.
 
     A plain tensor is an entry. Each other tensor is a member of a group, and the group
     is an entry, with the number of its first member.
@@ -114,7 +115,7 @@ class Drafts:
     Attributes:
         codes: The safetensors code of each plain tensor; None for the others.
         shapes: The shapes; tensors of the same shape share one tuple.
-        backings: The memory of plain tensors and groups; other lines mean nothing.
+        backings: The memory of plain tensors and groups; other rows are unused.
         owners: For each other tensor, its group and the tensor as a member of it.
     """
 
@@ -124,7 +125,7 @@ class Drafts:
     owners: Mapping[int, tuple[Group, Member]]
 
     def placed(self, names: Sequence[str]) -> tuple[Sequence[int], Entries]:
-        """Give each entry its place in the data segment.
+        """Give each entry its offset in the data segment.
 
         Args:
             names: The name of each tensor's entry, by the tensor's number.
@@ -165,7 +166,7 @@ class Survey:
         tree: The tree, which refers to tensors by number.
         tensors: The tensors, by number.
         names: The name of each tensor's entry, if it has one.
-        drafts: What becomes of each tensor.
+        drafts: The entry that each tensor becomes.
         wholes: The distributed tensors, by the `id` of each of their local tensors.
     """
 
@@ -184,10 +185,10 @@ def survey(
     writing: bool,
     reading: bool = False,
 ) -> Survey:
-    """Look at a state dict without copying a byte of it.
+    """Describe a state dict and its tensors without copying a byte of it.
 
     Args:
-        state_dict: What to look at.
+        state_dict: The state dict.
         limits: Nesting and counts that are accepted.
         allow_pickle: Whether leaves without another encoding travel as pickles.
         writing: Whether its memory will be written. Tensors that share elements in a
@@ -198,7 +199,7 @@ def survey(
     Raises:
         UnsupportedLeafError: a leaf has no encoding; ``path`` names it.
         LimitExceededError: too deep or too many nodes, also because of a cycle.
-        StateDictError: looking at a tensor or at a registered type failed.
+        StateDictError: reading a tensor or a registered type failed.
     """
     numbering = _Numbering(limits, allow_pickle=allow_pickle, reading=reading)
     with _looking():
@@ -228,7 +229,7 @@ def describe(
     allow_pickle: bool = False,
     writing: bool = False,
 ) -> Description:
-    """Describe a state dict as it travels; see `survey` for arguments and errors.
+    """Describe a state dict as a manifest will; see `survey` for arguments and errors.
 
     Raises:
         StagingError: the state dict is `Unready`.
@@ -310,7 +311,7 @@ class _Numbering:
             and (parts := take_apart(value, path)) is not None
         ):
             for tensor in parts.tensors:
-                self._number(tensor, path)  # the entry has the name of the whole
+                self._number(tensor, path)  # named like the distributed tensor
                 self.wholes[id(tensor)] = value
             self.wholes.setdefault(id(value), value)
             return ["ext", parts.layout.tag, self.encode(parts.payload, path)]
@@ -325,7 +326,7 @@ class _Numbering:
     def _row(
         self, keys: Sequence[str], values: Sequence[object], path: Path
     ) -> list[int] | None:
-        """Number a row of dense tensors, of which most state dicts have long ones."""
+        """Number a sequence of dense tensors; most state dicts have long ones."""
         if not _are_dense_tensors(values):
             return None
         if self._reading and any(tensor.is_meta for tensor in values):
@@ -343,7 +344,7 @@ class _Numbering:
     def _in_a_row(
         self, above: str, keys: Sequence[str], tensors: Sequence[torch.Tensor]
     ) -> Iterable[int] | None:
-        """Number tensors that are all new, if their names are plain and new too."""
+        """Number tensors if all of them and all of their names are new and plain."""
         if not (all(keys) and "".join(keys).isascii()):
             return None
         first = len(self.tensors)
@@ -441,7 +442,7 @@ def _draft(
 
 
 def _looked_at(tensors: Sequence[torch.Tensor]) -> _Columns:
-    """Return codes, shapes, addresses and sizes; equal shapes share one tuple."""
+    """Return the codes, shapes, addresses and sizes; equal shapes share one tuple."""
     codes: list[str | None] = []
     shapes: list[tuple[int, ...]] = []
     starts, sizes = array("Q"), array("Q")
@@ -492,7 +493,7 @@ def _all_are_plain(
 
 
 def _plain_code(tensor: torch.Tensor, address: int, nbytes: int) -> str | None:
-    """Return the code of a tensor that looks plain by itself, else None."""
+    """Return the code of a tensor that is plain unless others overlap it, or None."""
     code = CODES[tensor.dtype]
     if (
         code is None

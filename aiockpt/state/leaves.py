@@ -2,8 +2,8 @@
 
 Each becomes ``["ext", tag, payload]``, with a payload that the tree codec can carry.
 A peer's tree can name the same bytes a million times, and some decoders copy them. So
-the registry of a tree counts the copies: each byte that travelled pays for one byte
-that is copied. Numpy is optional.
+all decoders of one tree together may copy no more bytes than the peer sent. Numpy is
+optional.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ REGISTRY.register(
     "torch.Size", torch.Size, tuple, lambda value: torch.Size(_sizes(value))
 )
 
-# What `dtype.str` says of a dtype without fields. Numpy's own parser compiles whole
-# Python expressions, and makes a type of any size from a short text.
+# The form of `dtype.str` for a dtype without fields. Numpy's own parser is not used
+# here: it compiles Python expressions, and a short text can give a type of any size.
 _CODE: Final = re.compile(r"[<>|=]?[?A-Za-z][0-9]{0,9}(\[[0-9]{0,9}[A-Za-zμ]{1,2}\])?")
 
 
@@ -170,7 +170,7 @@ _DECODERS: dict[str, Callable[[Any], object]] = {
 }
 
 _COPIED = {"numpy.scalar": 1, "numpy.ndarray": 2, "bytearray": 0}
-"""Which item of the payload each decoder copies."""
+"""The index of the payload item that each decoder copies."""
 
 
 def _itself(value: object) -> object:

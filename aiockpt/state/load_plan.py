@@ -1,17 +1,17 @@
-"""Which bytes of a checkpoint belong into which memory.
+"""Plans which bytes of a checkpoint go into which memory.
 
-A `LoadPlan` is the answer for one data segment, and a `Rule` finds it. There are three:
+A `LoadPlan` is the plan for one data segment. One of three rules makes it:
 
-* `EverythingNew` makes tensors over an arena.
-* `IntoTemplate` fills a template that a checkpoint has to fit, tensor by tensor.
-* `Selected` takes what is selected, or the keys of a template, or both.
+* `EverythingNew` makes new tensors over an arena.
+* `IntoTemplate` fills a template that the checkpoint must fit, tensor by tensor.
+* `Selected` loads selected paths, or the keys of a template, or both.
 
 `IntoTemplate` needs no values for its plan, and no object for each tensor. `Selected`
-does: `ValueWalk` walks the values of a checkpoint beside the template, and finds out
-what is wanted, and where. `LoadPlanner` takes that down, tensor by tensor. A dense
-tensor of a template, in host memory or on a device, gets its bytes straight from the
-source, if it is alone in its entry. Everything else arrives in the arena of the data
-segment; what a template has of it is copied when everything has been read.
+needs both. `ValueWalk` walks the values of a checkpoint beside the template and decides
+what to load, and where to. `LoadPlanner` records that, tensor by tensor. A dense tensor
+of a template, in host memory or on a device, gets its bytes directly from the source if
+no other tensor shares its entry. All other bytes arrive in the arena of the data
+segment. The template's part of them is copied after everything has been read.
 
 Nothing is read here, and nothing is changed before `Rule.finish`.
 """
@@ -73,11 +73,11 @@ __all__ = [
 _NOTHING: Final = object()
 
 PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-"""Types of tensors that have nothing in them but their elements."""
+"""Tensor types without state beyond their elements."""
 
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
-"""Half-open ranges of a data segment: ascending and apart."""
+"""Half-open byte ranges of a data segment, in ascending order, without overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class LoadPlan:
     """Where the bytes of one data segment go.
 
     Attributes:
-        ranges: The bytes that are wanted, neighbours joined.
+        ranges: The bytes to read; adjacent ranges are joined.
         entries: The entries of the segment.
-        backings: The memory that an entry's bytes go straight to; zero bytes for an
-            entry that has none. None: all of them stay in the arena.
+        backings: The memory that each entry's bytes go to directly; zero bytes for an
+            entry that has none. None: all entries stay in the arena.
         kept: For each entry, whether its bytes stay in the arena.
     """
 
@@ -98,9 +98,10 @@ class LoadPlan:
     kept: Sequence[int] = ()
 
     def copies(self, arena: Arena, ports: PortFor) -> CopyPlan | None:
-        """Return the copies between the arena and the backings; None: there are none.
+        """Return the copies between the arena and the backings, or None.
 
-        The copies to a device wait for what this thread gives it before `fences`.
+        The copies to a device wait for the device work that this thread has queued
+        before `fences`.
         """
         if self.backings is None:
             return None
@@ -112,15 +113,15 @@ class Rule(Protocol):
 
     @property
     def values(self) -> Ranges:
-        """The bytes that must be there before `plan` is called."""
+        """The bytes that must be read before `plan` is called."""
 
     @property
     def uses_arena(self) -> bool:
-        """Whether the state dict has memory of the arena."""
+        """Whether the state dict uses memory of the arena."""
 
     @property
     def missing(self) -> Sequence[str]:
-        """What was wanted and not found, once there is a plan."""
+        """The paths that were wanted and not found; known after `plan`."""
 
     def plan(self) -> LoadPlan:
         """Return where the bytes go."""
@@ -129,28 +130,29 @@ class Rule(Protocol):
         """Return the tensors of the template that have other elements once filled."""
 
     def assemble(self) -> object:
-        """Return the state dict, whose bytes are there; `finish` completes it.
+        """Return the state dict after its bytes were read; `finish` completes it.
 
         Raises:
-            RemoteProtocolError: its tree is malformed, or has what this process has
-                not registered.
+            RemoteProtocolError: the tree is malformed, or has a leaf type that this
+                process has not registered.
         """
 
     def finish(self) -> None:
-        """Put into the template what is no tensor's own bytes."""
+        """Put the values that are not tensors into the template."""
 
 
 class EverythingNew:
-    """A state dict over the arena: its tensors exist before their bytes have come.
+    """The rule for a new state dict, whose tensors lie over the arena.
 
-    Nothing refers to ``manifest`` afterwards.
+    The tensors exist before their bytes arrive. The rule keeps no reference to
+    ``manifest``.
 
     Args:
-        manifest: The checkpoint.
+        manifest: The manifest of the checkpoint.
         buffer: The memory of the arena.
         limits: Bound the tree.
-        allow_pickle: Accept leaves that only pickle carries.
-        on_device: Entries that have other memory.
+        allow_pickle: Accept leaves that only pickle can encode.
+        on_device: Entries whose memory is on a device.
 
     Raises:
         RemoteProtocolError: torch has no such tensor.
@@ -175,7 +177,7 @@ class EverythingNew:
         self._whole = (0, manifest.segment_bytes)
 
     def plan(self) -> LoadPlan:
-        """Return that everything is wanted."""
+        """Return a plan that reads everything."""
         return LoadPlan([self._whole], Entries())
 
     def changed(self) -> Iterable[torch.Tensor]:
@@ -192,19 +194,19 @@ class EverythingNew:
         )
 
     def finish(self) -> None:
-        """Do nothing: everything is in its place."""
+        """Do nothing: all bytes are in their final memory."""
 
 
 class IntoTemplate:
-    """A template, filled with a checkpoint that fits it.
+    """The rule for a template that a checkpoint fits.
 
     Args:
-        manifest: The checkpoint.
-        match: What of the template is what of the checkpoint.
+        manifest: The manifest of the checkpoint.
+        match: The pairs of the template's tensors and the checkpoint's.
         buffer: The memory of the arena.
         limits: Bound the tree.
-        allow_pickle: Accept leaves that only pickle carries.
-        on_device: Entries that have other memory.
+        allow_pickle: Accept leaves that only pickle can encode.
+        on_device: Entries whose memory is on a device.
     """
 
     values: Ranges = ()
@@ -225,14 +227,14 @@ class IntoTemplate:
         self._frame = Frame.of(manifest)
         self._whole = (0, manifest.segment_bytes)
         self._entries = manifest.entries
-        # Whoever has no tensors to make needs no more of the manifest.
+        # Only a rule that makes tensors needs the rest of the manifest.
         makes = match.parts or match.blobs or match.fresh
         self._manifest = manifest if makes else None
         self.uses_arena = bool(match.fresh)
 
     def plan(self) -> LoadPlan:
-        """Return that everything is wanted, and most of it in the template; once."""
-        entries, self._entries = self._entries, Entries()  # which weigh much
+        """Return a plan that reads everything, mostly into the template. Call once."""
+        entries, self._entries = self._entries, Entries()  # frees much memory
         return LoadPlan([self._whole], entries, self._match.backings)
 
     def changed(self) -> Iterable[torch.Tensor]:
@@ -268,23 +270,24 @@ class IntoTemplate:
 
 
 class Selected:
-    """What is selected of some data segments, or the keys of a template, or both.
+    """The rule for selected paths, for the keys of a template, or for both.
 
-    The plan looks at values, so their bytes come first. Values that are not selected
-    cost nothing: they need not be known here, nor is what they are made of read.
+    The plan needs values, so their bytes are read first. A value that is not selected
+    costs nothing. Its bytes are not read, and its type need not be registered.
 
     Args:
         segments: The data segments; several are shards of flat dicts.
-        state: The state dict itself, where there are no segments.
-        select: What is wanted.
-        template: What is filled; None: the result is new.
-        device: Where tensors go that have no place in the template; None: they stay in
-            the memory of their segment.
-        strict: Whether all that is wanted must be there, and have a place.
-        name: Whose checkpoint it is, for errors.
+        state: The state dict itself, if there are no segments.
+        select: The selected paths.
+        template: The state dict to fill; None: the result is new.
+        device: The device for tensors that the template lacks; None: they stay in the
+            memory of their segment.
+        strict: Whether the checkpoint must have every wanted path, and the template
+            every selected one.
+        name: The name of the checkpoint, for errors.
 
     Attributes:
-        missing: What was wanted, and was not found or has no place in the template.
+        missing: The wanted paths that the checkpoint or the template lacks.
     """
 
     uses_arena = True
@@ -301,7 +304,7 @@ class Selected:
         name: str = "",
     ) -> None:
         if callable(select):
-            select = cache(select)  # it is asked here, and again by the walk
+            select = cache(select)  # called here, and again by the walk
         self._segments, self._state = segments, state
         self._template, self._strict, self._name = template, strict, name
         self.missing: Sequence[str] = ()
@@ -321,12 +324,12 @@ class Selected:
 
     @property
     def values(self) -> Ranges:
-        """The bytes of values, where there is one segment."""
+        """The byte ranges of the values, if there is one segment."""
         (found,) = self.value_ranges()
         return found
 
     def value_ranges(self) -> list[Ranges]:
-        """Return the bytes of each segment that values other than tensors are of."""
+        """Return the byte ranges of each segment's values that are not tensors."""
         pairs = zip(self._segments, self._trees, strict=True)
         return [segment.value_ranges(tree) for segment, tree in pairs]
 
@@ -339,10 +342,10 @@ class Selected:
         """Return where the bytes of each segment go.
 
         Raises:
-            TemplateMismatchError: a value of the template is of another type, shape or
-                dtype; or it is strict, and the template lacks what is selected.
-            MissingKeysError: it is strict, and the checkpoint lacks what is selected,
-                or keys of the template.
+            TemplateMismatchError: a value of the template has another type, shape or
+                dtype; or the rule is strict and the template lacks a selected path.
+            MissingKeysError: the rule is strict and the checkpoint lacks a selected
+                path, or a key of the template.
             UnsupportedLeafError: a tensor of the template is not dense.
         """
         with collector_paused():  # there may be 100,000 tensors
@@ -358,7 +361,7 @@ class Selected:
         return plans
 
     def _refuse(self, unmet: Sequence[str]) -> NoReturn:
-        """Raise what is wrong with a path that was selected, or a template's key."""
+        """Raise the error for unmet paths or missing keys of the template."""
         nowhere = {*unmet}
         if self._segments:
             nowhere.intersection_update(self._there.unmet())
@@ -371,11 +374,11 @@ class Selected:
         return self._planner.changed
 
     def assemble(self) -> object:
-        """Return the state dict, which has been there since it was planned."""
+        """Return the state dict, which `plans` has made."""
         return self._result
 
     def finish(self) -> None:
-        """Copy what has not arrived where it belongs; put values into the template."""
+        """Copy the tensors that arrived elsewhere; put values into the template."""
         self._planner.finish()
         self._walk.finish()
 
@@ -390,7 +393,7 @@ def state_over(
     nodes = decoders_for(template)
     pairs = zip(segments, trees, strict=True)
     first, *others = (segment.assemble(tree, nodes) for segment, tree in pairs)
-    for other in others:  # shards of another tool's: flat dicts of tensors
+    for other in others:  # shards of another tool: flat dicts of tensors
         assert isinstance(first, dict)
         assert isinstance(other, dict)
         first.update(other)
@@ -399,9 +402,9 @@ def state_over(
 
 @dataclass(frozen=True, slots=True)
 class _Want:
-    """Bytes of one entry, and a dense tensor with the same elements in order.
+    """The bytes of one entry, and a dense target with the same elements in order.
 
-    Without a target the bytes are wanted where they are.
+    Without a target the bytes stay in the segment's memory.
     """
 
     start: int
@@ -411,19 +414,19 @@ class _Want:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What two wants of the same tensor, such as tied ones, have in common."""
+        """A key that is equal for two wants of the same (tied) tensor."""
         target = self.target
         home = None if target is None else (target.device, target.data_ptr())
         return self.start, self.stop, home
 
 
 class LoadPlanner:
-    """Takes down what a load wants of some data segments.
+    """Records which tensors of some data segments a load needs, and where.
 
     Args:
-        segments: What it reads from.
-        device: Where tensors go that have no place in a template; None: they stay in
-            the memory of their segment.
+        segments: The segments to read from.
+        device: The device for tensors that the template lacks; None: they stay in the
+            memory of their segment.
 
     Attributes:
         changed: The tensors of the template that have other elements once filled.
@@ -444,11 +447,11 @@ class LoadPlanner:
         return f"<LoadPlanner entries={sum(map(len, self._wants))}>"
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Want the bytes of a segment's tensor where it is."""
+        """Load a segment's tensor into the segment's own memory."""
         self._want(tensor, None)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Want a segment's tensor on the load's device; return it there."""
+        """Load a segment's tensor to the load's device; return the tensor there."""
         if self._device is None:
             self.keep(tensor)
             return tensor
@@ -466,7 +469,7 @@ class LoadPlanner:
         *,
         whole: torch.Tensor | None = None,
     ) -> None:
-        """Want the elements of a segment's tensor in one of a template."""
+        """Load the elements of a segment's tensor into one of the template's."""
         if not source.numel():
             return
         self.changed.append(target)
@@ -482,14 +485,14 @@ class LoadPlanner:
         return [*map(self._plan, self._segments, self._wants)]
 
     def finish(self) -> None:
-        """Copy what has not arrived where it belongs."""
+        """Copy the tensors that arrived elsewhere into their targets."""
         for target, source in self._copies:
             destination, origin = once(target, source)
             with torch.inference_mode(target.is_inference()), torch.no_grad():
                 destination.copy_(origin)
 
     def _want(self, source: torch.Tensor, target: torch.Tensor | None) -> bool:
-        """Take it down; return False if its bytes are in no segment."""
+        """Record a want; return False if no segment has the bytes."""
         if not is_dense(source) or not source.numel():
             return False
         address, nbytes = source.data_ptr(), _span(source)
@@ -502,9 +505,9 @@ class LoadPlanner:
         return False
 
     def _replica(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the device, whose storage is wanted there.
+        """Return a copy on the device, whose storage will be loaded.
 
-        Tensors that share a storage share one there too.
+        Tensors that share a storage also share it on the device.
         """
         storage = tensor.untyped_storage()
         base = self._bases.get(storage.data_ptr())
@@ -588,7 +591,7 @@ def _sharing(straight: dict[int, _Want]) -> Iterator[int]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's elements lie in memory as they are."""
+    """Say whether a tensor is an ordinary strided one."""
     return (
         type(tensor) in PLAIN
         and tensor.layout is torch.strided
@@ -597,7 +600,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _are_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Say whether the bytes of one are those of the other, without holes."""
+    """Say whether two tensors have the same bytes in the same order, without gaps."""
     if (target.is_conj(), target.is_neg()) != (source.is_conj(), source.is_neg()):
         return False
     if target.is_contiguous() and source.is_contiguous():
@@ -633,11 +636,11 @@ def _like(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 class ValueWalk(Containers):
-    """Walks a checkpoint's values beside a template, and has what is wanted planned.
+    """Walks a checkpoint's values beside a template, and tells the planner its needs.
 
     Args:
-        selection: What is wanted.
-        planner: Takes down what is to be read.
+        selection: The selected paths.
+        planner: Records the tensors to load.
 
     Attributes:
         missing: The keys of the template that the checkpoint lacks.
@@ -648,13 +651,13 @@ class ValueWalk(Containers):
         self.missing: list[str] = []
         self._selection = selection
         self._planner = planner
-        self._in_leaf = 0  # in what is selected as a whole
+        self._in_leaf = 0  # the depth inside a value that is selected as a whole
 
     def __repr__(self) -> str:
         return f"<ValueWalk missing={len(self.missing)}>"
 
     def plan(self, template: object | None, found: object) -> object:
-        """Return what the load returns, once `finish` has been called.
+        """Return the result of the load; it is complete after `finish`.
 
         Raises:
             TemplateMismatchError: a value of the template is of another type, or a
@@ -662,13 +665,13 @@ class ValueWalk(Containers):
             UnsupportedLeafError: a tensor of the template is not dense.
         """
         if template is not None:
-            self._selection.takes("")  # the template is there, whatever it is
+            self._selection.takes("")  # the root always matches
             return self._into(template, found, "")
         chosen = self._chosen(found, "")
         return {} if chosen is _NOTHING else chosen
 
     def _chosen(self, value: object, path: str) -> object:
-        """Return what is selected of a value; `_NOTHING` if nothing is."""
+        """Return the selected part of a value, or `_NOTHING`."""
         if self._selection.takes(path):
             return self._taken(value)
         if type(value) in DICTS:
@@ -692,7 +695,7 @@ class ValueWalk(Containers):
         return value or _NOTHING
 
     def _taken(self, value: object) -> object:
-        """Return a value of the checkpoint with all of its tensors wanted."""
+        """Return a value of the checkpoint, and load all of its tensors."""
         return _mapped(value, self._wanted)
 
     def _wanted(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -743,7 +746,7 @@ class ValueWalk(Containers):
         return found
 
     def _anew(self, value: object, path: str) -> object:
-        """Return what is selected of a value that is, for a place that has nothing."""
+        """Return the selected part of a value that the template lacks."""
         if self._in_leaf or type(value) not in (*DICTS, list):
             return self._taken(value)
         chosen = self._chosen(value, path)
@@ -754,7 +757,7 @@ class ValueWalk(Containers):
         for at, (mine, theirs) in enumerate(zip_longest(target, value)):
             where = item(path, at)
             if self._is_selected(theirs, where):
-                # It grows as far as something is selected, and no further.
+                # The list grows up to its last selected item only.
                 found += [None] * (at + 1 - len(found))
                 found[at] = self._into(mine, theirs, where)
         self._assign_items(target, found)
@@ -773,7 +776,7 @@ class ValueWalk(Containers):
         if not isinstance(target, torch.Tensor):
             raise _mismatch(path, value, target)
         mine, theirs = _parts(target), _parts(value)
-        # Torch does not tell the dtype of a distributed tensor without local parts.
+        # Torch does not know the dtype of a distributed tensor without local parts.
         if all(parts is None or parts.tensors for parts in (mine, theirs)):
             _check_tensor(target, value, path)
         if mine is None and theirs is None:
@@ -795,7 +798,7 @@ class ValueWalk(Containers):
 
 
 def _parts(tensor: torch.Tensor) -> Any:
-    """Return what a distributed tensor is made of; None for other tensors."""
+    """Return the parts of a distributed tensor; None for other tensors."""
     return None if type(tensor) in PLAIN else take_apart(tensor, ())
 
 
@@ -807,14 +810,14 @@ def _is_meta(target: torch.Tensor) -> bool:
 
 
 def _same_layout(mine: Any, theirs: Any) -> bool:
-    """Say whether the parts of one may take the places of the other's."""
+    """Say whether the parts of one can replace the parts of the other."""
     if len(mine.tensors) != len(theirs.tensors):
         return False
     return bool(mine.layout.comparable() == theirs.layout.comparable())
 
 
 def _check_layout(target: torch.Tensor, path: str) -> None:
-    """Refuse what is made of other tensors, whose sizes may differ from theirs."""
+    """Refuse tensors made of other tensors, such as sparse ones: sizes may differ."""
     if target.layout is not torch.strided:
         remedy = "what it is made of cannot be filled; put None in its place"
         raise UnsupportedLeafError(path, f"{target.layout} tensor", remedy)

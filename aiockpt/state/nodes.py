@@ -1,8 +1,8 @@
 """Values with children that travel as structure: named tuples and pytree nodes.
 
-Their tensors are the state dict's own, and are filled in a template. The type of such a
-value comes from the receiver: from its template, or from `register_leaf`; those of
-``torch.return_types`` are always known. A node's tag only says which of them is meant.
+Their tensors belong to the state dict and can be filled in a template. The type of such
+a value comes from the receiver: from its template or from `register_leaf`. The types of
+``torch.return_types`` are always known. A node's tag only selects one of these types.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RETURN_TYPES: Final = "torch.return_types."
 
 
 class Opened(NamedTuple):
-    """A value's children, what it travels as, and how others take their place."""
+    """A value's children, its encoded form, and a function that replaces children."""
 
     tag: str
     payload: object
@@ -75,9 +75,9 @@ def decoders_for(template: object) -> dict[str, Callable[[Any], object]]:
 
 
 def _walk(template: object) -> Iterator[tuple[object, Opened]]:
-    """Yield what travels as structure, with what is in it."""
-    # The values stay alive: a node may make its children when it is asked for them,
-    # and the next one's would have the same `id`.
+    """Yield each value that travels as structure, with its children."""
+    # Keep the values alive: a node may create its children on access, and a later
+    # child could reuse the `id` of a freed one.
     waiting, seen = [template], dict[int, object]()
     while waiting:
         value = waiting.pop()

@@ -113,7 +113,7 @@ class Member:
 
 
 def by_view(members: Iterable[Member]) -> list[list[Member]]:
-    """Sort members into lists that are the same view."""
+    """Sort members into lists of equal views."""
     views: dict[tuple[object, ...], list[Member]] = {}
     for member in members:
         views.setdefault(member.view(), []).append(member)
@@ -252,7 +252,7 @@ class Group:
         )
 
     def spec(self, member: Member, entry: int) -> TensorSpec | None:
-        """Return what the entry does not say about a member; None for a plain one."""
+        """Return how a member differs from its entry; None for a plain one."""
         tensor = member.tensor
         stride, offset, flags = tuple(tensor.stride()), 0, member.flags
         is_plain = member is self.cover and not flags and not self.dense
@@ -269,7 +269,7 @@ class Group:
         return TensorSpec(entry, name, shape, stride, offset, flags)
 
     def backing(self) -> Backing:
-        """Return where the bytes are; raw bytes if no foreign byte lies between."""
+        """Return the entry's memory, as raw bytes if it contains no other bytes."""
         first = self.members[0].tensor
         nbytes = self.stop - self.start
         if self.dense:
@@ -345,7 +345,7 @@ def _widest(members: Iterable[Member]) -> Member:
 
 
 def _aligned(members: Iterable[Member]) -> tuple[list[Member], list[Member]]:
-    """Part the members that are aligned in an entry of the widest one; the others."""
+    """Split members: those aligned with the widest one's entry, and the others."""
     members = sorted(members, key=attrgetter("number"))
     origin = _widest(members).start
     halves: tuple[list[Member], list[Member]] = ([], [])
@@ -355,7 +355,7 @@ def _aligned(members: Iterable[Member]) -> tuple[list[Member], list[Member]]:
 
 
 def _filling(members: list[Member]) -> tuple[list[Member], list[list[Member]]]:
-    """Part the members whose span is worth sending; the sparse views."""
+    """Split members: those whose span is worth sending, and the sparse views."""
     views = by_view(members)
     span = max(m.stop for m in members) - min(m.start for m in members)
     if 2 * sum(same[0].used for same in views) >= span:

@@ -1,7 +1,9 @@
-"""The tensors of a checkpoint and those of a state dict, pair by pair.
+"""Pairs the tensors of a checkpoint with the tensors of a local state dict.
 
-`Places` pairs them by their paths and sees numbers only. `Pairing` compares what is
-paired. `alike` says which memory of a state dict may hold what a checkpoint holds.
+In this module, "theirs" are the tensors and entries of the checkpoint's manifest, and
+"ours" are those of the local state dict. Both are known by number. `Places` pairs them
+by path. `Pairing` compares each pair. `alike` returns the memory of a state dict that
+may already hold the bytes of a checkpoint.
 """
 
 from __future__ import annotations
@@ -46,22 +48,22 @@ __all__ = [
 
 _NONE: Final = -1
 
-# What a tensor is here, and how it travelled, need not agree.
+# These flags may differ between the two tensors of a pair.
 _LOCAL_FLAGS = PARAMETER | REQUIRES_GRAD | COMPACTED
 
-# Tensors that are compared by one call: their numbers are objects meanwhile.
+# Tensors compared by one call. Each of their numbers is an object meanwhile.
 _SLICE: Final = 512
 
 Misfit: TypeAlias = "tuple[str, str] | None"
-"""What is expected and what there is, where a pair does not fit."""
+"""The expected and the actual description of a pair that does not fit, or None."""
 
 
 class Pairing:
-    """Pairs their tensors and entries with ours, one to one.
+    """A one-to-one mapping from their tensors and entries to ours.
 
     Attributes:
-        tensors: Which of our tensors is each of theirs.
-        entries: Which of our entries, by the number that it goes by, is each of theirs.
+        tensors: The number of our tensor for each of theirs.
+        entries: The number of our entry for each of theirs.
     """
 
     def __init__(
@@ -76,10 +78,10 @@ class Pairing:
         self.entries = Bijection(len(manifest.entries), len(tensors))
 
     def add_all(self, theirs: Sequence[int], own: Sequence[int]) -> bool:
-        """Pair plain tensors, none of which is shared: most states have no others.
+        """Pair plain, unshared tensors. Most states have no others.
 
-        Returns False where one is something else, or does not fit; this pairing is of
-        no use then, and `add` finds out in another one.
+        Returns False if a tensor is not plain or does not fit. The caller then makes
+        a new pairing and calls `add` for each tensor, which says what does not fit.
         """
         if max(theirs, default=-1) >= len(self._dtypes):
             return False
@@ -126,7 +128,7 @@ class Pairing:
         return self.entries.add(theirs.storage, own.storage)
 
     def _spec(self, number: int) -> TensorSpec:
-        """Return what a manifest would say about a tensor of ours."""
+        """Return the spec that a manifest would have for one of our tensors."""
         tensor, entry = self._own[number], number
         if (owner := self._drafts.owners.get(number)) is not None:
             group, member = owner
@@ -138,9 +140,9 @@ class Pairing:
 
 
 class Bijection:
-    """A mapping that must also hold backwards: what is shared there is shared here.
+    """A one-to-one mapping: tensors that share on one side share on the other.
 
-    ``there`` has the number of ours by the number of theirs, or -1.
+    ``there`` has our number for each of their numbers, or -1 if there is none.
     """
 
     def __init__(self, theirs: int, own: int) -> None:
@@ -148,7 +150,7 @@ class Bijection:
         self._back = array("q", [-1]) * own
 
     def add(self, theirs: int, own: int) -> Misfit:
-        """Map a number of theirs to one of ours, if no other is mapped to either."""
+        """Map one of their numbers to one of ours, unless either is mapped already."""
         if self.there[theirs] == own:
             return None
         if self.there[theirs] >= 0:
@@ -160,7 +162,7 @@ class Bijection:
         return None
 
     def add_all(self, theirs: Sequence[int], own: Sequence[int]) -> bool:
-        """Map new numbers to new ones, until one is not; return whether all were."""
+        """Map numbers that are all new; stop and return False at one that is not."""
         there, back = self.there, self._back
         for number, mine in zip(theirs, own, strict=True):
             if there[number] >= 0 or back[mine] >= 0:
@@ -171,7 +173,7 @@ class Bijection:
 
 
 def _comparable(spec: TensorSpec) -> tuple[object, ...]:
-    """What must be equal; strides of dimensions of one element mean nothing."""
+    """Return what must be equal; strides of one-element dimensions are left out."""
     stride: tuple[int, ...] = ()
     if 0 not in spec.shape:
         stride = tuple(
@@ -187,32 +189,33 @@ def _words(spec: TensorSpec) -> str:
 
 
 def is_filled(mention: Mention | Reference) -> bool:
-    """Say whether it names tensors of the state dict, and not what a value is of.
+    """Say whether a mention names tensors of the state dict that can be filled.
 
-    The local parts of a distributed tensor are such.
+    The local parts of a distributed tensor count. The tensors that a registered leaf
+    or another value is made of do not.
     """
     own = mention.leaf is None or mention.leaf[1] in LAYOUTS
     return mention.kind == "tensor" and own
 
 
 def path_of(tree: Node, place: int) -> Path:
-    """Return the path of a tensor to fill: the ``place``-th, in the order of the tree.
+    """Return the path of the ``place``-th tensor to fill, in the order of the tree.
 
-    Only an error asks for it, so that paths need not be kept.
+    Only error messages need paths, so no table of paths is kept.
     """
     return next(islice(_paths(filter(is_filled, mentions(tree))), place, None))
 
 
 def mismatch(path: Path, *, expected: str, actual: str) -> TemplateMismatchError:
-    """Return the error that a template does not fit at ``path``."""
+    """Return the error for a template that does not fit at ``path``."""
     return TemplateMismatchError(format_path(path), expected=expected, actual=actual)
 
 
 def check_numbers(numbers: Sequence[int], count: int) -> None:
-    """Refuse a mention of tensors that a manifest of ``count`` tensors lacks.
+    """Check that a manifest of ``count`` tensors has all of these numbers.
 
     Raises:
-        RemoteProtocolError: there is one.
+        RemoteProtocolError: it lacks one.
     """
     if numbers and not 0 <= min(numbers) <= max(numbers) < count:
         wrong = next(number for number in numbers if not 0 <= number < count)
@@ -222,17 +225,18 @@ def check_numbers(numbers: Sequence[int], count: int) -> None:
 class Places:
     """Pairs their tensors to fill with ours while their tree is read.
 
-    As long as both trees go alike, they are read side by side. Where they part, as with
-    keys in another order, paths are looked up from there on: that takes more time and
-    much more memory, since there may be 100,000.
+    Both trees are read side by side while they have the same structure. From the first
+    difference on, such as keys in another order, `Places` looks paths up. That takes
+    more time and much more memory, since there may be 100,000 paths.
 
     Args:
         own: Our tree.
-        counts: Which mentions of ours are paired; whoever calls `add` picks theirs.
+        counts: Says which of our mentions are paired. The caller of `add` filters
+            theirs.
 
     Attributes:
-        theirs: The number of each of their tensors, place by place.
-        own: The number of ours that is in the same place.
+        theirs: The numbers of their paired tensors.
+        own: Our number for each of them, at the same index.
     """
 
     def __init__(
@@ -277,9 +281,11 @@ class Places:
             self._unmet.pop(path, None)
 
     def finish(self) -> None:
-        """Raise TemplateMismatchError if either has a tensor where the other has none.
+        """Check that each side has a tensor for each tensor of the other.
 
-        Theirs come first.
+        Raises:
+            TemplateMismatchError: one side lacks a tensor. If both do, the error names
+                the one that the template lacks.
         """
         for path in self._astray:
             raise mismatch(path, expected="a tensor", actual="nothing")
@@ -293,13 +299,14 @@ def _paths(filled: Iterator[Mention]) -> Iterator[Path]:
 
 
 def alike(manifest: Manifest, own: Survey) -> Backings:
-    """Return where a state dict may have each entry; nothing where it has none.
+    """Return the memory of a state dict that may hold the bytes of each entry.
 
-    What has the same path, dtype, shape and strides is paired, and everything else is
-    left out. Nothing here has to be right: a reader of that memory compares digests.
+    An entry without such memory gets zero bytes. Tensors are paired if they have the
+    same path, dtype, shape and strides. A wrong pair does no harm, because the reader
+    of that memory compares digests.
 
     Raises:
-        RemoteProtocolError: the manifest's tree names a tensor that there is not.
+        RemoteProtocolError: the tree names a tensor that the manifest lacks.
     """
     with collector_paused():
         pairing = _paired(manifest, own)
@@ -316,7 +323,7 @@ def _paired(manifest: Manifest, own: Survey) -> Pairing:
     if not pairing.add_all(places.theirs, places.own):
         pairing = Pairing(manifest, own.tensors, own.drafts)
         for number, mine in zip(places.theirs, places.own, strict=True):
-            pairing.add(number, mine)  # which says what does not fit
+            pairing.add(number, mine)  # pairs that do not fit are left out
     return pairing
 
 
@@ -325,9 +332,9 @@ def _every(_: Mention) -> bool:
 
 
 def _fitting(manifest: Manifest, drafts: Drafts, there: array[int]) -> Iterator[int]:
-    """Yield our entry for each of theirs, if its bytes fill that one, or -1.
+    """Yield our entry for each of theirs, or -1 if their sizes differ.
 
-    A group of ours may have members that theirs lacks, and reach further.
+    Our group may have members that theirs lacks, so it may be larger.
     """
     entries = manifest.entries
     columns = zip(there, entries.starts, entries.stops, strict=True)

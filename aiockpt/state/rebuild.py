@@ -1,4 +1,4 @@
-"""Manifest and memory → state dict: tensors over the segment, then the tree."""
+"""Makes a state dict from a manifest and memory: first tensors, then the tree."""
 
 from __future__ import annotations
 
@@ -80,11 +80,12 @@ def parts_over(
     fresh: Set[int] = frozenset(),
     on_device: OnDevice | None = None,
 ) -> dict[int, torch.Tensor]:
-    """Return only the tensors that values are made of, and ``fresh`` ones, by number.
+    """Return the ``parts``, ``blobs`` and ``fresh`` tensors only, by number.
 
-    ``parts`` get memory of their own, so that they do not keep the segment alive;
-    ``blobs`` stay in the segment, since their bytes are copied out anyway; ``fresh``
-    ones stay there for good.
+    Registered leaves are made of ``parts``. They get memory of their own, so that they
+    do not keep the segment alive. ``blobs`` hold the bytes of values and stay in the
+    segment, because these bytes are copied out anyway. ``fresh`` tensors stay there
+    permanently.
 
     Raises:
         RemoteProtocolError: as `tensors_over`.
@@ -114,7 +115,7 @@ def parts_over(
 
 @contextmanager
 def _blaming_the_manifest() -> Iterator[None]:
-    """Torch's own objections, say to a size that overflows, are the sender's fault."""
+    """Blame the sender for torch's errors, such as for a size that overflows."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
@@ -145,8 +146,8 @@ def _dense(
         return torch.empty(shape, dtype=dtype)
     count = (stop - start) // dtype.itemsize
     flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start)
-    # A view would be a second tensor, with the first one as its base. This one does
-    # not ask whether the shape is as large as the bytes: `tiling_fault` has done so.
+    # A view would be a second tensor, with the first one as its base. This call does
+    # not compare the shape with the bytes, because `tiling_fault` has done so.
     return flat if len(shape) == 1 else flat.resize_(shape)
 
 
@@ -177,10 +178,10 @@ def _view(base: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What is left to know of a checkpoint when its tensors exist.
+    """The part of a manifest that is still needed once the tensors exist.
 
-    The manifest of 100,000 tensors weighs a tenth of a gigabyte of them: whoever keeps
-    only this lets go of it.
+    The manifest of 100,000 tensors takes much memory. A caller that keeps only the
+    frame lets that memory be freed.
     """
 
     tree: Node
@@ -190,7 +191,7 @@ class Frame:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Frame:
-        """Return what is left of ``manifest``."""
+        """Return the frame of ``manifest``."""
         entries, tensors = len(manifest.entries), manifest.tensor_count
         return cls(manifest.tree, entries, tensors, manifest.total_bytes)
 
@@ -204,11 +205,10 @@ def assemble(
     wholes: Mapping[int, torch.Tensor] | None = None,
     nodes: Decoders | None = None,
 ) -> object:
-    """Return the state dict of a checkpoint with its tensors put in.
+    """Return the state dict of a checkpoint, made of its tree and tensors.
 
-    Nothing but registered leaves looks into the tensors. What is made of their bytes
-    takes no more memory than the checkpoint. ``wholes`` and ``nodes`` are those of a
-    `Match`.
+    Only registered leaves read the tensors' bytes. The values made of these bytes take
+    no more memory than the checkpoint. ``wholes`` and ``nodes`` come from a `Match`.
 
     Raises:
         DeviceMeshError: a distributed tensor has no place in this process.
@@ -231,7 +231,7 @@ def assemble(
 
 
 def check_meshes(frame: Frame, *, limits: Limits) -> None:
-    """Refuse distributed tensors that have no place here, before a byte is moved.
+    """Refuse distributed tensors that this process cannot hold, before any transfer.
 
     Raises:
         DeviceMeshError: this process lacks a process group that one needs.
@@ -242,10 +242,10 @@ def check_meshes(frame: Frame, *, limits: Limits) -> None:
 
 
 def _bytes(frame: Frame, number: int, tensors: Sequence[torch.Tensor]) -> bytes:
-    # Only of whole entries: views of one entry would each be a copy of it.
+    # Only whole entries: each view of an entry would become a copy of the entry.
     if number >= frame.entries or tensors[number].dtype != torch.uint8:
         raise RemoteProtocolError(f"bytes cannot come from tensor {number}")
     tensor = tensors[number]
-    if tensor.device.type != "cpu":  # whose address means nothing here
+    if tensor.device.type != "cpu":  # its address is not in host memory
         raise RemoteProtocolError(f"bytes cannot come from {tensor.device}")
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())

@@ -1,8 +1,8 @@
 """The data segment of a checkpoint, as tensors over memory for its bytes.
 
-The tensors exist as soon as the manifest is known: over an arena whose pages cost
-nothing before they are filled, or over a mapping of the file. So a load chooses among
-values what it wants, and then only that is read.
+The tensors exist as soon as the manifest is known. They lie over an arena, whose pages
+cost nothing before they are filled, or over a mapping of the file. So a load can choose
+among the values first, and then read only the bytes of the chosen ones.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Segment:
     """One data segment, and the values that are made of it.
 
     Args:
-        manifest: What it holds.
+        manifest: Describes the checkpoint.
         limits: Bound the tree.
-        allow_pickle: Accept leaves that only pickle carries.
-        arena: Its memory; None: a new arena.
+        allow_pickle: Accept leaves that only pickle can encode.
+        arena: The memory; None: a new arena.
         is_there: Whether the memory holds the bytes already.
     """
 
@@ -55,16 +55,16 @@ class Segment:
         return f"<Segment {self.manifest}>"
 
     def offset_of(self, address: int) -> int | None:
-        """Return where an address is in the segment; None if it is elsewhere."""
+        """Return the segment offset of an address; None if it is outside."""
         offset = address - self.arena.address
         return offset if 0 <= offset < self.manifest.segment_bytes else None
 
     def entry_at(self, offset: int) -> int:
-        """Return the entry that has a byte."""
+        """Return the entry that contains the byte at ``offset``."""
         return bisect_right(self.manifest.entries.starts, offset) - 1
 
     def value_ranges(self, tree: Node) -> list[tuple[int, int]]:
-        """Return the bytes that a tree's values other than tensors are made of."""
+        """Return the byte ranges that the tree's non-tensor values are made of."""
         entries, views = self.manifest.entries, self.manifest.views
         found = {
             number if number < len(entries) else views[number - len(entries)].storage
@@ -78,12 +78,13 @@ class Segment:
         ]
 
     def assemble(self, tree: Node, nodes: Decoders | None = None) -> object:
-        """Return what a tree is over the memory, filled or not.
+        """Return the state dict of a tree; its memory may not be filled yet.
 
-        ``nodes`` are those of a template; see `decoders_for`.
+        ``nodes`` decode the types of a template; see `decoders_for`.
 
         Raises:
-            RemoteProtocolError: its tree has what this process has not registered.
+            RemoteProtocolError: the tree has a leaf type that this process has not
+                registered.
         """
         return assemble(
             replace(Frame.of(self.manifest), tree=tree),
@@ -95,10 +96,10 @@ class Segment:
 
 
 def check_memory(ranges: Iterable[tuple[int, int]], limits: Limits) -> None:
-    """Refuse to load more than there is memory for.
+    """Check that the host has memory for these ranges.
 
     Raises:
-        LimitExceededError: there is less.
+        LimitExceededError: it has too little.
     """
     limit = spare_memory() if limits.max_bytes is None else limits.max_bytes
     nbytes = sum(stop - start for start, stop in ranges)

@@ -1,4 +1,4 @@
-"""Which values of a state dict are meant, by their dotted paths, and what is left."""
+"""Selects values of a state dict by dotted paths, and prunes a tree to them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from aiockpt.runtime.system import of_caller
 __all__ = ["Select", "Selection", "below", "item", "listed", "pruned"]
 
 _SCALARS: Final = (str, int, float, bool, type(None))
-# A list whose item is still to be looked at, which one, and its path.
+# A list, the index of its next item to visit, and the item's path.
 _Spot = tuple[list[Node], int, str]
 
 _LONGEST: Final = 16 << 10
 
 Select: TypeAlias = Iterable[str] | Callable[[str], bool]
-"""Dotted paths, with all that is below each; or a function that is asked for each."""
+"""Dotted paths, each with everything below it, or a function from a path to bool."""
 
 
 def listed(select: Select | None) -> Select | None:
-    """Return a selection with its names, which may come only once, in a list.
+    """Return a selection with its names in a list, because an iterator ends.
 
     Raises:
-        TypeError: it is neither a function nor names.
+        TypeError: the selection is neither a function nor an iterable of names.
     """
     if select is None:
         return None
@@ -41,10 +41,10 @@ def listed(select: Select | None) -> Select | None:
 
 
 def below(path: str, key: object) -> str:
-    """Return the path of what a dict has under ``key``.
+    """Return the path of a dict's value under ``key``.
 
     Raises:
-        LimitExceededError: it is so long that a peer must want to waste our time.
+        LimitExceededError: the path is longer than any honest peer sends.
     """
     found = f"{path}.{key}" if path else f"{key}"
     enforce("the length of a path", len(found), _LONGEST)
@@ -52,18 +52,18 @@ def below(path: str, key: object) -> str:
 
 
 def item(path: str, index: int) -> str:
-    """Return the path of what a list has at ``index``."""
+    """Return the path of a list's item at ``index``."""
     return f"{path}[{index}]"
 
 
 class Selection:
-    """Says which paths are selected; remembers those that were never met."""
+    """A selection of paths, which remembers the names that matched nothing."""
 
     def __init__(self, select: Select | None) -> None:
         self._asks = select if callable(select) else None
         wanted = listed(select)
         self._wanted = dict.fromkeys(wanted if isinstance(wanted, list) else (), False)
-        # Where a wanted path may end in another: few lengths, however many paths.
+        # The lengths of the wanted paths: few, however many paths there are.
         self._sizes = sorted({*map(len, self._wanted)})
         self._above = {upper for each in self._wanted for upper in _upwards(each)}
         self.everything = select is None
@@ -73,7 +73,7 @@ class Selection:
 
     def takes(self, path: str) -> bool:
         """Say whether everything at and below a path is selected."""
-        raise_if_cancelled()  # a peer may have sent half a million paths
+        raise_if_cancelled()  # a peer may have sent 500,000 paths
         if not self._wanted:
             return self.everything
         found = [
@@ -86,27 +86,27 @@ class Selection:
         return bool(found)
 
     def takes_leaf(self, path: str) -> bool:
-        """Say whether a value is selected in which nothing can be selected apart."""
+        """Say whether a value without selectable parts is selected."""
         return self.takes(path) if self._asks is None else bool(self._asks(path))
 
     def enters(self, path: str) -> bool:
-        """Say whether something below a path may be selected, or all of it is."""
+        """Say whether a path, or something below it, may be selected."""
         if self.everything or self._asks is not None:
             return True
         return path in self._above or self.takes(path)
 
     def unmet(self) -> list[str]:
-        """Return the selected paths that were not found."""
+        """Return the selected names that matched no path."""
         return [path for path, met in self._wanted.items() if not met]
 
 
 def _ends(path: str, size: int) -> bool:
-    """Say whether a step of the path ends after ``size`` letters."""
+    """Say whether a step of the path ends after ``size`` characters."""
     return not size or size == len(path) or path[size : size + 1] in (".", "[")
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """Yield a path and all that are above it: whatever ends before a dot or bracket."""
+    """Yield a path and all paths above it: each prefix before a dot or a bracket."""
     if path:
         yield ""
     for at, letter in enumerate(path):
@@ -116,18 +116,18 @@ def _upwards(path: str) -> Iterator[str]:
 
 
 def pruned(tree: Node, selection: Selection) -> Node:
-    """Return the tree without what is not selected; both share what is left.
+    """Return the tree with each costly value that is not selected replaced by None.
 
-    Tensors cost nothing before they are fetched, so they stay. A value that is made of
-    fetched bytes, such as a numpy array, gives way to None where it is not selected.
-    So do distributed tensors, whose mesh need not exist here.
+    Tensors cost nothing before they are fetched, so they stay. Values that are made of
+    fetched bytes, such as numpy arrays, are replaced. So are distributed tensors,
+    because their mesh need not exist here. Both trees share unchanged parts.
 
-    The selection meets every path but those below keys that are no scalars. What is
-    malformed stays for `decode_tree` to refuse.
+    The selection is asked for every path, except below keys that are not scalars.
+    Malformed nodes stay, and `decode_tree` refuses them.
     """
     top = [tree]
     first: _Spot = (top, 0, "")
-    # No peer's tree makes this recursive, or hold more than one spot per level.
+    # Iterative, with one stack item per level, whatever tree a peer sends.
     levels: list[Iterator[_Spot]] = [iter([first])]
     while levels:
         spot = next(levels[-1], None)
@@ -150,7 +150,7 @@ def pruned(tree: Node, selection: Selection) -> Node:
 def _opened(
     node: Node, path: str, selection: Selection
 ) -> tuple[Node, Iterator[_Spot]] | None:
-    """Return a container's copy, and where its values are; None for other nodes."""
+    """Return a copy of a container and the positions of its values, or None."""
     match node:
         case ["tensors", [*names], [*_]]:
             for name in names:
@@ -169,7 +169,7 @@ def _opened(
 
 def _keyed(keys: list[Node], values: list[Node], path: str) -> Iterator[_Spot]:
     for at, key in enumerate(keys[: len(values)]):
-        if isinstance(key, _SCALARS):  # other keys' paths are not known yet
+        if isinstance(key, _SCALARS):  # the paths of other keys are not known yet
             yield values, at, below(path, key)
 
 

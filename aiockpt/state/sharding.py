@@ -99,9 +99,9 @@ class Ranks(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Mesh(Struct, frozen=True, eq=False, array_like=True, forbid_unknown_fields=True):
-    """A device mesh; ``root`` is the mesh that it was cut out of.
+    """A device mesh; ``root`` is the mesh that it is a slice of.
 
-    Two meshes are equal if everything but their roots is.
+    Two meshes are equal if all of their fields but ``root`` are equal.
     """
 
     device_type: str
@@ -110,7 +110,7 @@ class Mesh(Struct, frozen=True, eq=False, array_like=True, forbid_unknown_fields
     root: Mesh | None
 
     def __post_init__(self) -> None:
-        """Check the names, and that a root is cut out of nothing."""
+        """Check the names, and that a root has no root itself."""
         dims = len(self.grid.sizes)
         named = self.names is None or len(set(self.names)) == dims
         _demand(named, "the mesh has not one name for each dimension")
@@ -228,12 +228,12 @@ class DTensorLayout(Struct, frozen=True, array_like=True, forbid_unknown_fields=
         _demand(most < _MAX_ELEMENTS, "no tensor has that size")
 
     def comparable(self) -> tuple[object, ...]:
-        """Return what must be equal for a shard to take the place of another one."""
+        """Return the fields that must be equal for a shard to replace another one."""
         facts = (self.mesh, self.placements, self.order, self.shape, self.stride)
         return (*facts, self.held(self.coordinate))
 
     def held(self, coordinate: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """Return the part of a coordinate that tells local tensors apart."""
+        """Return the part of a coordinate that selects a local tensor."""
         if coordinate is None:
             return None
         pairs = zip(coordinate, self.placements, strict=True)
@@ -287,7 +287,7 @@ class ShardedLayout(Struct, frozen=True, array_like=True, forbid_unknown_fields=
         _demand(math.prod(self.size) < _MAX_ELEMENTS, "no tensor has that size")
 
     def comparable(self) -> tuple[object, ...]:
-        """Return what must be equal for shards to take the places of other ones."""
+        """Return the fields that must be equal for shards to replace other ones."""
         places = tuple((shard.offsets, shard.sizes) for shard in self.shards)
         return self.held, places, self.size, self.dtype
 
@@ -301,11 +301,11 @@ Layout: TypeAlias = DTensorLayout | ShardedLayout
 LAYOUTS: Final[dict[str, type[Layout]]] = {
     kind.tag: kind for kind in (DTensorLayout, ShardedLayout)
 }
-"""The layouts by the tags of their leaves."""
+"""The layout types by the tags of their leaves."""
 
 
 def encode_layout(layout: Layout) -> tuple[object, ...]:
-    """Return a layout as it is in the payload of an ``ext`` node, behind the tensors.
+    """Return a layout as it follows the tensors in the payload of an ``ext`` node.
 
     `parse_layout` is the inverse.
     """
@@ -320,7 +320,7 @@ def _plain(value: object) -> object:
 def parse_layout(kind: type[Layout], payload: object) -> Layout:
     """Return the layout in the payload of an ``ext`` node.
 
-    The first item of the payload, the local tensors, is not looked at.
+    The first item of the payload, the local tensors, is ignored.
 
     Raises:
         TypeError, ValueError: the payload contains no valid layout.

@@ -1,4 +1,4 @@
-"""``into=``: find the memory of a template that a manifest's bytes belong to."""
+"""``into=``: finds the template's memory for the bytes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A template that fits.
+    """The pairs of a template and a manifest that fit each other.
 
     Attributes:
-        backings: The template's memory, one per entry of the manifest; nothing (zero
-            bytes) for an entry that carries no tensor of the template.
+        backings: The template's memory, one per entry of the manifest; zero bytes for
+            an entry that carries no tensor of the template.
         tensors: The template's tensors by the manifest's tensor number.
         parts: Numbers of tensors that registered leaves are made of. A leaf is a
-            value: it is made anew from what arrived, and never filled.
+            value, so the receiver makes a new one and never fills the old one.
         blobs: Numbers of tensors that hold the bytes of values.
         wholes: The template's distributed tensors, by the `id` of a local tensor.
         fresh: Numbers of tensors that get new memory, since the template has nothing
             for them. There are some only if the template need not fit.
-        adoption: Puts values into the template's containers; None if the template need
-            not fit: what is received is a state dict of its own then.
+        adoption: Puts values into the template's containers. None if the template
+            need not fit; the receive then returns a new state dict.
         nodes: Make named tuples and pytree nodes of the template's types.
     """
 
@@ -74,19 +74,19 @@ class Match:
 
 
 class Template:
-    """A state dict to receive into; ``own`` is what it looks like.
+    """A state dict to receive into; ``own`` is its survey.
 
     Args:
         state_dict: The state dict.
         limits: Bound its size and depth.
-        allow_pickle: Let it have leaves that only pickle carries.
-        exact: Whether a checkpoint must fit it exactly. If not, what the template
-            lacks or has differently gets new memory.
+        allow_pickle: Whether it may contain leaves that only pickle can encode.
+        exact: Whether a checkpoint must fit it exactly. If not, tensors that the
+            template lacks, or that differ from its own, get new memory.
 
     Raises:
-        UnsupportedLeafError: it has a leaf that no checkpoint can hold, a tensor
-            whose memory cannot be written, or (if ``exact``) a registered leaf with
-            tensors in it.
+        UnsupportedLeafError: the state dict has a leaf that no checkpoint can hold, a
+            tensor whose memory cannot be written, or (if ``exact``) a registered leaf
+            with tensors in it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Template:
             limits=limits,
             allow_pickle=allow_pickle,
             writing=True,
-            reading=not exact,  # a tensor without memory is no place to receive into
+            reading=not exact,  # else a tensor without memory is refused
         )
         self.own, self._limits, self._exact = own, limits, exact
         self._tree, self._tensors, self._drafts = own.tree, own.tensors, own.drafts
@@ -115,18 +115,18 @@ class Template:
         return f"<Template tensors={self._count}>"
 
     def match(self, manifest: Manifest) -> Match:
-        """Return where the checkpoint goes, tensor by tensor, matched by path.
+        """Match the tensors of a checkpoint with the template's, by path.
 
-        Values may differ, registered leaves among them; flags such as
-        ``requires_grad`` too.
+        Values may differ, including registered leaves, and flags such as
+        ``requires_grad``.
 
         Raises:
             TemplateMismatchError: the match must be exact, and a tensor is missing or
-                left over, or differs in dtype, shape, stride, or in what shares its
-                memory.
-            DeviceMeshError: a distributed tensor needs new memory, and has no place
-                in this process.
-            RemoteProtocolError: the tree names a tensor that there is not.
+                extra, or differs in dtype, shape, stride, or in the tensors that
+                share its memory.
+            DeviceMeshError: a distributed tensor needs new memory, and this process
+                has no mesh for it.
+            RemoteProtocolError: the tree names a tensor that the manifest lacks.
         """
         with collector_paused():
             return self._match(manifest) if self._exact else self._match_some(manifest)
@@ -161,7 +161,7 @@ class Template:
         )
 
     def _match_some(self, manifest: Manifest) -> Match:
-        """Match every entry of which the template has all tensors, and just these."""
+        """Match each entry whose tensors are exactly those of one template entry."""
         own = {
             (each.path, each.leaf): each.number
             for each in references(self._tree)
@@ -188,7 +188,7 @@ class Template:
         ]
         lost = {manifest.storage_of(each.number) for each in (*misfits, *values)}
         lost |= self._not_alone(pairing)
-        # A distributed tensor is the template's with all of its local parts, or new.
+        # All local parts of a distributed tensor are the template's, or all are new.
         wholes: dict[Path, set[int]] = {path: set() for path in theirs}
         for each in filled:
             if each.leaf is not None:
@@ -209,7 +209,7 @@ class Template:
         return self._found(pairing, values, fresh)
 
     def _not_alone(self, pairing: Pairing) -> set[int]:
-        """Return their entries for which we have memory with other tensors in it."""
+        """Return their entries whose memory here also contains other tensors."""
         paired = {own for own in pairing.tensors.there if own >= 0}
         owners = self._drafts.owners
         return {
@@ -250,15 +250,14 @@ class Template:
 
 
 def _beside(lost: Set[int], wholes: Iterable[Set[int]]) -> set[int]:
-    """Return the entries of each whole of which an entry is lost, and that are not."""
+    """Return the remaining entries of each distributed tensor that lost an entry."""
     return {entry for entries in wholes if entries & lost for entry in entries} - lost
 
 
 def _count_filled(tree: Node, *, exact: bool) -> int:
-    """Count the tensors to fill; refuse tensors that a leaf is made of.
+    """Count the tensors to fill; refuse registered leaves with tensors if ``exact``.
 
-    What they are made of is valid for the leaf's own size only, and nothing compares
-    that with the sender's.
+    Such tensors fit one leaf only, and nothing compares their sizes with the sender's.
     """
     count = 0
     for mention in mentions(tree):
@@ -274,7 +273,7 @@ def _count_filled(tree: Node, *, exact: bool) -> int:
 def _keep_apart(
     manifest: Manifest, values: Sequence[Reference], pairing: Pairing
 ) -> None:
-    """Refuse a value in memory that is filled: it would change once it is made."""
+    """Refuse a value whose bytes lie in filled memory: a later fill would change it."""
     for path, _, number, _ in values:
         if pairing.entries.there[manifest.tensor(number).storage] >= 0:
             memory = "a value in the memory of a tensor"
@@ -282,7 +281,7 @@ def _keep_apart(
 
 
 class Filled(Mapping[int, torch.Tensor]):
-    """Tensors by the manifest's numbers, without an object for each of these."""
+    """A mapping from the manifest's numbers to tensors, without an object for each."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], there: Sequence[int]) -> None:
         self._tensors = tensors
@@ -304,11 +303,11 @@ class Filled(Mapping[int, torch.Tensor]):
         return any(own >= 0 for own in self._there)
 
     def each(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors: what `values` does by many calls."""
+        """Yield the tensors, faster than `values`."""
         return (self._tensors[own] for own in self._there if own >= 0)
 
     def beside(self, others: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Return a tensor for each number: of ``others``, where this has none."""
+        """Return a tensor for each number, from ``others`` where this has none."""
         unused = torch.empty(0)  # a number that the tree does not mention
         return [
             self._tensors[own] if own >= 0 else others.get(number, unused)

@@ -1,4 +1,4 @@
-"""A checkpoint file that is there: read its header, verify its chunks.
+"""Reads the header of an existing checkpoint file, and verifies its chunks.
 
 Everything here blocks.
 """
@@ -33,7 +33,7 @@ _BLOCK = 1 << 20
 
 
 def read_header(path: Path, *, limits: Limits) -> Manifest | ForeignHeader:
-    """Return what the header of a safetensors file says, ours or another tool's.
+    """Return the header of a safetensors file, ours or another tool's.
 
     Raises:
         StorageError: it cannot be read, is no safetensors file, or is truncated.
@@ -45,10 +45,10 @@ def read_header(path: Path, *, limits: Limits) -> Manifest | ForeignHeader:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Open a regular file for reading; give its descriptor.
+    """Open a regular file for reading; yield its descriptor.
 
     Raises:
-        StorageError: there is none, or it cannot be read.
+        StorageError: there is no such file, or it cannot be read.
     """
     with named(path):
         file = path.open("rb", buffering=0)
@@ -59,7 +59,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def header_of(path: Path, fd: int, *, limits: Limits) -> Manifest | ForeignHeader:
-    """Return what :func:`read_header` does, of an open file."""
+    """Return what `read_header` returns, for an open file."""
     with named(path):
         header = _decode(path, fd, limits)
         _check_size(path, header, os.fstat(fd).st_size)
@@ -97,7 +97,7 @@ def _check_size(path: Path, header: Manifest | ForeignHeader, actual: int) -> No
 
 
 def verify_chunks(path: Path, manifest: Manifest) -> Iterator[IntegrityError]:
-    """Read every chunk of a file; give an error for each whose digest is wrong.
+    """Read every chunk of a file; yield an error for each wrong digest.
 
     Raises:
         StorageError: it cannot be read to the end.
@@ -107,7 +107,7 @@ def verify_chunks(path: Path, manifest: Manifest) -> Iterator[IntegrityError]:
 
 
 def chunk_errors(path: Path, fd: int, manifest: Manifest) -> Iterator[IntegrityError]:
-    """Give what `verify_chunks` does, of an open file."""
+    """Yield what `verify_chunks` yields, for an open file."""
     with named(path):
         for chunk, expected in enumerate(manifest.digests):
             actual = digest_of(path, fd, manifest, chunk)
@@ -118,7 +118,7 @@ def chunk_errors(path: Path, fd: int, manifest: Manifest) -> Iterator[IntegrityE
 
 
 def digest_of(path: Path, fd: int, manifest: Manifest, chunk: int) -> str:
-    """Return the digest of what the open file has of a chunk."""
+    """Return the digest of a chunk's bytes in the open file."""
     start, stop = manifest.grid.range(chunk)
     base = manifest.header_bytes
     return digest(_blocks(path, fd, base + start, base + stop))

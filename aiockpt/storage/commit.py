@@ -1,8 +1,8 @@
-"""Commits a checkpoint directory: it is built beside its name, and moved in one step.
+"""Commits a checkpoint directory: builds it under another name, then renames it.
 
 Every rank opens a `Draft` and fills its file. The file is locked until the draft is
-closed: so a sweep can tell what is being written from what a dead process left behind.
-When all files are written, rank 0 commits.
+closed. So a sweep can tell a file that is being written from one that a dead process
+left behind. When all files are written, rank 0 commits.
 
 Everything here blocks, and needs no tensors.
 """
@@ -42,7 +42,7 @@ __all__ = ["Draft"]
 
 _OCCUPIED: Final = {errno.ENOTEMPTY, errno.EEXIST}
 
-_HEAD_BYTES: Final = 4096  # the step is in this much of a header
+_HEAD_BYTES: Final = 4096  # the first bytes of a header, which contain the step
 _STEP_SAID = re.compile(rb'\\"step\\":([0-9]{1,19})')
 
 _LOCK_WAIT: Final = 1.0  # a sweep locks a file just long enough to remove it
@@ -55,7 +55,7 @@ class Draft:
     Args:
         target: The checkpoint's final path; see `directory.resolve_target`.
         rank: The rank whose file this is.
-        durable: Have the disk confirm each step before the next one.
+        durable: Whether to sync each step to the disk before the next one.
 
     Attributes:
         target: The checkpoint's final path.
@@ -65,7 +65,7 @@ class Draft:
         fd: The file, locked; -1 once the draft is closed.
 
     Raises:
-        StorageError: nothing can be built there; whatever was there is untouched.
+        StorageError: no checkpoint can be built there. Existing files are untouched.
     """
 
     def __init__(self, target: Path, rank: int, *, durable: bool) -> None:
@@ -94,7 +94,7 @@ class Draft:
         return f"<Draft {self.path}>"
 
     def keep_file(self) -> None:
-        """Give the file its name; if durable, with the directory entry on the disk."""
+        """Give the file its final name; if durable, sync the directory entry."""
         with named(self.path):
             if not self._durable:
                 # A network file system reports late errors when a file is closed.
@@ -109,8 +109,8 @@ class Draft:
             Directories that can be removed at leisure.
 
         Raises:
-            StorageError: a rank's file is missing, or is of another step, or the disk
-                failed. At the name is what was there before.
+            StorageError: a rank's file is missing or is of another step, or the disk
+                failed. The final name still has its previous contents.
         """
         with named(self.target):
             paths = [self.part / rank_file(rank) for rank in range(world_size)]
@@ -127,7 +127,7 @@ class Draft:
         return unused
 
     def is_committed(self) -> bool:
-        """Tell whether this rank's file is at its final place, with the marker."""
+        """Say whether this rank's file is at its final path, with the marker."""
         # The directory is moved as a whole, with the marker in it.
         with suppress(OSError):
             return is_at(self.target / self.path.name, self.fd)
@@ -161,7 +161,7 @@ class Draft:
         busy = "another process is writing it"
         for _ in range(_TRIES):
             self.part.mkdir(exist_ok=True)
-            # What is built would go where the link leads, and replace what is there.
+            # The files would go to the link's target, and replace the files there.
             if self.part.is_symlink():
                 raise StorageError(str(self.part), "it is a symbolic link: remove it")
             # A sweep may remove the directory at the same time.
@@ -172,7 +172,7 @@ class Draft:
         raise StorageError(str(self.temporary), busy)
 
     def _remove_others(self, files: Mapping[str, RankFile]) -> None:
-        """Remove what a failed save, or one by more ranks, has left here."""
+        """Remove files of a failed save, or of a save by more ranks."""
         for each in os.scandir(self.part):
             if each.name not in files:
                 if each.is_dir(follow_symlinks=False):
@@ -191,7 +191,7 @@ class Draft:
         self._sync(self.part)
 
     def _put_in_place(self) -> Iterator[Path]:
-        """Move the directory to its name; yield the paths of what was there."""
+        """Rename the directory to its final name; yield what can be removed."""
         old = old_of(self.target)
         try:
             os.rename(self.part, self.target)
@@ -219,7 +219,7 @@ class Draft:
 
 
 def _check_free(target: Path) -> None:
-    """Refuse a target that holds files which are no checkpoint."""
+    """Refuse a target directory with files that are not part of a checkpoint."""
     with named(target):
         if target.exists() and not target.is_dir():
             raise StorageError(str(target), "it is a file; name a directory")

@@ -44,7 +44,7 @@ _NO_EXCHANGE: Final = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
-_MAX_VIEWS: Final = 1024  # of one call, by the kernel
+_MAX_VIEWS: Final = 1024  # the kernel's limit for one call
 
 _LONG: Final = 40
 
@@ -71,10 +71,10 @@ def named(path: Path) -> Iterator[None]:
 def saying_what_is_free(
     path: Path, fd: int, size: int, *, keep: int = 0
 ) -> Iterator[None]:
-    """Turn a full disk into an error that says how much is needed, and how much free.
+    """Raise `StorageError` for a full disk, with the bytes needed and the bytes free.
 
-    The open file is first cut to its first ``keep`` bytes: what was added to it would
-    count as used.
+    The open file is first truncated to ``keep`` bytes, so that the bytes added to it do
+    not count as used.
     """
     try:
         yield
@@ -100,7 +100,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def rename_to_new(one: Path, other: Path) -> None:
-    """Rename, but replace nothing. Where the system cannot, look before it renames.
+    """Rename without replacing. If the system cannot do that, check first.
 
     Raises:
         FileExistsError: the name is taken.
@@ -124,7 +124,7 @@ def _renamed(one: Path, other: Path, how: int) -> bool:
 
 
 def trash(path: Path) -> Path:
-    """Take a directory's name away in one step; return the path to remove."""
+    """Rename a directory to a trash name in one step; return the path to remove."""
     name, suffix = path.name.removeprefix("."), f".{secrets.token_hex(4)}.trash"
     if len(name) > _LONG:  # or the new name might be too long for the file system
         name = name[: -len(f".{suffix}")]
@@ -139,7 +139,7 @@ def remove_tree(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Have the disk confirm the names in a directory."""
+    """Sync the names in a directory to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -151,7 +151,7 @@ def sync_directory(path: Path) -> None:
 
 
 def lock(fd: int) -> bool:
-    """Lock a file against other processes; also True where files cannot be locked."""
+    """Lock a file against other processes; True if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -164,15 +164,15 @@ def lock(fd: int) -> bool:
 def open_locked(
     path: Path, *, busy: str, empty: bool = False, patience: float = 0.0
 ) -> int:
-    """Open a file that no other process has open so, or make it; lock it.
+    """Open or create a file, and lock it; return its descriptor.
 
-    Closing the descriptor unlocks it.
+    Closing the descriptor unlocks the file.
 
     Args:
-        path: The file; a link is refused.
-        busy: What to say if another process has the file locked.
-        empty: Remove what an earlier process has left in it.
-        patience: For how long to try, in seconds.
+        path: The file; a symbolic link is refused.
+        busy: The error's detail if another process has locked the file.
+        empty: Truncate the file.
+        patience: Seconds to retry for.
 
     Raises:
         StorageError: another process has it locked.
@@ -192,7 +192,7 @@ def open_locked(
         finally:
             if fd >= 0:
                 os.close(fd)
-        # A locked file without its name was renamed or removed meanwhile: open anew.
+        # If the file was renamed or removed meanwhile, open the new one.
         if not locked:
             if time.monotonic() >= until:
                 raise StorageError(str(path), busy)
@@ -200,18 +200,18 @@ def open_locked(
 
 
 def is_at(path: Path, fd: int) -> bool:
-    """Tell whether the open file still has this name."""
+    """Say whether the open file still has this name."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     return False
 
 
 def reserve(fd: int, size: int, *, always: bool = False) -> None:
-    """Allocate the blocks of a file at once, where the file system can.
+    """Allocate the blocks of a file in advance, if the file system supports it.
 
-    Writing is faster then, and a full disk is noticed before a byte is written. With
-    ``always``, the C library writes zeros where the file system cannot: a mapping of
-    the file needs that, since a byte that finds no room there kills the process.
+    Writing is then faster, and a full disk is noticed before the first write. With
+    ``always``, the C library writes zeros if the file system cannot allocate. A mapping
+    of the file needs that: a write to a mapping on a full disk kills the process.
     """
     if always:
         os.posix_fallocate(fd, 0, size)
@@ -226,7 +226,7 @@ def reserve(fd: int, size: int, *, always: bool = False) -> None:
 
 
 def start_writeback(fd: int, start: int, nbytes: int) -> None:
-    """Let the disk begin now to write what a later fsync would wait for."""
+    """Start to write dirty pages to the disk, so that a later fsync waits less."""
     if hasattr(_libc, "sync_file_range"):
         offset = ctypes.c_int64
         _libc.sync_file_range(fd, offset(start), offset(nbytes), _SYNC_FILE_RANGE_WRITE)
@@ -236,7 +236,7 @@ def read_at(path: Path, fd: int, views: Sequence[memoryview], at: int) -> None:
     """Fill views one after another from an offset, all of them.
 
     Raises:
-        StorageError: the file ends before; ``path`` is for the message.
+        StorageError: the file ends too early; ``path`` is for the message.
     """
     for first in range(0, len(views), _MAX_VIEWS):
         left = [*views[first : first + _MAX_VIEWS]]
@@ -259,7 +259,7 @@ def write_at(fd: int, views: Sequence[memoryview], at: int) -> None:
 
 
 def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Return what is left of views after their first ``nbytes``."""
+    """Return the views without their first ``nbytes`` bytes."""
     for index, view in enumerate(views):
         if nbytes < view.nbytes:
             return [view[nbytes:], *views[index + 1 :]]

@@ -1,10 +1,10 @@
-"""A checkpoint on its way to a file, which it replaces in one step.
+"""A checkpoint that is received into a file, and replaces it in one step.
 
-A checkpoint is received into ``FILE.part`` and becomes ``FILE`` by one rename, when
-every chunk has been verified and is on the disk: whatever happens, ``FILE`` is wholly
-the old checkpoint or wholly the new one. ``FILE.part`` outlives a receive that fails,
-and the next one keeps each chunk in it whose digest is that of the manifest. A file
-that is replaced hands on its permissions; a new one gets what the umask leaves.
+A checkpoint is received into ``FILE.part``. When every chunk has been verified and is
+on the disk, one rename makes it ``FILE``. So ``FILE`` is always wholly the old
+checkpoint or wholly the new one. ``FILE.part`` stays after a failed receive, and the
+next receive keeps each chunk in it whose digest matches the manifest. A replaced file
+passes its permissions on. The umask decides those of a new file.
 
 Everything here blocks.
 """
@@ -35,7 +35,7 @@ from aiockpt.storage.files import (
 __all__ = ["TAKEN", "PartFile", "check_target"]
 
 TAKEN: Final = "it is there already; choose another name, or replace it by --overwrite"
-"""What is said of a file that a command would replace without having been told to."""
+"""The detail of the error for a file that a command may not replace."""
 
 _PERMISSIONS = 0o777
 _OURS = stat.S_IRUSR | stat.S_IWUSR
@@ -45,15 +45,15 @@ def check_target(path: Path, *, replace: bool = True) -> Path:
     """Return the file that a checkpoint may be written to; links are followed.
 
     Raises:
-        StorageError: its directory does not exist, or it is no regular file, which a
-            rename would destroy; or, without ``replace``, there is a file already.
+        StorageError: the directory does not exist, or the path is not a regular file,
+            or, without ``replace``, a file exists already.
     """
     with named(path):
         try:
             target = path.resolve()
         except RuntimeError:  # Python 3.11 and 3.12, for a loop of links
             target = path
-        if target.is_symlink():  # what is left of a loop, since Python 3.13
+        if target.is_symlink():  # a loop of links, since Python 3.13
             raise StorageError(str(path), "it is a link to itself")
         if not target.parent.is_dir():
             detail = f"there is no directory {target.parent}; make it first"
@@ -68,14 +68,14 @@ def check_target(path: Path, *, replace: bool = True) -> Path:
 
 
 class PartFile:
-    """A checkpoint on its way to a file: ``FILE.part``, filled in any order.
+    """The file ``FILE.part``, mapped into memory and filled in any order.
 
-    It is locked against other processes until it is closed, and its space is
-    reserved: a full disk is an error of :meth:`open`, never one of a byte that arrives.
+    It is locked against other processes until it is closed. Its space is reserved, so
+    a full disk is an error of :meth:`open` and never of a later write.
 
     Attributes:
         path: ``FILE.part``.
-        candidates: The chunks that may be there already; ask :meth:`holds`.
+        candidates: The chunks that may be complete already; :meth:`holds` checks one.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class PartFile:
 
     @classmethod
     def open(cls, target: Path, manifest: Manifest) -> PartFile:
-        """Open ``target``'s part file, which is made, resized and locked as needed.
+        """Open the part file of ``target``; create, resize and lock it as needed.
 
         Raises:
-            StorageError: it cannot be written, is in use, is something else than a
-                part of a checkpoint, or the disk is full; it is then as before.
+            StorageError: the file cannot be written, is in use, is not part of a
+                checkpoint, or the disk is full. It is then unchanged.
         """
         target = check_target(target)
         path = target.with_name(f"{target.name}.part")
@@ -103,7 +103,7 @@ class PartFile:
             fd = open_locked(path, busy="another process is receiving into it")
             try:
                 _check_ours(path, fd)
-                # Before a byte arrives that only the file's readers may see.
+                # Set before the first byte, which only the file's readers may see.
                 _permit(fd, _permissions(target), added=_OURS)
                 known = os.fstat(fd).st_size
                 _reserve(path, fd, manifest.total_bytes)
@@ -121,24 +121,24 @@ class PartFile:
         return [memoryview(self._map)[base + start : base + stop]]
 
     def holds(self, chunk: int) -> bool:
-        """Tell whether a chunk is there with the right digest."""
+        """Say whether the file has a chunk with the right digest."""
         with named(self.path):
             actual = digest_of(self.path, self._fd, self._manifest, chunk)
         return actual == self._manifest.digests[chunk]
 
     def commit(self, *, replace: bool = True) -> None:
-        """Rename the part file to the file, with everything on the disk.
+        """Sync the part file to the disk and rename it to the file.
 
         Raises:
-            StorageError: not written, or, without ``replace``, there is a file by now;
-                the old file is as it was.
+            StorageError: the disk failed, or, without ``replace``, a file exists by
+                now. The old file is unchanged.
         """
         with named(self.path):
             try:
                 self._map.flush()
                 os.fsync(self._fd)
             except OSError:
-                # What the kernel failed to write may look written to the next receive.
+                # The next receive may read pages that the kernel failed to write.
                 self.discard()
                 raise
             permissions = _permissions(self._target)
@@ -147,7 +147,7 @@ class PartFile:
                 os.replace(self.path, self._target)
             else:
                 rename_to_new(self.path, self._target)
-            # Not before: a part file that stays must be writable for the next receive.
+            # Only now: a part file that stays must be writable for the next receive.
             _permit(self._fd, permissions, added=0)
             sync_directory(self._target.parent)
 
@@ -158,7 +158,7 @@ class PartFile:
 
     def close(self) -> None:
         """Unmap and unlock; the part file stays for the next receive. Idempotent."""
-        with suppress(BufferError):  # a view that still lives keeps its pages
+        with suppress(BufferError):  # a view that is still in use keeps its pages
             self._map.close()
         if self._fd >= 0:
             # The mapping has a duplicate, which would keep the lock while it lives.
@@ -174,11 +174,11 @@ def _chunks_within(manifest: Manifest, size: int) -> int:
 
 
 def _check_ours(path: Path, fd: int) -> None:
-    """Refuse to overwrite what another program left under the same name."""
+    """Refuse to overwrite another program's file of the same name."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise StorageError(str(path), "it is not a regular file")
     start = os.pread(fd, LENGTH_BYTES + len(PREFIX), 0)
-    # Nothing but zeros: reserved, and killed before the header was written.
+    # Only zeros: the process was killed after reserving, before writing the header.
     known = start[LENGTH_BYTES:]
     if any(start) and not (known and PREFIX.startswith(known)):
         detail = "it is no part of a checkpoint; remove it or choose another file"
@@ -186,7 +186,7 @@ def _check_ours(path: Path, fd: int) -> None:
 
 
 def _permissions(target: Path) -> int | None:
-    """Return those of the file that is replaced, if there is one."""
+    """Return the permissions of the file to be replaced, or None."""
     with suppress(FileNotFoundError):
         return target.stat().st_mode & _PERMISSIONS
     return None
@@ -200,7 +200,7 @@ def _permit(fd: int, permissions: int | None, *, added: int) -> None:
 
 
 def _reserve(path: Path, fd: int, size: int) -> None:
-    """Give the file ``size`` bytes that are really there, or leave it as it was."""
+    """Allocate ``size`` bytes for the file, or leave it unchanged."""
     before = os.fstat(fd).st_size
     try:
         with saying_what_is_free(path, fd, size, keep=before):

@@ -1,8 +1,8 @@
-"""Where the bytes of one data segment go while a source brings them.
+"""The destination memory of a data segment that is read block by block.
 
-A thread that reads block by block asks a `Placement` for the memory of each block, and
-says when the bytes are there. What a device gets passes through spare memory of the
-thread, in turns. Bytes that nobody wants go there, too, and are forgotten.
+A reading thread asks a `Placement` for the memory of each block. Bytes for a device
+pass through spare buffers of the thread, which are used in turn. Bytes that are read
+only for a digest also go into a spare buffer, and are dropped.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _TURNS: Final = 2
 
 
 class Placement:
-    """Ranges that are wanted, and the memory that their bytes belong to.
+    """Byte ranges to read, and the memory that they go to.
 
     Args:
-        segment: Where they are from.
-        ranges: What is wanted.
+        segment: The data segment.
+        ranges: The byte ranges of the segment to read.
     """
 
     def __init__(self, segment: Segment, ranges: Ranges) -> None:
@@ -44,9 +44,9 @@ class Placement:
         return Spare(nbytes, ())
 
     def prepare(self, start: int, stop: int) -> None:
-        """Map the pages of ``[start, stop)`` where it saves time, in a thread.
+        """Map the pages of ``[start, stop)`` in advance if that saves time.
 
-        Only ranges that are wanted get pages.
+        Only pages of ``ranges`` are mapped. Blocks, so it is called in a thread.
         """
         for first, last in self._from(start):
             if first >= stop:
@@ -82,10 +82,10 @@ class Placement:
 
 
 class VerifyOnly(Placement):
-    """Ranges that are read to compare their digests, and forgotten."""
+    """Byte ranges that are read only to compare their digests."""
 
     def prepare(self, start: int, stop: int) -> None:
-        """Do nothing: spare memory is used again and again."""
+        """Do nothing: spare memory is reused."""
 
     def views(self, start: int, stop: int, spare: Spare) -> Sequence[memoryview]:
         """Return spare memory."""
@@ -93,12 +93,12 @@ class VerifyOnly(Placement):
 
 
 class PlannedPlacement(Placement):
-    """What a `LoadPlan` wants of a segment, and where it says.
+    """The byte ranges and the memory of a `LoadPlan`.
 
     Args:
-        segment: Where the bytes are from.
-        plan: Where they go.
-        ports: Finds the port of a device.
+        segment: The data segment.
+        plan: The destinations of its bytes.
+        ports: Returns the port of a device.
     """
 
     def __init__(self, segment: Segment, plan: LoadPlan, ports: PortFor) -> None:
@@ -125,7 +125,7 @@ class PlannedPlacement(Placement):
         return self._copies.load_device(start, stop, self._fences, window=window)
 
     def load(self) -> None:
-        """Bring home what is in the arena already; wait for the devices."""
+        """Copy from the arena to the template; wait for the devices."""
         events: list[Event] = []
         for start, stop in self.ranges:
             self._copies.load_host(start, stop)
@@ -135,7 +135,7 @@ class PlannedPlacement(Placement):
 
 
 class Spare:
-    """A reading thread's own memory; what devices copy from is two buffers in turn."""
+    """A reading thread's spare memory; devices copy from two buffers in turn."""
 
     def __init__(self, nbytes: int, ports: Sequence[Port]) -> None:
         self._arenas = [Arena(nbytes) for _ in range(_TURNS if ports else 1)]
@@ -150,13 +150,13 @@ class Spare:
         self._now = 0
 
     def turn(self, nbytes: int) -> memoryview:
-        """Return the next buffer, when nothing is copied from it any more."""
+        """Return the next buffer, after the device copies from it have ended."""
         self._now = (self._now + 1) % len(self._arenas)
         self._wait(self._now)
         return self._arenas[self._now].buffer[:nbytes]
 
     def landed(self, placement: Placement, start: int, stop: int) -> None:
-        """Send on to devices what is in the last `turn`."""
+        """Enqueue the device copies of the block in the last `turn`."""
         window = self._tensors[self._now][: stop - start]
         self._sent[self._now] += placement.send(start, stop, window)
 

@@ -1,4 +1,4 @@
-"""A checkpoint file as a source: its ranges, read into memory and verified.
+"""A checkpoint file as a source: reads its ranges into memory and verifies them.
 
 Threads read block by block and digest each block while it is in the cache. Everything
 here blocks.
@@ -38,13 +38,13 @@ __all__ = [
 ]
 
 Verify: TypeAlias = Literal["full", "none"]
-"""Which digests are compared: of every chunk that is read, or of none."""
+"""Whether the digest of every chunk that is read is compared, or of none."""
 
 OnBytes: TypeAlias = Callable[[int], None]
-"""Is told how many bytes were read. What it raises ends the reading."""
+"""Called with the number of bytes read. Its exceptions end the reading."""
 
-_BLOCK: Final = 2 << 20  # what is digested while it is in the cache
-_SPAN: Final = 32 << 20  # of what a thread takes at once where no digest says
+_BLOCK: Final = 2 << 20  # digested while it is in the cache
+_SPAN: Final = 32 << 20  # bytes that a thread takes at once if nothing is verified
 _THREADS: Final = 2
 
 
@@ -60,7 +60,7 @@ def check_verify(verify: Verify) -> Verify:
 
 
 class FileMapping(Arena):
-    """The data segment of a file as memory; what is written to it stays here.
+    """The data segment of a file as private memory: writes do not reach the file.
 
     Pages are read when they are used. The file must not be truncated meanwhile.
 
@@ -89,16 +89,16 @@ class FileMapping(Arena):
 
 
 class FileSource:
-    """An open file as what a load reads; it is read only while it is open.
+    """An open file that a load reads from.
 
     Args:
         path: The name of the file, for errors.
-        fd: Its descriptor.
-        manifest: What it holds, as of `manifest_of_file`.
+        fd: Its descriptor, which must stay open while it is read.
+        manifest: The result of `manifest_of_file`.
         limits: Bound the tree.
-        allow_pickle: Accept leaves that only pickle carries.
-        mapped: Let tensors lie over a mapping of the file, which outlives the
-            descriptor; else they lie over a new arena.
+        allow_pickle: Accept leaves that only pickle can encode.
+        mapped: Whether tensors lie over a mapping of the file, which outlives the
+            descriptor. Otherwise they lie over a new arena.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class FileSource:
     def read(
         self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None = None
     ) -> None:
-        """Read what ``placement`` wants; what ``on_bytes`` raises ends the reading.
+        """Read the ranges of ``placement``; an exception of ``on_bytes`` ends it.
 
         A file of another tool has no digests, so nothing of it is verified.
 
@@ -143,10 +143,12 @@ class FileSource:
 
 
 def manifest_of_file(path: Path, fd: int, *, limits: Limits) -> Manifest:
-    """Return what an open safetensors file holds; another tool's has no digests.
+    """Return the manifest of an open safetensors file.
+
+    The manifest of another tool's file has no digests.
 
     Raises:
-        StorageError: it cannot be read, or holds a dtype that torch lacks.
+        StorageError: the file cannot be read, or has a dtype that torch lacks.
         IntegrityError: the header of our file is damaged.
     """
     header = header_of(path, fd, limits=limits)
@@ -176,7 +178,7 @@ def _adopted(path: Path, header: ForeignHeader) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """What one thread reads at once: a whole chunk if it is to be verified."""
+    """The bytes that a thread reads at once: a whole chunk if it is verified."""
 
     start: int
     stop: int
@@ -184,7 +186,7 @@ class _Span:
 
 
 def _spans(manifest: Manifest, ranges: Ranges, verify: Verify) -> Iterator[_Span]:
-    """Plan: whole chunks where they are verified, else no more than what is wanted."""
+    """Yield the spans to read: whole chunks to verify, else the ranges only."""
     verified = verify == "full" and bool(manifest.digests)
     last = -1
     for first, final in ranges:

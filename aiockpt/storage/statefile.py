@@ -1,6 +1,6 @@
-"""A state dict from a file: safetensors, ours or another tool's, or torch's own.
+"""Reads a state dict from a file: safetensors (ours or another tool's) or torch's.
 
-Tensors lie over a private mapping of the file: pages are read when they are used, and
+Tensors lie over a private mapping of the file. Pages are read when they are used, and
 writing to a tensor does not change the file.
 """
 
@@ -28,7 +28,7 @@ _OPENING_BRACE = 8  # where the JSON of a safetensors header starts
 
 @dataclass(frozen=True, slots=True)
 class StateFile:
-    """What a file holds; ``step`` is None where the file does not say."""
+    """The state dict of a file, and its step or None if the file has none."""
 
     state: object
     step: int | None
@@ -38,15 +38,16 @@ def read_state_file(path: Path, *, limits: Limits) -> StateFile:
     """Return the state dict of a file; the digests of ours are verified first.
 
     Raises:
-        StorageError: it cannot be read, or is none of the known kinds.
-        IntegrityError: a chunk, or the header, of our file is damaged.
-        RemoteProtocolError: its tree holds what this process has not registered.
+        StorageError: the file cannot be read, or is of no known kind.
+        IntegrityError: a chunk or the header of our file is damaged.
+        RemoteProtocolError: the tree has a leaf type that this process has not
+            registered.
     """
     with opened(path) as fd:
         if is_torch_file(path, fd):
             return StateFile(load_torch(path, fd), None)
         manifest = manifest_of_file(path, fd, limits=limits)
-        # Whoever stages what was read computes new digests, which would hide damage.
+        # Staging this state dict computes new digests, which would hide damage.
         for error in chunk_errors(path, fd, manifest):
             raise error
         source = FileSource(
@@ -57,7 +58,7 @@ def read_state_file(path: Path, *, limits: Limits) -> StateFile:
 
 
 def is_torch_file(path: Path, fd: int) -> bool:
-    """Say whether an open file looks like one of ``torch.save``.
+    """Say whether an open file looks like one that ``torch.save`` wrote.
 
     Raises:
         StorageError: it cannot be read.
@@ -71,10 +72,10 @@ def _start_of(path: Path, fd: int) -> bytes:
 
 
 def load_torch(path: Path, fd: int) -> object:
-    """Return what an open file of ``torch.save`` holds, mapped where that is possible.
+    """Return the contents of an open file of ``torch.save``, mapped if possible.
 
     Raises:
-        StorageError: it is damaged, or holds what only running code brings back.
+        StorageError: the file is damaged, or reading it would run code.
     """
     mapped = _start_of(path, fd).startswith(_ZIP)
     if mapped:
@@ -89,7 +90,7 @@ def load_torch(path: Path, fd: int) -> object:
 
 
 def _check_zip(path: Path, fd: int) -> None:
-    """Refuse compressed entries: torch writes none, and a small one may be huge."""
+    """Refuse compressed entries. Torch writes none, and they could expand hugely."""
     with named(path):
         try:
             with os.fdopen(os.dup(fd), "rb") as raw, zipfile.ZipFile(raw) as file:
@@ -103,13 +104,13 @@ def _check_zip(path: Path, fd: int) -> None:
 
 
 def _reason(text: str) -> str:
-    """Shorten torch's essay to what is wrong with the file."""
+    """Return the part of torch's long message that says what is wrong."""
     if found := re.search(r"GLOBAL (\S+)", text):
         return (
             f"it holds a {found[1]}, which only running pickled code brings back; "
             "save tensors and plain values"
         )
-    # What torch says first is that unpickling without weights_only would succeed.
+    # Torch begins with advice to unpickle without weights_only.
     found = re.search(r"WeightsUnpickler error:\s*(\S.*)", text)
     lines = [found[1]] if found else text.strip().splitlines()
     return f"torch cannot read it: {lines[0] if lines else '?'}"

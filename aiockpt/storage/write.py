@@ -1,12 +1,13 @@
 """Writes a header and a data segment into one open file.
 
-`write_file` writes any `Writable`. The segment goes to the file in large blocks,
-straight from the memory where it lies. The header comes last: it holds the digests,
-which may be computed while the blocks are written. `WritableSnapshot` is a snapshot to
-be written, and `PlainFile` leaves out everything of ours.
+`write_file` writes any `Writable`. It writes the segment in large blocks, directly from
+the memory that holds it. The header comes last, because it holds the digests, which may
+be computed while the blocks are written. `WritableSnapshot` writes a snapshot,
+`transfer.live.LiveState` a live state dict. `PlainFile` writes a safetensors file
+without our metadata.
 
 Everything here blocks, and releases the interpreter lock meanwhile. Nothing needs
-tensors. A live state dict to be written is `transfer.live.LiveState`.
+tensors.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from aiockpt.storage.files import (
 __all__ = ["BLOCK", "PlainFile", "Writable", "WritableSnapshot", "write_file"]
 
 BLOCK: Final = 4 << 20
-"""How many bytes are asked for, digested and written at once: they fit the cache."""
+"""Bytes that are digested and written at once; they fit into the cache."""
 
 _WRITEBACK: Final = 32 << 20
 
 
 class Writable(Protocol):
-    """What can be written: a header of a known length, and the data segment."""
+    """A source for `write_file`: a header of a known length, and a data segment."""
 
     @property
     def header_bytes(self) -> int:
@@ -51,20 +52,20 @@ class Writable(Protocol):
         """The length of the data segment."""
 
     def views(self, start: int, stop: int) -> Sequence[memoryview]:
-        """Return ``[start, stop)``. Each byte is asked for once, in ascending order."""
+        """Return ``[start, stop)``. Called once for each byte, in ascending order."""
 
     def seal(self) -> Manifest | ForeignHeader:
-        """Return the header; called after all bytes were asked for.
+        """Return the header; called after `views` has returned all bytes.
 
-        What a checkpointer has staged can be sealed earlier, see `WritableSnapshot`.
+        `WritableSnapshot` can be sealed at any time.
         """
 
 
 class WritableSnapshot:
-    """A snapshot to be written. Its chunks are digested as they are read, if need be.
+    """A snapshot to be written; its chunks are digested as they are read if needed.
 
     Args:
-        snapshot: What is written.
+        snapshot: The snapshot.
         on_seal: Called once with the manifest, as soon as it has its digests.
     """
 
@@ -94,10 +95,9 @@ class WritableSnapshot:
         return views
 
     def seal(self) -> Manifest:
-        """Return the manifest with its digests.
+        """Return the manifest with its digests; may be called at any time.
 
-        Here, unlike with other sources, it can be asked for at any time. What was not
-        read yet is then read for its digests.
+        Chunks that `views` has not returned yet are read for their digests.
         """
         if not self._is_sealed:
             for start in range(self._hasher.position, self.segment_bytes, BLOCK):
@@ -115,15 +115,15 @@ class WritableSnapshot:
 
 
 class PlainFile:
-    """A flat state dict as a safetensors file with nothing of ours in it.
+    """A flat state dict as a safetensors file without our metadata.
 
     Args:
-        writable: The state dict to be written; `seal` says already what it holds.
+        writable: The state dict to be written; it can be sealed already.
         state: The state dict.
 
     Raises:
-        StateDictError: it is no dict of names and tensors, or one of the tensors is
-            more than a dtype, a shape and bytes of its own.
+        StateDictError: the state dict is not a dict from names to tensors, or a tensor
+            is more than a dtype, a shape and bytes of its own.
     """
 
     def __init__(self, writable: Writable, state: Any) -> None:
@@ -176,12 +176,13 @@ def _check_plain(manifest: Manifest, state: Any) -> None:
 def write_file(
     path: Path, fd: int, writable: Writable, *, durable: bool
 ) -> Manifest | ForeignHeader:
-    """Fill an empty open file; return its header. ``path`` is for error messages only.
+    """Fill an empty open file; return its header.
 
-    With ``durable``, everything is on the disk afterwards.
+    ``path`` is only for error messages. With ``durable``, everything is on the disk
+    when this returns.
 
     Raises:
-        StorageError: the disk is full, or has failed; throw the file away.
+        StorageError: the disk is full or has failed. The caller must discard the file.
     """
     base, size = writable.header_bytes, writable.segment_bytes
     with named(path), saying_what_is_free(path, fd, base + size):
@@ -201,7 +202,7 @@ def write_file(
 
 
 def _blocks(base: int, size: int) -> Iterator[tuple[int, int]]:
-    """Cut a segment at multiples of a block in the file, so at whole pages."""
+    """Cut a segment at multiples of the block size in the file, so at whole pages."""
     start = 0
     while start < size:
         stop = min(start + BLOCK - (base + start) % BLOCK, size)
