@@ -1,12 +1,12 @@
-"""Where ranks wait for each other, so that they commit a checkpoint together.
+"""Barriers at which ranks wait for each other, to commit a checkpoint together.
 
 Ranks meet twice in a save: when every file is written, and when rank 0 has committed.
-A rank that fails says so instead of staying away, and the other ranks fail at once.
+A rank that fails reports that at the barrier, so that the other ranks fail at once.
 
 `Barrier` is the interface. `TCPStoreBarrier` meets in a key-value store, which any
 process can reach. `DistBarrier` meets in a process group, inside the trainer only.
 
-This module loads ``torch.distributed`` when a barrier is made, and not before: a
+This module loads ``torch.distributed`` only when a barrier is made, because a
 checkpoint process of one rank does not need torch.
 """
 
@@ -62,7 +62,7 @@ _LATE: Final = "late"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """What ranks meet for. Ranks that save the same checkpoint find each other by it.
+    """The purpose of a meeting, by which ranks of the same save find each other.
 
     Attributes:
         name: The name of the checkpoint's directory.
@@ -92,7 +92,7 @@ _LEGACY: Final = Meeting(
 
 
 class Barrier(ABC):
-    """Lets no rank go on before all ranks have come.
+    """Blocks each rank until all ranks have arrived.
 
     A subclass needs only :meth:`execute_barrier`. With :meth:`meet` it can also tell
     the other ranks of a failure. `register_barrier` makes it available by name.
@@ -105,30 +105,30 @@ class Barrier(ABC):
         """Block until every rank has called this. A save calls it twice."""
 
     def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
-        """Block until every rank is there; with ``failure``, tell them and return.
+        """Block until every rank has arrived; with ``failure``, report it and return.
 
         Raises:
             PeerFailedError: another rank failed, or stopped waiting.
-            TransferTimeoutError: not all ranks came in time, and no rank goes on.
-            TransportError: not all ranks came, or that cannot be found out.
+            TransferTimeoutError: not all ranks arrived in time, so no rank continues.
+            TransportError: not all ranks arrived, or this rank cannot find out.
         """
         del meeting
         if failure is None:
             self.execute_barrier()
 
     def expect(self, meeting: Meeting) -> None:
-        """Note that a save has begun whose ranks are going to meet for this.
+        """Note that a save has begun whose ranks will meet.
 
         The writer calls this before the first byte. An earlier save of the same name
-        and step may have left a meeting unfinished; this one is not taken for it.
+        and step may have left a meeting unfinished, which must not be joined.
 
         Raises:
-            TransportError: the other ranks' meeting place cannot be reached.
+            TransportError: the store of the meeting cannot be reached.
         """
         del meeting
 
     def close(self) -> None:
-        """Release what the barrier holds."""
+        """Release the barrier's connections and groups."""
         return
 
 
@@ -148,8 +148,8 @@ def create_barrier_from_config(
 ) -> Barrier | None:
     """Make the barrier that ``config`` names, in the process that will wait at it.
 
-    A class whose constructor takes ``global_rank`` and ``global_world_size`` is given
-    them, unless ``barrier_args`` has them. Without a type, see `barrier_config_for`.
+    A constructor with parameters ``global_rank`` and ``global_world_size`` gets them,
+    unless ``barrier_args`` has them. Without a type, see `barrier_config_for`.
 
     Raises:
         ValueError: the type is unknown, or several ranks have nowhere to meet.
@@ -205,7 +205,7 @@ def default_rank_info() -> RankInfo:
 
 
 def _distributed_is_initialized() -> bool:
-    # Do not import it: a program that initialized it has imported it.
+    # If the program has initialized it, the program has imported it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return False
@@ -242,10 +242,10 @@ def _default_store_arguments() -> dict[str, object]:
 class TCPStoreBarrier(Barrier):
     """Meets in a ``torch.distributed.TCPStore``, which rank 0 hosts.
 
-    The ranks need no process group. Everything that matters lies in the store, so a
-    writer that died can be replaced. For each meeting, the store has the *rounds* in
-    which ranks have tried it. One decision ends a round, and all of its ranks read
-    that decision: all came, or who failed and why.
+    The ranks need no process group. All state of a meeting is in the store, so a
+    writer that died can be replaced. The store has one or more *rounds*, or attempts,
+    for each meeting. One decision ends a round, and all of its ranks read it: either
+    all ranks arrived, or a named rank failed for a stated reason.
 
     Args:
         global_rank: This rank.
@@ -309,12 +309,12 @@ class TCPStoreBarrier(Barrier):
         self.meet(_LEGACY)
 
     def expect(self, meeting: Meeting) -> None:
-        """Begin another round if the last one was certainly about an earlier save.
+        """Begin another round if the last one certainly belongs to an earlier save.
 
-        Three kinds of rounds were: one in which this rank was, one that was given up
-        before this save began, and any meeting to commit, since all ranks come to the
-        other meeting first. A round in which another rank has failed stays, since it
-        may be about this save.
+        Three kinds of rounds do: a round that this rank took part in, a round that was
+        given up before this save began, and any meeting to commit, because all ranks
+        come to the other meeting first. A round in which another rank has failed stays,
+        because it may belong to this save.
         """
         with self._translating_errors():
             store, key = self._connect(), self._key(meeting)
@@ -334,7 +334,7 @@ class TCPStoreBarrier(Barrier):
             self._begun[key] = number
 
     def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
-        """Block until every rank is there; with ``failure``, tell them and return."""
+        """Wait for all ranks; with ``failure``, report it and return."""
         with self._translating_errors():
             if failure is None:
                 self._meet(meeting)
@@ -403,7 +403,7 @@ class TCPStoreBarrier(Barrier):
         return now
 
     def _begun_before(self, store: Store, key: str) -> int:
-        """Return the round that this rank's dead predecessor was going to be in."""
+        """Return the round that this rank's dead predecessor had chosen."""
         current = number = _current(store, key)
         while number and (begun := _Round(store, key, number).ranks("begun")):
             if self._rank in begun:
@@ -558,7 +558,7 @@ class DistBarrier(Barrier):
         self.meet(_LEGACY)
 
     def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
-        """Block until every rank is there; with ``failure``, tell them first.
+        """Block until every rank has arrived; with ``failure``, report it first.
 
         Raises:
             ProcessGroupError: the group failed, now or at an earlier meeting. After a

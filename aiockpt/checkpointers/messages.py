@@ -1,9 +1,9 @@
-"""What the trainer and its checkpoint process say to each other, as plain data.
+"""The messages between the trainer and its checkpoint process, as plain data.
 
 The trainer sends `Setup` first, then a `Write` for each save. The process answers with
 `Progressed` while it works and with one `Ended` for the setup and for each write.
-`runtime.ipc` says how messages travel. Paths are bytes, since not every path is text
-that a message can hold.
+`runtime.ipc` carries the messages. Paths are bytes, because not every path is valid
+text.
 
 Exceptions and keyword arguments become data here, too.
 """
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 LONGEST_TEXT: Final = 4096
-"""How long a reason or a warning may be: a message must fit one packet."""
+"""The longest reason or warning, because a message must fit one packet."""
 
 _LONGEST_PART: Final = 8 << 10  # of a failure
 _HUGE: Final = 10**308  # what a float can hold
@@ -89,13 +89,13 @@ class Forsake(msgspec.Struct, tag=True, frozen=True):
 
 
 class Drop(msgspec.Struct, tag=True, frozen=True):
-    """Forget a write, unless it has begun. It ends either way."""
+    """Drop a write, unless it has begun. The process sends `Ended` in either case."""
 
     number: int
 
 
 class Close(msgspec.Struct, tag=True, frozen=True):
-    """Finish what was handed over, then exit; ``keep``: as if the trainer had died."""
+    """Finish all writes, then exit; with ``keep``, as if the trainer had died."""
 
     keep: bool = False
 
@@ -104,10 +104,10 @@ class Close(msgspec.Struct, tag=True, frozen=True):
 
 
 class Progressed(msgspec.Struct, tag=True, frozen=True):
-    """The process is alive, and its writer has taken so many bytes of a write.
+    """The process is alive, and its writer has consumed so many bytes of a write.
 
-    The first one of a write says that it has begun, and cannot be dropped any more.
-    ``number`` is 0 for a sign of life only.
+    The first message about a write says that it has begun and cannot be dropped any
+    more. ``number`` is 0 in a mere sign of life.
     """
 
     number: int = 0
@@ -115,9 +115,9 @@ class Progressed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """The setup (0) or a write has ended: well, with a failure, or dropped.
+    """The setup (0) or a write has ended: successfully, with a failure, or dropped.
 
-    ``warning`` and ``content`` are those of `base.Written`.
+    ``warning`` and ``content`` are the fields of `base.Written`.
     """
 
     number: int
@@ -138,7 +138,7 @@ class Failure(msgspec.Struct, frozen=True):
     Attributes:
         kind: The name of its class.
         text: Its message.
-        traceback: Where it was raised, as Python prints it.
+        traceback: Its traceback, as Python prints it.
         facts: The attributes of an error of this package.
     """
 

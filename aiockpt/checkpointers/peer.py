@@ -39,17 +39,18 @@ _IDLE_LIMIT: Final = 60.0
 def load_from_peer(
     url: str, options: ReceiveOptions, on_bytes: OnBytes | None
 ) -> Received:
-    """Return what a peer serves: the step of the URL, or else what it serves now.
+    """Return the checkpoint that a peer serves.
 
     Args:
-        url: The peer's address, with or without a step and a token.
-        options: What is wanted, and where.
-        on_bytes: Told how many bytes came; what it raises ends the load.
+        url: The peer's address, with or without a token. If it names a step, that step
+            is loaded, else the current one.
+        options: The options of the receive.
+        on_bytes: Called with the number of received bytes; its error ends the load.
 
     Raises:
-        StepNotFoundError: it does not serve that step.
-        TransferTimeoutError: nothing new came for 60 seconds, whatever it answered.
-        LocalProtocolError: this is no such URL.
+        StepNotFoundError: the peer does not serve the step.
+        TransferTimeoutError: no new bytes arrived for 60 seconds.
+        LocalProtocolError: the URL is malformed.
         AiockptError: see `receive`.
     """
     return run_blocking(_load(url, options, on_bytes))
@@ -102,12 +103,12 @@ async def _load(
 
 
 class _Meter:
-    """Hands on how many bytes came; what the listener raises ends the fetch.
+    """Reports received bytes to a listener, whose error ends the fetch.
 
-    A listener hears of nothing while a peer is silent: it is told of no bytes, then,
-    so that it can end that, too. Bytes beyond all that came before of a step renew the
-    deadline, and so does each stop of its receive, once. Bytes that come once more,
-    because they were wrong, do not.
+    While a peer is silent, the listener is called with 0 bytes, so that it can end the
+    fetch. The deadline is renewed by bytes of a step beyond the highest count so far,
+    and once by each stage of its receive. Bytes that are received again, because they
+    were wrong, do not renew it.
     """
 
     def __init__(self, on_bytes: OnBytes | None, deadline: Deadline) -> None:
@@ -120,13 +121,13 @@ class _Meter:
         self._failure: BaseException | None = None
 
     def begin(self, step: int) -> None:
-        """Say which step is received from now on, perhaps once more."""
+        """Note the step that is received from now on, perhaps again."""
         if step != self._step:
             self._step, self._most = step, 0
             self._stops.clear()
 
     def update(self, progress: Progress) -> None:
-        """Be the receive's ``progress``."""
+        """Handle a progress report of the receive."""
         nbytes, self._come = progress.bytes_done - self._come, progress.bytes_done
         if self._come > self._most or progress.stop not in self._stops:
             self._most = max(self._most, self._come)
@@ -136,7 +137,7 @@ class _Meter:
             self.tell(nbytes)
 
     def tell(self, nbytes: int) -> None:
-        """Tell the listener of so many more bytes."""
+        """Report so many more bytes to the listener."""
         if self._on_bytes is None or self._failure is not None:
             return
         try:
@@ -148,7 +149,7 @@ class _Meter:
 
     @asynccontextmanager
     async def raising(self) -> AsyncIterator[None]:
-        """Raise what the listener does, in the block."""
+        """Raise the listener's error in the block."""
         beat = asyncio.create_task(self._beat()) if self._on_bytes else None
         try:
             yield

@@ -1,9 +1,9 @@
-"""CheckpointProcess: writes in a process of its own, which may die without harm.
+"""CheckpointProcess: writes checkpoints in a child process, which may die.
 
-One process runs at a time: it is starting, ready, or gone. `_Running` is what the event
-loop knows of it, and `CheckpointProcess` supervises it. If the process dies or hangs,
-the write that it had begun fails, and no other: the next process is started at once,
-and gets the writes that wait. Every wait has a deadline.
+One process runs at a time: it is starting, ready, or gone. `_Running` holds its state
+on the event loop, and `CheckpointProcess` supervises it. If the process dies or hangs,
+only the write that it had begun fails. The next process is started at once, and gets
+the waiting writes. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ logger = logging.getLogger("aiockpt")
 _CLOSING: Final = 5.0
 
 _TRIES: Final = 3
-"""How many processes may die with a write that they have not begun."""
+"""A waiting write fails when so many processes have died before beginning it."""
 
 _DYING: Final = 5.0
 """How long to wait for a killed process, which may be inside a system call."""
@@ -127,8 +127,8 @@ class CheckpointProcess(BackgroundWriter):
         self._bridge = Bridge(threads=2, name="aiockpt-process")
         self._handover = Handover(self._bridge, staging_config, shared=True)
         self._count = 0
-        self._writes: dict[int, _Write] = {}  # what has not ended, by number
-        self._untold: list[Forsake] = []  # what died with a process, for other ranks
+        self._writes: dict[int, _Write] = {}  # the writes that have not ended
+        self._untold: list[Forsake] = []  # failed writes to report to other ranks
         self._running: _Running | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._closing = False
@@ -175,13 +175,13 @@ class CheckpointProcess(BackgroundWriter):
         anything that can be awaited. If that fails, this raises its exception, and
         nothing is written.
 
-        If nothing is handed over, other ranks that save it too are told. If cancelled
-        before the handover, nothing is written, and a future goes on by itself. If
-        cancelled later, it is written all the same.
+        If nothing is handed over to the process, the other ranks of the save are told.
+        If cancelled before the handover, nothing is written, and a future goes on by
+        itself. If cancelled later, the checkpoint is still written.
         """
         text, step = os.fspath(path), step_for(path, kwargs)
         try:
-            self._lifetime.check()  # before it waits for a future in vain
+            self._lifetime.check()  # before it waits for a future
             staged = await _resolved(state_dict)
             submission = await self.submit(staged, text, kwargs)
         except BaseException as error:
@@ -232,7 +232,7 @@ class CheckpointProcess(BackgroundWriter):
         return submission
 
     def drop(self, submission: Submission) -> None:
-        """Call off a submission, unless it has begun. It ends either way."""
+        """Drop a submission, unless it has begun. ``ended`` resolves in either case."""
         if not submission.begun and self._running is not None:
             self._running.child.send(Drop(submission.number))
 
@@ -260,7 +260,7 @@ class CheckpointProcess(BackgroundWriter):
         await self.close()
 
     async def abandon(self) -> None:
-        """Leave the child to itself, as if this process had died just now."""
+        """Stop supervising the child, as if this process had died."""
         await self._end(self._leave)
 
     # ---------------------------------------------------------------- the end
@@ -294,7 +294,7 @@ class CheckpointProcess(BackgroundWriter):
         if self._supervision is not None:
             self._supervision.cancel()
             await asyncio.wait({self._supervision})
-        running.child.read()  # what it said last
+        running.child.read()  # its last messages
         running.child.close()
         detail = "it was left to the checkpoint process, which this process has left"
         self._fail([*self._writes.values()], WorkerError(detail))
@@ -316,7 +316,7 @@ class CheckpointProcess(BackgroundWriter):
             except OSError as error:
                 detail = f"the checkpoint process cannot be started: {error}"
                 raise WorkerError(detail) from error
-            if self._starting is starting:  # and no other call has taken it meanwhile
+            if self._starting is starting:  # no other call has taken it meanwhile
                 self._starting = None
                 self._running = _Running(child, self._writes, self._config)
                 self._take_over(self._running)
@@ -326,12 +326,12 @@ class CheckpointProcess(BackgroundWriter):
         return self._running
 
     def _start(self) -> Future[Child]:
-        """Start a process in a thread. The first call that needs it is told why not."""
+        """Start a process in a thread; the first call that needs it gets its error."""
 
         def start() -> Child:
             directory = socket_directory(self._config.runtime_dir)
             ours = self._config
-            config = CheckpointProcessConfig(  # the process needs no more of it
+            config = CheckpointProcessConfig(  # only the fields that the process needs
                 write_timeout_secs=ours.write_timeout_secs,
                 nice=ours.nice,
                 io_idle=ours.io_idle,
@@ -343,7 +343,7 @@ class CheckpointProcess(BackgroundWriter):
         return self._bridge.begin(start)
 
     def _take_over(self, running: _Running) -> None:
-        """Give a new process what the one before it has left."""
+        """Give a new process the writes that the previous one has left."""
         for message in self._untold:
             running.child.send(message)
         self._untold.clear()
@@ -363,7 +363,7 @@ class CheckpointProcess(BackgroundWriter):
             self._fail([write], refused_by_host(what, error))
 
     async def _supervise(self) -> None:
-        """Replace each process that ends, until one is to end or cannot be started."""
+        """Replace each process that ends, until `close` or a failed start."""
         while (running := self._running) is not None:
             overdue = await self._until_gone(running)
             exitcode = await running.child.exitcode(_DYING)
@@ -406,7 +406,7 @@ class CheckpointProcess(BackgroundWriter):
         return ""
 
     def _fail_begun(self, error: AiockptError) -> None:
-        """Fail the write that a process has taken with it; other ranks wait for it."""
+        """Fail the write that a dead process had begun; tell the other ranks later."""
         lost = [write for write in self._writes.values() if write.submission.begun]
         self._fail(lost, error)
         reason = plain(str(error))[:LONGEST_TEXT]
@@ -428,9 +428,9 @@ class _Running:
     Attributes:
         child: The process.
         ready: Whether its init functions have returned.
-        settled: Set when it is ready, or gone without.
-        changed: Set when something has happened that may move a deadline.
-        failure: Why it is gone, or is about to be.
+        settled: Set when it is ready, or gone before it was.
+        changed: Set by events that may move a deadline.
+        failure: Why it is gone, or will be.
     """
 
     def __init__(
@@ -470,8 +470,8 @@ class _Running:
         self.changed.set()
 
     def overdue(self, close_by: float) -> tuple[str, float]:
-        """Return what did not happen in time, and when to look again."""
-        self.child.read()  # perhaps this loop stood still, and not the process
+        """Return what is overdue, or an empty text, and when to check again."""
+        self.child.read()  # the loop may have been blocked, and not the process
         config, waits = self._config, []
         if not self.ready:
             waits.append((self._ready_by, "did not start", "subprocess_init"))
@@ -549,6 +549,6 @@ async def _resolved(state_dict: Any) -> Any:
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
-    # A cancelled write never asks for it, and asyncio would warn.
+    # A cancelled write never retrieves the exception, and asyncio would warn.
     if not future.cancelled():
         future.exception()

@@ -1,4 +1,4 @@
-"""What a path to load from means: which files, of which kind, or which peer."""
+"""Resolves a path to load from: its files, their kind, or a peer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _TRIES: Final = 10  # while others replace it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How one load reads: a rank's part, of as many as load (None: of any number)."""
+    """The rank of one load, and the number of loading ranks (None: any number)."""
 
     rank: int
     world_size: int | None
@@ -58,7 +58,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a load reads from; of torch's own files, the ``values``."""
+    """The files that a load reads from, or the ``values`` of a file of torch."""
 
     sources: Sequence[FileSource]
     values: object | None = None
@@ -76,11 +76,11 @@ def is_url(path: StrPath) -> bool:
 
 @contextmanager
 def open_sources(path: StrPath, reading: Reading) -> Iterator[Found]:
-    """Find what is at a path, and read the headers.
+    """Open the files of the checkpoint at a path, and read their headers.
 
     Raises:
-        CheckpointNotFoundError: no whole checkpoint is there.
-        StorageError, IntegrityError: something is, but it cannot be read.
+        CheckpointNotFoundError: the path has no complete checkpoint.
+        StorageError, IntegrityError: a file cannot be read, or is damaged.
     """
     place = resolve_target(path)
     with ExitStack() as files:
@@ -91,7 +91,7 @@ def open_sources(path: StrPath, reading: Reading) -> Iterator[Found]:
 
 
 def _open(path: Path, reading: Reading, files: ExitStack) -> FileSource:
-    """Open a safetensors file once: another file may take its name meanwhile."""
+    """Open a safetensors file, once only, as another file may replace it."""
     return _source(path, files.enter_context(opened(path)), reading)
 
 
@@ -123,7 +123,7 @@ def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Found:
         return _of_file(legacy, reading, files)
     names = _shards(place)
     if not names or (place / rank_file(reading.rank)).exists():
-        return _of_checkpoint(place, reading, files)  # it says what is wrong
+        return _of_checkpoint(place, reading, files)  # raises the error
     shards = [_open(each, reading, files) for each in names]
     if len(shards) > 1 and any(each.segment.manifest.digests for each in shards):
         raise CheckpointNotFoundError(
@@ -133,7 +133,7 @@ def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Found:
 
 
 def _check_seed(place: Path, reading: Reading) -> None:
-    """Refuse files of more ranks than load; that some are elsewhere may be meant."""
+    """Refuse a directory with the files of more ranks than load it."""
     saved = sum(_SEED.fullmatch(each) is not None for each in os.listdir(place))
     loading = reading.world_size
     if loading is not None and saved > loading:
@@ -146,7 +146,7 @@ def _of_checkpoint(place: Path, reading: Reading, files: ExitStack) -> Found:
         try:
             return Found([_rank_file(place, reading, files)])
         except (StorageError, IntegrityError):
-            if identity(place) == before:  # else it was being replaced meanwhile
+            if identity(place) == before:  # else it was replaced meanwhile
                 raise
     raise StorageError(str(place), "it is replaced faster than it can be read")
 
@@ -156,7 +156,7 @@ def _rank_file(place: Path, reading: Reading, files: ExitStack) -> FileSource:
 
     Raises:
         IntegrityError: another file has its name.
-        WorldSizeMismatchError: the ranks are not as many as those that wrote it.
+        WorldSizeMismatchError: another number of ranks has written it.
     """
     checkpoint, loading = checkpoint_at(place), reading.world_size
     if loading not in (None, checkpoint.world_size):
@@ -176,7 +176,7 @@ def _shards(place: Path) -> list[Path]:
     """Return the safetensors files of a directory: those of its index, if there is one.
 
     Raises:
-        StorageError: the index is malformed, or names what is not there.
+        StorageError: the index is malformed, or names a missing file.
     """
     with named(place):
         names = sorted(each.name for each in os.scandir(place) if each.is_file())

@@ -1,7 +1,7 @@
-"""What a checkpointer hands over, and to whom: a process or a thread that writes.
+"""The handover of a checkpoint to a process or a thread that writes it.
 
-`BackgroundWriter` is the interface of both. `Submission` is one write on its way.
-`Handover` makes sure that the writer can read what was staged.
+`BackgroundWriter` is the interface of both. `Submission` is one write. `Handover` puts
+the checkpoint into memory that the writer can read.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class BackgroundWriter(ABC):
             UnsupportedLeafError: a leaf, or a keyword, cannot be saved as data.
             ClosedError: it is closed.
 
-        If cancelled, either nothing was handed over, or everything was and is written.
+        If cancelled, either nothing was handed over, or the checkpoint is written.
         """
 
     @abstractmethod
     def drop(self, submission: Submission) -> None:
-        """Call off a submission, unless it has begun. It ends either way."""
+        """Drop a submission, unless it has begun. ``ended`` resolves in either case."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Finish what was handed over within a time limit of its own, then end."""
+        """Finish the submitted writes within the writer's time limit, then end."""
 
     @abstractmethod
     async def forsake(self, path: str, step: int, reason: str) -> None:
@@ -71,17 +71,17 @@ class BackgroundWriter(ABC):
 
 
 class Submission:
-    """One write on its way. It belongs to one event loop.
+    """One write that was handed over. It belongs to one event loop.
 
     Attributes:
         number: Counts a writer's submissions, from 1.
         path: The checkpoint's directory.
         step: The checkpoint's step.
         nbytes: The bytes of its tensors.
-        snapshot: What is written; valid until the submission has ended.
-        begun: Whether the writer has begun; then it cannot be dropped any more.
-        ended: Resolves to what there is to say about the written checkpoint, or to
-            None if the submission was dropped; or fails.
+        snapshot: The checkpoint; valid until the submission has ended.
+        begun: Whether the writer has begun, so that it cannot be dropped any more.
+        ended: A future of a `Written`, or of None if the submission was dropped. It
+            fails if the write fails.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Submission:
         return f"<Submission {self.number} {self.path} {state}>"
 
     def advance(self, nbytes: int) -> None:
-        """Report how far the writer is."""
+        """Report the writer's progress."""
         if self._progress is not None:
             call_guarded(self._progress, nbytes)
 
@@ -142,12 +142,12 @@ class Submission:
 
 
 class Handover:
-    """Makes snapshots of what is handed over, in memory that the writer can read.
+    """Makes snapshots in memory that the writer can read.
 
     Args:
-        bridge: Where copies run.
+        bridge: Runs the threads that copy.
         config: How a plain state dict is staged.
-        shared: Whether another process is to map the memory.
+        shared: Whether another process will map the memory.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Handover:
 
         def packed() -> tuple[str, int]:
             absolute = absolute_path(path)
-            if len(absolute) > _LONGEST_PATH:  # it would not fit a message
+            if len(absolute) > _LONGEST_PATH:  # too long for a message
                 raise StorageError(
                     f"{absolute[:100]}…", os.strerror(errno.ENAMETOOLONG)
                 )
@@ -209,7 +209,7 @@ class Handover:
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
-    """Return a path that means the same in another process; keep an address as it is.
+    """Return an absolute path, for another process; a URL stays unchanged.
 
     Raises:
         StorageError: the path is relative, and the working directory cannot be read.

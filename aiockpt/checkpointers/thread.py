@@ -1,4 +1,4 @@
-"""CheckpointThread: writes in a thread, where no other process may be started."""
+"""CheckpointThread: writes in a thread, for hosts that cannot start a process."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class CheckpointThread(BackgroundWriter):
     """Writes checkpoints in one thread. Nothing survives this process.
 
     The thread competes with training for the interpreter lock. A write that hangs
-    cannot be ended: it is left behind after ``shutdown_timeout_secs``. A loop that
-    ends without :meth:`close` waits for what was handed over.
+    cannot be ended, so it is left behind after ``shutdown_timeout_secs``. A loop that
+    ends without :meth:`close` first waits for the submitted writes.
 
     Args:
         make_writer: Makes the writer, in the thread.
-        shutdown_timeout_secs: How long closing waits for what was handed over.
+        shutdown_timeout_secs: How long closing waits for the submitted writes.
         staging_config: How a state dict that is not staged yet is staged.
     """
 
@@ -68,7 +68,7 @@ class CheckpointThread(BackgroundWriter):
         self._count = 0
         self._waiting: dict[Submission, asyncio.Task[None]] = {}
         self._lock = threading.Lock()
-        self._queued: set[Submission] = set()  # what the thread has not begun
+        self._queued: set[Submission] = set()  # not begun by the thread yet
 
     def __repr__(self) -> str:
         return f"<CheckpointThread writes={len(self._waiting)}>"
@@ -87,13 +87,13 @@ class CheckpointThread(BackgroundWriter):
                 with failing_here("copying the keywords"):
                     given = await self._staging.run(_travelled, keywords)
                 self._count += 1
-                where = absolute_path(path)  # now: the thread may come to it much later
+                where = absolute_path(path)  # now, as the working directory may change
                 submission = Submission(self._count, where, snapshot, progress)
             except BaseException:
                 snapshot.release()
                 raise
-            # The thread releases the snapshot: a write that nobody waits for any more
-            # still reads it.
+            # The thread releases the snapshot, because it may still read it when no
+            # caller waits any more.
             loop = asyncio.get_running_loop()
             self._waiting[submission] = loop.create_task(self._outlast(submission))
             self._queued.add(submission)
@@ -101,7 +101,7 @@ class CheckpointThread(BackgroundWriter):
         return submission
 
     def drop(self, submission: Submission) -> None:
-        """Call off a submission, unless it has begun. It ends either way."""
+        """Drop a submission, unless it has begun. ``ended`` resolves in either case."""
         if self._call_off(submission):
             submission.finish(None)
 
@@ -110,7 +110,7 @@ class CheckpointThread(BackgroundWriter):
         self._bridge.post(self._tell_ranks, known_as(path), step, reason)
 
     async def close(self) -> None:
-        """Finish what was handed over within the time limit, then end."""
+        """Finish the submitted writes within the time limit, then end."""
         await self._lifetime.end(
             partial(self._lifetime.calls_ended, timeout=_CLOSING), self._finish
         )

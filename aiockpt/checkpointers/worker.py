@@ -1,8 +1,9 @@
-"""What runs in the checkpoint process: the init functions, then write after write.
+"""The checkpoint process: calls the init functions, then makes write after write.
 
-The main thread runs the writer. A second thread runs an event loop, `_Control`. That
-thread hears the trainer, sends signs of life, and notices when the trainer is gone,
-whatever the writer does. Nothing here needs torch, unless a writer overrides ``write``.
+The main thread runs the writer. A second thread runs an event loop, `_Control`. It
+receives the trainer's messages, sends signs of life, and notices when the trainer is
+gone, whatever the writer does. Nothing here needs torch, unless a writer overrides
+``write``.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _IOPRIO_IDLE: Final = 3 << 13
 
 
 def main(fd: int, trainer: int) -> None:
-    """Serve the trainer until it is gone, or says so; see `Parent`."""
+    """Serve the trainer until it closes the process or is gone; see `Parent`."""
     control = _Control(fd, trainer, _divert_signals())
     bridge = Bridge(threads=1, name="aiockpt-control")
     bridge.post(control.run)
@@ -81,7 +82,7 @@ def main(fd: int, trainer: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Preparation:
-    """What comes before the first write: the init functions, in a parcel."""
+    """The setup before the first write: the init functions, in a parcel."""
 
     config: CheckpointProcessConfig
     parcel: int
@@ -89,7 +90,7 @@ class _Preparation:
 
 @dataclass(slots=True)
 class _Job:
-    """A write that was handed over. It owns the arena's descriptor."""
+    """A write to be made. It owns the arena's descriptor."""
 
     number: int
     path: str
@@ -143,7 +144,7 @@ def _prepare(preparation: _Preparation) -> Any:
     """Call the init functions; return the writer."""
     spared = _threads() - {threading.get_native_id()}
     writer = make_writer(preparation.parcel)
-    # Not before: beside busy processes the imports alone would take minutes.
+    # Only now: with a low priority, the imports could take minutes.
     _lower_priority(preparation.config, _threads() - spared)
     return writer
 
@@ -196,13 +197,13 @@ def _perform(writer: Any, job: _Job, control: _Control) -> Written:
 
 
 def _private(snapshot: MappedSnapshot, arena: int) -> mmap.mmap:
-    """Map the segment so that a writer may change what it is given."""
+    """Map the segment privately, so that a writer may modify its state dict."""
     size = max(snapshot.manifest.segment_bytes, 1)
     return mmap.mmap(arena, size, access=mmap.ACCESS_COPY)
 
 
 class _Meter:
-    """Tells the trainer how far a write is, at most ten times a second."""
+    """Reports the progress of a write to the trainer, at most ten times a second."""
 
     def __init__(self, number: int, control: _Control) -> None:
         self._number = number
@@ -238,7 +239,7 @@ def _threads() -> set[int]:
 
 
 def _lower_priority(config: CheckpointProcessConfig, threads: set[int]) -> None:
-    """Lower the priority of the thread that writes, and of those that init has left.
+    """Lower the priority of the writing thread, and of threads that init has started.
 
     The control thread keeps its priority, so that it answers quickly.
     """
@@ -256,7 +257,7 @@ def _lower_priority(config: CheckpointProcessConfig, threads: set[int]) -> None:
 
 
 class _Control:
-    """Hears the trainer until it closes the process, or is gone.
+    """Serves the trainer until it closes the process, or is gone.
 
     Args:
         fd, trainer: As of `Parent`.
@@ -280,9 +281,9 @@ class _Control:
 
     @property
     def trainer_is_gone(self) -> bool:
-        """Whether nobody is left to whom a failure could be told.
+        """Whether the trainer is gone, so that a failure must be logged here.
 
-        The system knows at once that the parent has died; the loop may be late.
+        This asks the system for the parent, because the loop may notice late.
         """
         return self._trainer_died or os.getppid() != self._pid
 
@@ -305,11 +306,11 @@ class _Control:
             return self._tasks.popleft() if self._tasks else None
 
     def send(self, message: FromWorker) -> None:
-        """Tell the trainer soon. The loop runs: a task has come from it."""
+        """Queue a message to the trainer. The loop is running."""
         self._loop.call_soon_threadsafe(self._trainer.send, message)
 
     def send_now(self, message: FromWorker) -> None:
-        """Tell the trainer before this returns: the process may die of what follows."""
+        """Send a message before this returns; the next step may kill the process."""
         self.send(message)
         sent = threading.Event()
         self._loop.call_soon_threadsafe(sent.set)
@@ -321,7 +322,7 @@ class _Control:
             self._loop.call_soon_threadsafe(self._last.seal, number, manifest)
 
     def finish(self) -> None:
-        """Say that the main thread has done everything."""
+        """Note that the main thread has finished."""
         self._loop.call_soon_threadsafe(self._finished.set)
 
     # ------------------------------------------------------------ on the loop
@@ -346,7 +347,7 @@ class _Control:
                 await self._last.close()
 
     async def _drain(self) -> None:
-        """Wait a second at most until the last messages are sent."""
+        """Wait until the last messages are sent, at most a second."""
         for _ in range(100):
             if not self._trainer.full:
                 return
@@ -393,7 +394,7 @@ class _Control:
             self._tasks_changed.notify()
 
     def _drop(self, number: int) -> None:
-        """Forget a write that the main thread has not taken."""
+        """Drop a write that the main thread has not taken."""
         with self._tasks_changed:
             found = [
                 task
@@ -411,11 +412,11 @@ class _Control:
     def _told_to_exit(self) -> None:
         with suppress(BlockingIOError):
             os.read(self._signals, 512)
-        self._trainer_died = False  # whoever sends a signal wants the process to end
+        self._trainer_died = False  # a signal asks the process to end
         self._end()
 
     def _trainer_gone(self) -> None:
-        """Finish what was handed over, and keep the last snapshot if told to."""
+        """Finish all writes, and keep the last snapshot if configured."""
         if self._ending:
             return
         self._trainer_died = True
@@ -428,5 +429,5 @@ class _Control:
             with self._tasks_changed:
                 self._ending = True
                 self._tasks_changed.notify()
-            # Nobody is left to kill a writer that hangs.
+            # The trainer can no longer kill a writer that hangs.
             self._limit = self._loop.call_later(self._patience, os._exit, 1)

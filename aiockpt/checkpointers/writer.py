@@ -1,11 +1,11 @@
-"""One rank's writer: its file, durable; then the commit with the other ranks.
+"""One rank's writer: it writes a durable file, then commits with the other ranks.
 
-`CheckpointWriter._save` is the whole path of a write, from top to bottom. A live state
-dict comes to it by `write`, and what was staged by `write_by` and `write_staged`.
-`_Save` is what a write says to the other ranks, and hears from them.
+`CheckpointWriter._save` shows a write from top to bottom. `write` passes it a live
+state dict; `write_by` and `write_staged` pass it a snapshot. `_Save` is the
+communication of a write with the other ranks.
 
-Nothing here needs torch, except to write a live state dict: the checkpoint process
-writes from a snapshot and starts without torch.
+Only writing a live state dict needs torch. The checkpoint process writes from a
+snapshot, and starts without torch.
 """
 
 from __future__ import annotations
@@ -76,25 +76,24 @@ class WriterHook(ABC):
 
     @abstractmethod
     def pre_commit(self, path: str, **kwargs: Any) -> Awaitable[None] | None:
-        """Act when this rank's file is on the disk; if it raises, the save fails."""
+        """Called when this rank's file is on the disk; if it raises, the save fails."""
 
     @abstractmethod
     def post_commit(self, path: str, **kwargs: Any) -> Awaitable[None] | None:
-        """Act when the checkpoint is committed."""
+        """Called when the checkpoint is committed."""
 
 
 class CheckpointWriter:
     """Writes one rank's share of a checkpoint, and commits it with the other ranks.
 
-    At the path there is either the whole old checkpoint or the whole new one, at any
-    time and whatever dies. A subclass may write otherwise. It overrides :meth:`write`,
-    which gets a state dict, or :meth:`write_staged`, which gets what a checkpointer has
-    staged.
+    At any time, even after a crash, the path has either the whole old checkpoint or the
+    whole new one. A subclass may write in another way. It overrides :meth:`write`,
+    which gets a state dict, or :meth:`write_staged`, which gets a staged checkpoint.
 
     Args:
         config: How to write.
         rank_info: The rank whose file it writes.
-        barrier: Where it waits for the other ranks; several ranks need one.
+        barrier: The barrier at which the ranks wait; several ranks need one.
         commit_hook: Called around the commit.
     """
 
@@ -132,9 +131,9 @@ class CheckpointWriter:
         Raises:
             UnsupportedLeafError: a leaf cannot be saved; its path is in ``path``.
             TypeError, ValueError: ``step`` is not a step.
-            StorageError: not written, or not committed; at ``path`` is what was there
-                before. Or this rank cannot find out whether rank 0 has committed it;
-                the message says so.
+            StorageError: the checkpoint was not written or not committed, and ``path``
+                is unchanged. Or this rank cannot find out whether rank 0 has committed
+                it, and the message says so.
         """
         written = self.write_live(path, state_dict, None, **kwargs)
         if written.warning:
@@ -156,7 +155,7 @@ class CheckpointWriter:
         /,
         **kwargs: Any,
     ) -> Written:
-        """Write as :meth:`write` does, with progress; return what :meth:`write` logs.
+        """Write like :meth:`write`, with progress; return what :meth:`write` logs.
 
         It blocks, and raises what :meth:`write` raises.
         """
@@ -180,11 +179,10 @@ class CheckpointWriter:
     def write_staged(
         self, path: StrPath, staged: Writable, step: int, /, **kwargs: Any
     ) -> Written | None:
-        """Write what was staged; its digests are computed while it is read.
+        """Write a staged checkpoint; its digests are computed while it is read.
 
-        A checkpointer calls this with what it has staged, unless a subclass overrides
-        :meth:`write`. An override that needs the digests before the bytes
-        calls ``staged.seal()`` first.
+        A checkpointer calls this, unless a subclass overrides :meth:`write`. An
+        override that needs the digests before the bytes calls ``staged.seal()`` first.
 
         Raises:
             StorageError: see :meth:`write`.
@@ -194,9 +192,10 @@ class CheckpointWriter:
     def abandon(
         self, path: StrPath, step: int, reason: str, *, begun: bool = False
     ) -> None:
-        """Tell the ranks that wait for this one that it has nothing to write.
+        """Tell the waiting ranks that this rank will not write the checkpoint.
 
-        ``begun``: another process of this rank had begun to write it, and has died.
+        ``begun`` says that an earlier process of this rank had begun to write it, and
+        has died.
         """
         save = self._described(path, _unresolved(path), step)
         if not begun:
@@ -204,7 +203,7 @@ class CheckpointWriter:
         save.tell("written", reason)
 
     def close(self) -> None:
-        """Release memory, and what the barrier holds."""
+        """Release memory, and close the barrier."""
         self._pool.close()
         if self._barrier is not None:
             self._barrier.close()
@@ -281,7 +280,7 @@ class CheckpointWriter:
 
 
 class _Reporting:
-    """Wraps what is written, and reports how far the writer is."""
+    """Wraps a `Writable` and reports the writer's progress."""
 
     def __init__(self, writable: Writable, report: Callable[[int], object]) -> None:
         self.header_bytes = writable.header_bytes
@@ -298,12 +297,12 @@ class _Reporting:
 
 
 class _Save:
-    """One save, as far as the other ranks are concerned.
+    """The communication of one save with the other ranks.
 
     Args:
         target: The checkpoint's final path.
-        meeting: What the ranks meet for, in the first phase.
-        barrier: Where they meet; None if there is one rank only.
+        meeting: The meeting of the first phase.
+        barrier: The barrier of the ranks; None if there is only one rank.
     """
 
     def __init__(self, target: Path, meeting: Meeting, barrier: Barrier | None) -> None:
@@ -316,15 +315,15 @@ class _Save:
         return f"<Save {self.target} step={self.step}>"
 
     def expect(self) -> None:
-        """Have the barrier tell this save from an earlier one of the same name."""
+        """Make the barrier distinguish this save from an earlier one of its name."""
         if self._barrier is not None:
-            with suppress(TransportError):  # then the meeting fails, too
+            with suppress(TransportError):  # the meeting will fail, too
                 for phase in _PHASES:
                     self._barrier.expect(replace(self._meeting, phase=phase))
 
     @contextmanager
     def reporting(self, phase: Phase, draft: Draft | None = None) -> Iterator[None]:
-        """Clean up after what fails in the block, and tell the other ranks."""
+        """Clean up after a failure of the block, and tell the other ranks."""
         try:
             yield
         except BaseException as error:
@@ -334,7 +333,7 @@ class _Save:
             raise
 
     def tell(self, phase: Phase, reason: str) -> None:
-        """Tell the other ranks why they need not wait."""
+        """Tell the other ranks why this rank has failed."""
         if self._barrier is not None:
             with suppress(TransportError):
                 meeting = replace(self._meeting, phase=phase)
@@ -344,7 +343,7 @@ class _Save:
         """Wait until every rank has written its file.
 
         Raises:
-            StorageError: a rank did not come, or failed.
+            StorageError: a rank did not arrive, or failed.
         """
         if self._barrier is None:
             return
@@ -394,7 +393,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _finish(outcome: Awaitable[None] | None) -> None:
-    """Run what a hook has returned to its end, if that is a coroutine."""
+    """Run the result of a hook to its end if it is awaitable."""
     if inspect.isawaitable(outcome):
         run_blocking(_awaited(outcome))
 
@@ -424,19 +423,19 @@ def write_by(
     report: Callable[[int], object],
     on_seal: Callable[[Manifest], object] | None = None,
 ) -> Written:
-    """Have a writer, perhaps the user's own, write what was staged.
+    """Write a staged checkpoint with a writer, which may be the user's own.
 
-    A writer with a ``write`` of its own gets a state dict over ``memory()``, which it
-    may change until it returns.
+    A writer that overrides ``write`` gets a state dict over ``memory()``, which it may
+    modify until it returns.
 
     Args:
-        writer: What writes.
+        writer: The writer.
         path: The checkpoint's directory.
         snapshot: The staged state dict; its manifest has no digests yet.
-        keywords: Those of ``save``.
+        keywords: The keyword arguments of ``save``.
         memory: Returns the whole data segment.
-        report: Is called with the number of bytes that the writer has taken.
-        on_seal: Is called with the manifest once it has the digests.
+        report: Called with the number of bytes that the writer has consumed.
+        on_seal: Called with the manifest once it has the digests.
     """
     staged = WritableSnapshot(snapshot, on_seal=on_seal)
     if getattr(type(writer), "write", None) is CheckpointWriter.write:
@@ -455,7 +454,7 @@ def write_by(
 def tell_ranks(
     writer: Any, path: str, step: int, reason: str, *, begun: bool = False
 ) -> None:
-    """Have a writer tell the other ranks, if it can, that this rank saves nothing."""
+    """Tell the other ranks, by the writer, that this rank saves nothing."""
     if callable(abandon := getattr(writer, "abandon", None)):
         # A writer of the user's own need not know the argument.
         own = isinstance(writer, CheckpointWriter)

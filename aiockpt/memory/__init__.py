@@ -1,10 +1,11 @@
 """Host memory and the accelerator: arenas, copies, snapshots.
 
-This room moves bytes and knows no state dict, only where the tensors of one are. It may
-use `format` and `runtime`; only `device` names an accelerator. An `arena` is memory
-that is used again and may be shared with another process. A `CopyPlan` in `copies`
-copies between a state dict's own memory and the data segment, in both directions. What
-was staged is a `Snapshot`, which never changes and counts its readers.
+This room moves bytes. It knows where the tensors of a state dict are, but not the state
+dict itself. It may use `format` and `runtime`, and only `device` names an accelerator.
+An `arena` is reusable memory that may be shared with another process. A `CopyPlan` in
+`copies` copies between a state dict's own memory and the data segment, in both
+directions. A `Snapshot` is a staged checkpoint, which never changes and counts its
+readers.
 """
 
 from __future__ import annotations

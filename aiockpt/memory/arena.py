@@ -1,8 +1,8 @@
 """Host memory: reusable arenas, and the pool that keeps them.
 
-Page faults, not copies, dominate a receive into fresh memory. So an arena is reused
-where its owner can, and where it cannot, `PageChooser` samples which pages are faster.
-Every view of memory here is a ``memoryview`` that keeps its owner alive.
+Page faults, not copies, dominate a receive into fresh memory. So owners reuse arenas if
+they can. For new memory, `PageChooser` samples which kind of page is faster. Every view
+of memory here is a ``memoryview`` that keeps its owner alive.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 CAN_LEND: Final = sys.platform == "linux" and hasattr(os, "memfd_create")
-"""Whether other processes can be handed the memory of an arena."""
+"""Whether the memory of an arena can be shared with other processes."""
 
 # F_SEAL_SHRINK, F_SEAL_GROW, and F_SEAL_FUTURE_WRITE of Linux 5.1, which not all
 # versions of Python name.
@@ -67,7 +67,7 @@ _QUICK: Final = 1e-3  # seconds for a sample, that is 2 GB/s
 
 
 class Memory(Protocol):
-    """Memory with a place for each byte of a data segment."""
+    """Memory that holds a data segment."""
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return the writable bytes of ``[start, stop)``, in order."""
@@ -92,8 +92,8 @@ class Lendable(Protocol):
 def sealed(fd: int) -> int:
     """Return a new, read-only descriptor of shared memory; for a thread.
 
-    Seals promise to its receiver that the size stays, and that nobody can write but the
-    owner, through the mapping that it already has.
+    Its seals guarantee to the receiver that the size stays, and that only the owner can
+    write, through its existing mapping.
 
     Raises:
         OSError: the kernel cannot seal it.
@@ -124,7 +124,7 @@ class _Staging(mmap.mmap):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def close(self) -> None:
-        """Unmap it in a process that has it mapped."""
+        """Unmap the memory, unless this is a forked child."""
         if not self.left_out:
             super().close()
 
@@ -139,7 +139,7 @@ def _file_of(fd: int) -> tuple[int, int]:
 
 
 def _forget_staged() -> None:
-    """Let go of the parent's staging memory in a forked child."""
+    """Drop the parent's staging memory in a forked child."""
     _forking.release()
     left_out = [mapping for mapping in _staged if not mapping.left_out]
     for mapping in left_out:
@@ -188,8 +188,8 @@ class PageChooser:
     def map(self, touch: Touch, start: int, stop: int, *, every: bool) -> None:
         """Map ``[start, stop)``, rounded to samples, as far as it saves time.
 
-        A page that comes quickly is left to the thread that brings the bytes, which are
-        then still in the cache.
+        Pages that are mapped quickly are left to the thread that writes the bytes, so
+        that they are still in its cache.
 
         Args:
             touch: Maps pages.
@@ -228,15 +228,16 @@ class Arena:
 
     Args:
         nbytes: Its size. Pages cost nothing until they are touched.
-        shared: Back it by an anonymous file, whose descriptor another process can get.
-        staging: Keep it from forked children, which would keep its pages. Only for
-            memory that no caller gets to see.
+        shared: Back it by an anonymous file, whose descriptor can be sent to another
+            process.
+        staging: Do not map it in forked children, which would keep its pages. Only for
+            memory that is never exposed to a caller.
 
     Attributes:
         nbytes: Its size.
         fd: The descriptor of shared memory, else -1.
         address: The address of its first byte.
-        spent: Whether another process keeps it, so that nobody must reuse it.
+        spent: Whether another process keeps it, so that it must not be reused.
         touched: How many of its bytes have been used so far.
     """
 
@@ -295,7 +296,7 @@ class Arena:
         # Not the wall clock: another process may have the core meanwhile.
         began, stop = time.thread_time(), min(stop, len(self._map))
         kind = mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE
-        # A kernel may be older, or without memory: the bytes' writer will find out.
+        # An error (an old kernel, or no memory) is left to the writer of the bytes.
         _libc.madvise(self.address + start, stop - start, kind)
         for at in range(start, stop, _SAMPLE):
             size = min(_SAMPLE, stop - at)
@@ -309,7 +310,7 @@ class Arena:
             _libc.madvise(self.address + first, last - first, mmap.MADV_DONTNEED)
 
     def empty(self) -> None:
-        """Return all pages to the system; views that are left read 0. For threads."""
+        """Return all pages to the system; remaining views read 0. For threads."""
         if not self.closed:
             self.discard(0, len(self._map))
 
@@ -336,7 +337,7 @@ class Arena:
         return self._lent
 
     def revoke(self) -> None:
-        """Let no process read the memory any more; only if shared, and in a thread.
+        """Make the memory unreadable for all processes; shared memory, in a thread.
 
         The memory shrinks to nothing. A system call that reads it fails (EFAULT), and
         any other read ends its process (SIGBUS), also here. So the arena is spent, and
@@ -367,30 +368,30 @@ class Arena:
 
 
 class Borrowed(Arena):
-    """Memory of another process; a page that is written here is copied first.
+    """A private mapping of another process's memory; writes copy the page first.
 
-    It must be sealed against shrinking, or reading it could end this process.
+    The memory must be sealed against shrinking, or reading it could kill this process.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self._adopt(nbytes, -1, mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY))
 
     def populate(self, start: int, stop: int, *, every: bool = False) -> None:
-        """Do nothing: a page that is made writable would be copied."""
+        """Do nothing, because making a page writable would copy it."""
 
 
 class ArenaPool:
     """Keeps free arenas for the next checkpoint of about the same size.
 
-    An arena comes back by hand (`take`, `give_back`), or with the end of its buffer
+    An arena returns explicitly (`take`, `give_back`), or when its buffer is freed
     (`lend`). Pages that were touched before are several times faster to write.
 
-    All methods may be called from any thread, and in the middle of anything: a buffer's
-    end may be noticed by the garbage collector. So the pool has no lock. Each operation
-    on its deque is atomic.
+    All methods may be called from any thread and at any moment, because the garbage
+    collector may free a buffer. So the pool has no lock. Each operation on its deque is
+    atomic.
 
     Args:
-        keep: How many free arenas stay; the ones that came back last.
+        keep: How many free arenas to keep; the most recent ones stay.
         shared: See `Arena`.
         staging: See `Arena`.
         dispose: Closes an arena in another thread, since unmapping gigabytes takes a
@@ -408,7 +409,7 @@ class ArenaPool:
         self._keep = keep
         self._shared, self._staging = shared, staging
         self._dispose = dispose or (lambda arena: arena.close())
-        self._free: deque[Arena] = deque()  # the one that came back last is the last
+        self._free: deque[Arena] = deque()  # the most recent one is last
         self._idle = self._closed = False
 
     def __repr__(self) -> str:
@@ -416,14 +417,14 @@ class ArenaPool:
 
     @property
     def free(self) -> Sequence[Arena]:
-        """The arenas that nobody uses, oldest first."""
+        """The unused arenas, oldest first."""
         return [*self._free]
 
     def take(self, nbytes: int) -> Arena:
         """Return an arena of at least ``nbytes``, reused if a free one fits.
 
-        An arena fits if it is at most twice as large. If none fits, the one that came
-        back last makes room for the new one.
+        An arena fits if it is at most twice as large. If none fits, the most recent one
+        is freed for the new one.
         """
         self._idle = False
         free = self._take_all()
@@ -437,9 +438,9 @@ class ArenaPool:
         return Arena(nbytes, shared=self._shared, staging=self._staging)
 
     def give_back(self, arena: Arena) -> None:
-        """Take an arena back; the oldest free one returns to the system for it.
+        """Keep an arena for reuse; free the oldest one if there are too many.
 
-        An arena that is spent is only closed here, since another process keeps it.
+        An arena that another process keeps (``spent``) is closed instead.
         """
         if arena.spent:
             self._dispose(arena)
@@ -448,20 +449,20 @@ class ArenaPool:
         self._limit(0 if self._idle or self._closed else self._keep)
 
     def lend(self, nbytes: int) -> Loan:
-        """Return an arena, as `take`, that comes back with the end of its buffer."""
+        """Return an arena, as `take` does, that returns when its buffer is freed."""
         return Loan(self.take(nbytes), self)
 
     def kept_for(self, nbytes: int) -> int:
-        """Return how much memory `take` would not have to get from the system."""
+        """Return how many bytes `take` could reuse instead of allocating."""
         return max((a.touched for a in self.free if _fits(a, nbytes)), default=0)
 
     def trim(self) -> None:
-        """Return to the system what is free, or comes back before the next `take`."""
+        """Free all arenas that are unused now or return before the next `take`."""
         self._idle = True
         self._limit(0)
 
     def close(self) -> None:
-        """Keep nothing from now on; what comes back returns to the system."""
+        """Free all arenas, also those that return later."""
         self._closed = True
         self.trim()
 
@@ -479,15 +480,15 @@ class ArenaPool:
 
 
 class Loan:
-    """An arena for one receive; ``buffer`` is for the objects that keep its bytes.
+    """An arena for one receive; its tensors refer to ``buffer``.
 
-    Tensors over an arena refer to its buffer, and the arena is theirs while one of them
-    lives. At the buffer's end the arena returns to its pool, if the loan has finished.
-    After a receive that failed, something might still write to the memory.
+    When the last tensor and so the buffer is freed, the arena returns to its pool, if
+    `finish` was called. After a failed receive it does not return, because something
+    might still write to the memory.
 
     Args:
         arena: The memory.
-        pool: Where it returns to; None: nowhere.
+        pool: The pool to return to; None: the memory is freed.
     """
 
     __slots__ = ("__weakref__", "_finished", "arena", "buffer")
@@ -504,7 +505,7 @@ class Loan:
         return f"<Loan {self.arena}>"
 
     def finish(self) -> None:
-        """Say that nothing writes to the memory any more."""
+        """Declare that nothing writes to the memory any more."""
         self._finished.append(True)
 
     @property
@@ -519,8 +520,8 @@ def lend(nbytes: int, *, used: int, most: int | None, pool: ArenaPool | None) ->
     Args:
         nbytes: The size of the data segment.
         used: How many of its bytes will be used.
-        most: The largest ``used`` that is accepted; None: what the host can spare.
-        pool: Where the memory comes from and returns to; None: the system.
+        most: The largest accepted ``used``; None: the spare memory of the host.
+        pool: The pool that the memory comes from and returns to; None: the system.
 
     Raises:
         LimitExceededError: ``used`` is more than ``most``.
@@ -552,10 +553,10 @@ def view_of_address(address: int, nbytes: int, owner: object) -> memoryview:
 
 
 def return_freed() -> None:
-    """Return freed memory to the system, which the C library would otherwise keep.
+    """Return freed memory from the C library to the system.
 
-    After megabytes of small objects, that is as much memory as the objects that are
-    left. It takes milliseconds; the interpreter lock is free meanwhile.
+    After megabytes of small objects, the C library may keep as much free memory as the
+    remaining objects use. The call takes milliseconds, without the interpreter lock.
     """
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)

@@ -57,11 +57,11 @@ _move_small.restype = ctypes.c_void_p
 _DEVICE: Final = attrgetter("device")
 _VERSION: Final = attrgetter("_version")
 
-# How many tensors a C function looks at in a row, since it holds the interpreter lock.
+# How many tensors one C call reads, because it holds the interpreter lock.
 _SLICE: Final = 1000
 
-# An entry's number, its address in host memory (0: it is not copied from there), its
-# first byte in the segment, the end of what the state dict has of it, and its end.
+# An entry's number, its address in host memory (0: not in host memory), its first byte
+# in the segment, the end of the bytes that the state dict has, and the entry's end.
 _Row: TypeAlias = tuple[int, int, int, int, int]
 
 # Torch cannot copy some dtypes, and copying a float may change a NaN; words are safe.
@@ -87,7 +87,7 @@ class Backing(msgspec.Struct, frozen=True, gc=False):
         tensor: A tensor of the group; it keeps the storage alive.
         address: The address of the first byte, on the tensor's device.
         nbytes: How many bytes to copy; the entry may be a few bytes longer.
-        parts: What to copy element by element; if empty, copy the raw bytes.
+        parts: The parts to copy element by element; if empty, copy the raw bytes.
     """
 
     tensor: torch.Tensor
@@ -160,7 +160,7 @@ def column(found: torch.Tensor, typecode: str = "q") -> array[int]:
 
 
 def _physical(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as they are in memory, as words that torch can copy."""
+    """Return the elements of the memory as words that torch can copy."""
     tensor = tensor.detach()
     if tensor.is_conj():
         tensor = tensor.conj()
@@ -179,7 +179,7 @@ def part_pairs(parts: Iterable[Part], place: torch.Tensor) -> Iterator[Pair]:
 
 
 def once(destination: torch.Tensor, source: torch.Tensor) -> Pair:
-    """Narrow expanded dimensions to one element: repetitions cannot be written."""
+    """Narrow expanded dimensions to one element, because torch cannot write them."""
     for dim, stride in enumerate(destination.stride()):
         if not stride:
             destination, source = (
@@ -230,7 +230,7 @@ class _Rows:
             self.addresses[entry] = 0
 
     def between(self, start: int, stop: int) -> list[_Row]:
-        """Return the entries that reach into a range, the outer ones cut to it."""
+        """Return the entries that overlap a range, clipped to it."""
         lowest = max(bisect_right(self.starts, start) - 1, 0)
         near = range(lowest, bisect_left(self.starts, stop, lowest))
         columns = (self.addresses, self.starts, self.held, self.stops)
@@ -246,7 +246,7 @@ class _Rows:
         return rows
 
     def span(self) -> tuple[int, int]:
-        """Return the addresses between which all host memory of the state is."""
+        """Return the lowest and the highest address of the state's host memory."""
         addresses = numbers(self.addresses)
         live = addresses != 0
         if not bool(live.any()):
@@ -262,7 +262,7 @@ class CopyPlan:
         backings: The state dict's memory, one per entry.
         entries: The entries; a backing may be a few bytes shorter than its entry.
         arena: The segment; it and the backings must outlive every copy.
-        port_for: Finds the port of a backing's device.
+        port_for: Returns the port of a backing's device.
     """
 
     def __init__(
@@ -281,16 +281,16 @@ class CopyPlan:
         self._rows = _Rows(backings, entries, away=self.ports.keys())
 
     def fences(self) -> Fences:
-        """Mark on every device what the calling thread's producer has enqueued."""
+        """Mark the work that the calling thread has enqueued on every device."""
         return {device: port.fence() for device, port in self.ports.items()}
 
     def stage_host(self, start: int, stop: int) -> None:
-        """Copy the host bytes of ``[start, stop)`` into the arena, and its padding."""
+        """Copy the host bytes and the padding of ``[start, stop)`` into the arena."""
         for _ in self.staged(start, stop):
             pass
 
     def staged(self, start: int, stop: int, block: int = sys.maxsize) -> Iterator[int]:
-        """Do what `stage_host` does; yield how far it is, every ``block`` bytes."""
+        """Do what `stage_host` does; yield the position every ``block`` bytes."""
         arena, done = self._arena.address, start
         for _, address, first, held, last in self._rows.between(start, stop):
             for at in range(first, held, block) if address else ():
@@ -338,14 +338,14 @@ class CopyPlan:
         return events
 
     def drain(self) -> None:
-        """Block until nothing is in flight, so that the memory may be given back."""
+        """Block until all device copies have ended, so that memory may be freed."""
         for port in self.ports.values():
             port.synchronize()
 
     def stage_parts(self, after: Fences) -> list[Event]:
-        """Copy what moves element by element into the arena, all at once.
+        """Copy all element-by-element parts into the arena.
 
-        The memory between the elements is left out: it reads as zeros.
+        The memory between the elements is not copied, so it reads as zeros.
         """
         for entry in self._backings.parts:
             start, stop = self._rows.starts[entry], self._rows.stops[entry]
@@ -356,13 +356,13 @@ class CopyPlan:
         return self._move_parts(pairs, after)
 
     def load_parts(self, entries: Iterable[int] | None, after: Fences) -> list[Event]:
-        """Copy it back, for those of `part_ranges` (None: all)."""
+        """Copy parts back, for the given entries of `part_ranges` (None: all)."""
         entries = self._backings.parts if entries is None else entries
         pairs = (once(tensor, host) for host, tensor in self._parts(entries))
         return self._move_parts(pairs, after)
 
     def part_ranges(self) -> dict[int, tuple[int, int]]:
-        """Return where the entries lie that move element by element."""
+        """Return the ranges of the entries that are copied element by element."""
         starts, stops = self._rows.starts, self._rows.stops
         return {entry: (starts[entry], stops[entry]) for entry in self._backings.parts}
 
@@ -380,14 +380,14 @@ class CopyPlan:
         ]
 
     def _parts(self, entries: Iterable[int]) -> Iterator[Pair]:
-        """Yield each part's elements in the arena, and where the state has them."""
+        """Yield pairs of each part's elements: in the arena, and in the state."""
         for entry in entries:
             start, stop = self._rows.starts[entry], self._rows.stops[entry]
             place = self._host(start, stop - start)
             yield from part_pairs(self._backings.parts[entry], place)
 
     def discard(self) -> None:
-        """Give back the arena's pages of all entries that the state dict holds."""
+        """Free the arena's pages of all entries that the state dict holds."""
         first = last = 0
         rows = zip(
             self._rows.starts, self._rows.stops, self._backings.sizes, strict=True
@@ -400,10 +400,10 @@ class CopyPlan:
         self._arena.discard(first, last)
 
     def in_place(self) -> InPlace:
-        """Return the segment as memory: the state's own wherever that is possible.
+        """Return the segment as memory: the state's own memory where possible.
 
-        The arena holds what moves element by element, what a device has, and padding.
-        ``load_device`` and ``load_parts`` copy it to the state.
+        The arena holds padding, the bytes of devices, and the parts that are copied
+        element by element. ``load_device`` and ``load_parts`` copy them to the state.
         """
         return InPlace(self._backings, self._rows, self._arena)
 
@@ -446,7 +446,7 @@ class InPlace:
         self._versions: array[int] | None = None
 
     def watch(self) -> None:
-        """Remember the state, so that `changed` can tell."""
+        """Remember the write counts, for `changed`."""
         self._versions = self._count_writes()
 
     def changed(self) -> bool:
@@ -501,7 +501,7 @@ class InPlace:
         found = array("q")
         for start in range(0, len(live), _SLICE):
             some = live[start : start + _SLICE]
-            if any(map(torch.Tensor.is_inference, some)):  # which count no writes
+            if any(map(torch.Tensor.is_inference, some)):  # they do not count writes
                 some = [tensor for tensor in some if not tensor.is_inference()]
             found.extend(map(_VERSION, some))
         return found

@@ -1,8 +1,8 @@
 """The port to the accelerator: the only module that names one.
 
 A copy runs on a *side stream* that first waits for the producer's event. So staging
-reads what training has enqueued so far, and training goes on meanwhile. Enqueueing
-returns at once; `completed` awaits the copies.
+sees the results of all work that training has enqueued so far, and training continues
+meanwhile. Enqueueing returns at once; `completed` awaits the copies.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Event(Protocol):
         """Say whether everything before the mark has run."""
 
     def synchronize(self) -> None:
-        """Block the calling thread until then."""
+        """Block the calling thread until everything before the mark has run."""
 
 
 class Port(Protocol):
-    """What staging and loading need of one device."""
+    """The operations of one device that staging and loading need."""
 
     def fence(self) -> Event:
-        """Mark what the calling thread's current stream has enqueued so far."""
+        """Mark the work enqueued so far on the calling thread's current stream."""
 
     def copy(self, pairs: Iterable[Pair], *, after: Event) -> Event:
         """Enqueue ``destination, source`` copies behind ``after``; return their end.
@@ -62,9 +62,9 @@ class Port(Protocol):
         """
 
     def aside(self, after: Event | None = None) -> AbstractContextManager[object]:
-        """Let what this thread enqueues in a block go to the side stream.
+        """Return a context in which this thread enqueues work on the side stream.
 
-        With ``after``, it and all that follows on that stream run behind the event.
+        With ``after``, this and all later work of that stream runs after the event.
         """
 
     def mark(self) -> Event:
@@ -74,7 +74,7 @@ class Port(Protocol):
         """Block the calling thread until the side stream is idle."""
 
     def pin(self, arena: Arena) -> Callable[[], None]:
-        """Page-lock an arena where the device gains from it; return the undoing."""
+        """Page-lock an arena if the device benefits; return a function to undo it."""
 
 
 PortFor: TypeAlias = Callable[[torch.device], Port | None]
@@ -92,7 +92,7 @@ class Accelerator:
         return f"<Accelerator {self.device}>"
 
     def fence(self) -> Event:
-        """Mark what the current stream has enqueued."""
+        """Mark the work enqueued so far on the current stream."""
         stream = self._module.current_stream(self.device)
         return cast("Event", stream.record_event())
 
@@ -120,11 +120,11 @@ class Accelerator:
         self._side.synchronize()
 
     def pin(self, arena: Arena) -> Callable[[], None]:
-        """Page-lock an arena if the device is CUDA; return the undoing."""
+        """Page-lock an arena if the device is CUDA; return a function to undo it."""
         if self.device.type != "cuda":
             return lambda: None
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        address = arena.address  # what undoes it must not keep the arena
+        address = arena.address  # the undo function must not keep the arena alive
         # Registering what is mapped keeps huge pages and lets the arena be shared.
         with self._module.device(self.device):
             failed = int(runtime.cudaHostRegister(address, arena.nbytes, 0))
@@ -161,9 +161,9 @@ def numbered(device: torch.device) -> torch.device:
 
 
 def settle() -> None:
-    """Block until what the calling thread's current stream has been given has run.
+    """Block until all work enqueued on the calling thread's current stream has run.
 
-    For a caller who hands tensors to another thread, whose current stream is another.
+    Call it before another thread, with another current stream, uses the tensors.
     """
     if torch.accelerator.is_available():
         torch.accelerator.current_stream().synchronize()
@@ -172,8 +172,8 @@ def settle() -> None:
 async def completed(*events: Event) -> None:
     """Wait until events have completed, without blocking the loop or a core.
 
-    Polling with a growing pause: a CUDA event's ``synchronize`` spins a core by
-    default and cannot be cancelled. If cancelled, the copies go on.
+    This polls with growing pauses, because a CUDA event's ``synchronize`` spins a core
+    by default and cannot be cancelled. If this is cancelled, the copies go on.
     """
     for event in events:
         pause = _FIRST_POLL
@@ -183,10 +183,10 @@ async def completed(*events: Event) -> None:
 
 
 def keep_until(drain: Callable[[], object]) -> None:
-    """Keep alive what ``drain`` refers to until it returns, which may take long.
+    """Run ``drain`` in a daemon thread, and keep its objects alive until it returns.
 
-    A device may still copy from or to that memory. ``drain`` runs in a new daemon
-    thread, for which the interpreter's exit does not wait, unlike those of a bridge.
+    A device may still copy from or to their memory, and ``drain`` waits for that. The
+    interpreter's exit does not wait for the thread, unlike for a bridge's.
     """
     try:
         leave_behind(start_daemon("aiockpt-drain", _attempt, drain))

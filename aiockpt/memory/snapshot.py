@@ -1,8 +1,8 @@
 """Staged checkpoints in host memory that never change.
 
 A `Snapshot` is staged by this process and counts its readers. A `MappedSnapshot` was
-staged by another process, whose shared memory this one maps. The two processes trust
-each other: one is the trainer, and it has started the other.
+staged by another process, whose shared memory this process maps. The two processes
+trust each other, because one is the trainer and has started the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena
 
-if TYPE_CHECKING:  # it needs torch, and the checkpoint process maps without
+if TYPE_CHECKING:  # needs torch, which the checkpoint process does not import
     from aiockpt.memory.copies import InPlace
 
 __all__ = ["TRUSTED", "MappedSnapshot", "Snapshot", "trusted_header"]
@@ -36,8 +36,8 @@ class Snapshot:
     """A staged checkpoint: a manifest and immutable bytes, with a count of its users.
 
     Args:
-        manifest: What describes the bytes.
-        memory: Where the data segment is.
+        manifest: Describes the bytes.
+        memory: The memory of the data segment.
         live: Whether the bytes are the state dict's own memory (``zero_copy``), which
             a writer may change when the reader-writer lock permits it.
         on_free: Called when the last reference is released. The caller of the
@@ -67,7 +67,7 @@ class Snapshot:
 
     @property
     def arena(self) -> Arena | None:
-        """The arena that holds the data segment; None if the state dict does."""
+        """The arena that holds the data segment; None if the state dict holds it."""
         return self._memory if isinstance(self._memory, Arena) else None
 
     def views(self, start: int, stop: int) -> list[memoryview]:
@@ -103,8 +103,8 @@ class MappedSnapshot:
     """A snapshot that another process has staged, mapped read-only.
 
     Args:
-        manifest: What describes the bytes.
-        fd: The descriptor of the shared memory; the caller keeps it.
+        manifest: Describes the bytes.
+        fd: The descriptor of the shared memory; the caller closes it.
     """
 
     def __init__(self, manifest: Manifest, fd: int) -> None:
@@ -120,7 +120,7 @@ class MappedSnapshot:
         return [memoryview(self._map)[start:stop]] if stop > start else []
 
     def close(self) -> None:
-        """Unmap the memory; a view that is still alive keeps its pages."""
+        """Unmap the memory; existing views keep their pages."""
         with suppress(BufferError):
             self._map.close()
 
@@ -129,7 +129,7 @@ def trusted_header(header: bytes) -> Manifest:
     """Return the manifest of a header that a trusted process sent.
 
     Raises:
-        RemoteProtocolError: the header is none of a snapshot.
+        RemoteProtocolError: the header is not that of a snapshot.
     """
     manifest = decode_header(header, limits=TRUSTED)
     if not isinstance(manifest, Manifest):

@@ -8,9 +8,9 @@ transport, `transfer.receive`, whose source holds the other end of the conversat
 
 ============ =================================================================
 transport    `PGTransport`: the public verbs, and the path of a send
-source       what one rank offers, as the source of a receive
-conversation what both ends say beside the bytes, and how a group breaks
-messages     how host memory is staged, cut into messages, posted, awaited, digested
+source       `GroupSource`: the source of a receive, for the offer of one rank
+conversation the control messages of both ends, and how a group breaks
+messages     stages host memory, cuts it into messages, moves and digests them
 device       the same for the memory of a device
 ============ =================================================================
 """

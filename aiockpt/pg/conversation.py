@@ -1,35 +1,35 @@
-"""What two ranks say to each other beside the bytes, and what breaks their group.
+"""The control messages of two ranks, and the failures that break their group.
 
-A conversation, in the order in which it is held::
+The messages of a conversation, in order::
 
     sender                                receiver
     OFFER step, bytes of the header   →
-                                      ←   ACCEPT: this is the step that I wait for
+                                      ←   ACCEPT: the step is the expected one
     header                            →
-                                      ←   ACCEPT: it fits, and I have the memory
+                                      ←   ACCEPT: the checkpoint fits into memory
     data segment, message by message  →
     digests of its chunks             →
                                       ←   DONE: every digest matched
     FAILED why                        →   (in place of the OFFER)
                                       ←   FAILED why (in place of ACCEPT or DONE)
 
-The digests in the header do not count: those of host memory are zeros there, because
-the header is sent before they are computed.
+The receiver ignores the digests in the header. For host memory they are zeros,
+because the header is sent before they are computed.
 
-So each end that fails tells the other, and nothing is under way when a conversation
+An end that fails tells the other end, so no message is under way when a conversation
 ends. There is one exception. A sender in host memory that has nothing to offer posts
-FAILED and BYE for a receiver that is not there yet, and goes on. A receiver skips such
+FAILED and BYE for a receiver that may come later, and continues. A receiver skips such
 a conversation if it is about an earlier step than its own.
 
-Gloo has no future and no poll: the only way to learn that a message has moved is to
-block in ``Work.wait``. So every wait has a thread of its own
-(:meth:`.Bridge.run_apart`) and the time that remains. A caller that stops waiting
-leaves the thread behind, and a group that nobody may use any more.
+Gloo has no future and no poll. The only way to learn that a message has moved is to
+block in ``Work.wait``. So every wait has its own thread (:meth:`.Bridge.run_apart`) and
+the remaining time as its timeout. A caller that stops waiting leaves the thread behind,
+and the group becomes unusable.
 
-A wait also ends when the peer dies, but not always: what gloo has begun to write or
-read stays until the timeout, and only what has not begun is woken. So each end also
-waits for a *last frame* during the whole conversation. The peer sends it at the end
-(BYE), or when it gives up in the middle (FAILED), and with it the group.
+A wait usually ends when the peer dies, but not always. Gloo wakes the waits for
+messages that it has not begun to transfer. The others last until the timeout. So each
+end also waits for a *last frame* during the whole conversation. The peer sends it at
+the end (BYE), or when it gives up the conversation and the group (FAILED).
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 _MAX_STEP: Final = 2**63 - 1
 
 _AFTER: Final = 0.1
-"""Seconds that a wait goes on after the deadline, so that only one of the two fires."""
+"""Seconds by which a wait outlasts the deadline, so that the deadline fires first."""
 
 
 # ------------------------------------------------------------------------- frames
 
 
 class Kind(enum.IntEnum):
-    """What a frame says."""
+    """The kind of a frame."""
 
     OFFER = 1
     ACCEPT = 2
@@ -104,10 +104,10 @@ _FINAL: Final = (Kind.DONE, Kind.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One thing said: 1 KiB, little endian, with zeros up to the end.
+    """A control message: 1 KiB, little endian, padded with zeros.
 
-    Its fields are magic, version, kind, step, bytes, length of the text, and text.
-    ``nbytes`` is the length of the header that an OFFER is of.
+    Its fields are magic, version, kind, step, bytes, length of the text, and text. In
+    an OFFER, ``nbytes`` is the length of the header.
     """
 
     kind: Kind
@@ -127,14 +127,14 @@ class Frame:
 
     @classmethod
     def decode(cls, data: bytes | bytearray) -> Frame:
-        """Return what a peer said.
+        """Return the frame of a peer.
 
         Raises:
-            RemoteProtocolError: these bytes are no frame, or one of another version.
+            RemoteProtocolError: the bytes are not a frame of this version.
         """
         magic, version, kind, step, nbytes, length = _HEAD.unpack_from(data)
         if magic != _MAGIC:
-            raise RemoteProtocolError("the peer is no aiockpt.PGTransport")
+            raise RemoteProtocolError("the peer is not an aiockpt.PGTransport")
         if version != _VERSION:
             raise RemoteProtocolError(
                 f"the peer speaks version {version}; this side knows {_VERSION}"
@@ -151,15 +151,15 @@ class Frame:
 
 
 class Ranks:
-    """The other ranks of a group: whose turn it is, and whether the group is well.
+    """The ranks of a group: orders the conversations, and knows if the group broke.
 
-    Once the group is broken it stays so. ``remains`` keeps the messages that are under
-    way and awaited by nobody.
+    A broken group stays broken. ``remains`` keeps messages alive that are under way
+    without a waiter.
 
     Args:
         group: The group.
-        medium: The memory that messages are made of.
-        bridge: Where threads come from.
+        medium: The memory of the messages.
+        bridge: Provides the threads.
     """
 
     def __init__(self, group: Group, medium: Medium, bridge: Bridge) -> None:
@@ -175,7 +175,7 @@ class Ranks:
 
     @property
     def broken(self) -> bool:
-        """Whether nothing can be sent or received any more."""
+        """Whether the group can no longer send or receive."""
         return bool(self._why)
 
     def check(self) -> None:
@@ -184,7 +184,7 @@ class Ranks:
             raise ProcessGroupError(self._why, rank=self._rank)
 
     def break_off(self, rank: int, error: BaseException) -> None:
-        """Remember the first error that broke the group, and the rank it was with."""
+        """Mark the group as broken; remember the first error and its rank."""
         if self._why:
             return
         why = str(error)
@@ -196,10 +196,10 @@ class Ranks:
 
     @asynccontextmanager
     async def turn(self, rank: int, *, sending: bool) -> AsyncIterator[Channel]:
-        """Wait until no other call talks to ``rank``, then lend a channel to it.
+        """Wait until no other call talks to ``rank``, then yield a channel to it.
 
-        Messages of host memory have tags. A communicator of a device has an order only,
-        which both ends must keep: one thing at a time.
+        Messages of host memory have tags. A device's communicator has only an order, so
+        both ends hold one conversation at a time.
         """
         channel = self._medium.channel(self._group, rank, sending=sending)
         key = (sending, rank) if channel.tagged else (True, -1)
@@ -212,8 +212,8 @@ class Ranks:
     ) -> None:
         """Tell a receiver why ``step`` is not sent.
 
-        Where messages have tags, a conversation that says nothing else is posted, and
-        nobody waits: the receiver may come later, for this step or for another one.
+        If messages have tags, the refusal is posted without waiting, because the
+        receiver may come later, for this step or for another one.
         """
         async with self.turn(rank, sending=True) as channel:
             if not channel.tagged:
@@ -229,16 +229,16 @@ class Ranks:
 
 
 class OutdatedError(PeerFailedError):
-    """The peer gave up an earlier step, which nobody received."""
+    """The peer gave up an earlier step, which was never received."""
 
 
 @asynccontextmanager
 async def telling(
     error: Exception, whom: str, deadline: Deadline
 ) -> AsyncIterator[None]:
-    """Tell a peer of an error in a block; say in a note if that is not possible.
+    """Tell a peer of an error of a block; add a note to the error if that fails.
 
-    The deadline may pass meanwhile: what is raised is the error all the same.
+    The error is raised even if the deadline passes meanwhile.
     """
     try:
         yield
@@ -255,10 +255,10 @@ def _reason(error: Exception) -> str:
 
 
 class Conversation:
-    """One end of a conversation, which is held for the length of a block.
+    """One end of a conversation, which lasts for one block.
 
-    Every coroutine raises ``ProcessGroupError`` when an operation failed. If one is
-    cancelled or fails so, the group is broken.
+    Every coroutine raises ``ProcessGroupError`` if an operation fails. That, or a
+    cancellation, breaks the group.
     """
 
     def __init__(self, channel: Channel, ranks: Ranks, deadline: Deadline) -> None:
@@ -266,7 +266,7 @@ class Conversation:
         self._channel = channel
         self._ranks, self._bridge = ranks, ranks.bridge
         self._deadline = deadline
-        self._over = True  # both ends know that nothing more is said
+        self._over = True  # both ends expect no further message
         self._ended = False  # the block has ended
 
     def __repr__(self) -> str:
@@ -276,9 +276,10 @@ class Conversation:
     async def held(self) -> AsyncIterator[Conversation]:
         """Hold the conversation for the length of a block.
 
-        The block is cancelled when the peer dies or gives up, which is then raised. If
-        the block fails after one end has said that it failed, the group is well. If it
-        fails otherwise, or is cancelled, the group is broken, and the peer is told.
+        If the peer dies or gives up, the block is cancelled and this raises the error.
+        If the block fails after one end has reported its failure, the group stays
+        usable. If it fails otherwise, or is cancelled, the group breaks, and the peer
+        is told.
         """
         tagged = self._channel.tagged
         failed: Exception | None = None
@@ -312,14 +313,14 @@ class Conversation:
         """Receive a frame.
 
         Args:
-            expected: What the peer should say.
-            step: The step that this conversation is about.
+            expected: The expected kind.
+            step: The step of this conversation.
 
         Raises:
             OutdatedError: the peer gave up an earlier step than ``step``; the
                 conversation is over, and another one may follow.
             PeerFailedError: the peer gave up; the conversation is over.
-            RemoteProtocolError: the peer said something else; the group is broken.
+            RemoteProtocolError: the peer sent another kind; the group is broken.
         """
         self._over = False
         data = bytearray(FRAME_BYTES)
@@ -327,7 +328,7 @@ class Conversation:
         frame = Frame.decode(data)
         if frame.kind not in (expected, Kind.FAILED):
             raise RemoteProtocolError(
-                f"rank {self.rank} said {frame.kind.name}, expected {expected.name}"
+                f"rank {self.rank} sent {frame.kind.name}, expected {expected.name}"
             )
         self._over = frame.kind in _FINAL
         if frame.kind is Kind.FAILED:
@@ -337,9 +338,9 @@ class Conversation:
 
     @asynccontextmanager
     async def answering(self, kind: Kind, step: int) -> AsyncIterator[None]:
-        """Say ``kind`` when the block ends, or why it failed.
+        """Send ``kind`` when the block ends, or the reason of its failure.
 
-        Nothing is said in a group that is broken.
+        In a broken group, this sends nothing.
         """
         try:
             yield
@@ -351,7 +352,7 @@ class Conversation:
         await self.say(kind, step)
 
     async def refuse(self, step: int, error: Exception) -> None:
-        """Say why this end fails, which ends the conversation."""
+        """Send the reason why this end fails, which ends the conversation."""
         await self.say(Kind.FAILED, step, text=_reason(error))
 
     async def send(self, data: bytearray) -> None:
@@ -359,7 +360,7 @@ class Conversation:
         await self._in_thread(self._channel.send, data)
 
     async def fill(self, data: bytearray | mmap) -> None:
-        """Receive as many bytes as it holds in one message."""
+        """Receive ``len(data)`` bytes in one message."""
         await self._in_thread(self._channel.receive, data)
 
     async def send_segment(
@@ -374,10 +375,10 @@ class Conversation:
     async def receive_segment(
         self, memory: Memory, messages: Iterable[tuple[int, int]], digests: Digests
     ) -> None:
-        """Receive the data segment, and the digests of what was sent.
+        """Receive the data segment, and the sender's digests.
 
         Raises:
-            IntegrityError: a chunk has another digest; the group is well.
+            IntegrityError: a chunk has another digest; the group stays usable.
         """
         receive = self._channel.receive_segment
         await self._in_thread(receive, memory, messages, digests)
@@ -393,7 +394,7 @@ class Conversation:
         try:
             return await self._bridge.run_apart(move, until, *args)
         except BaseException as error:
-            self._over = False  # also if it was the first word: the peer may have it
+            self._over = False  # the peer may have received it
             if isinstance(error, asyncio.CancelledError):
                 self._deadline.last_error = f"rank {self.rank} was still waited for"
             self._ranks.break_off(self.rank, error)
@@ -410,10 +411,10 @@ class Conversation:
                 raise error
         except ProcessGroupError:
             if not self._ended:
-                raise  # else nothing is missing
+                raise  # otherwise the conversation was complete
 
     def _break_off(self, error: BaseException) -> None:
-        """Let nobody use the group any more; tell the peer, which may wait long."""
+        """Break the group, and tell the peer, which might wait long otherwise."""
         self._ranks.break_off(self.rank, error)
         self._channel.abandon()
         if not self._channel.tagged:

@@ -1,14 +1,15 @@
 """Checkpoints in the memory of a device, for a group that moves it (NCCL).
 
-Bytes that are on the device never come to the host, at either end. They are sent from
-the state dict's own memory, small ones together; received into device memory; and
-digested where they are. What is in host memory crosses the device message by message.
+Bytes on the device are never copied to the host, at either end. They are sent from the
+state dict's own memory (small tensors together), received into device memory, and
+digested on the device. Bytes in host memory are copied to the device, message by
+message.
 
-All work is enqueued on side streams, behind what the caller's stream had been given
-when it called. A wait for a group's operation holds up a stream, not a thread: threads
-poll an event behind it until the deadline. (``Work.wait`` with a timeout would block,
-and abort the communicator at its end.) So messages have a stream of their own, and
-what is digested or loaded has arrived before.
+All work is enqueued on side streams, after the work that the caller's stream had at the
+time of the call. A wait for an operation of the group delays a stream, not a thread.
+Threads poll an event after it until the deadline. (``Work.wait`` with a timeout would
+block, and would abort the communicator when the timeout passes.) So messages have their
+own stream, and digests and loads begin only after the messages have arrived.
 
 A chunk's digest on a device: the chunk is zero-padded to rows of 256 KiB. Each row, as
 signed 32-bit little-endian words ``w``, is folded with two rows of 64-bit keys ``k`` to
@@ -16,8 +17,8 @@ signed 32-bit little-endian words ``w``, is folded with two rows of 64-bit keys 
 rows, of 16 bytes each. Multilinear hashing is universal: two rows that differ have the
 same sum for one row of keys in 2**33 at most (Lemire and Kaser, *Strongly universal
 string hashing is fast*, 2014), and there are two. The arithmetic is exact and the sum
-has no order, so every device finds the same. Like XXH3 it detects faults; it does not
-prevent forgery.
+does not depend on the order, so every device gets the same digest. Like XXH3, it
+detects faults and does not prevent forgery.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ __all__ = [
 _WORDS: Final = 1 << 16
 ROW_BYTES: Final = 4 * _WORDS
 _AT_ONCE: Final = 16 * ROW_BYTES
-"""Bytes whose words are widened at once, which takes five times as much memory."""
+"""Bytes that are folded at once; this needs five times as much memory."""
 
 _CHUNKS_AT_ONCE: Final = 2
 _FIRST_POLL: Final = 50e-6
@@ -144,11 +145,11 @@ def _rows(data: torch.Tensor) -> torch.Tensor:
 
 
 class _DeviceDigests:
-    """Computes a segment's digests on the device, when all of it has moved.
+    """Computes a segment's digests on the device, after all of it has moved.
 
-    No byte of a chunk comes to the host, only its folded rows. The digests are
-    computed once. A sender does so before it sends: a state that changes meanwhile has
-    other ones then, also if it changes before its bytes are sent.
+    Only the folded rows of a chunk are copied to the host. The digests are computed
+    once. A sender computes them before it sends, so the receiver notices any later
+    change of the state.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class _DeviceDigests:
         self._digests: list[str] = []
 
     def add(self, start: int, data: torch.Tensor) -> None:
-        """Do nothing: the device is faster by far than what brings the bytes."""
+        """Do nothing, because the device digests much faster than bytes arrive."""
 
     async def digits(self) -> bytearray:
         """Return all digests, joined."""
@@ -187,7 +188,7 @@ class _DeviceDigests:
         fold = partial(self._device.fold, self._segment, start, stop)
         rows, arrived, event = await self._bridge.run(fold)
         await completed(event)
-        del rows  # on the device, and copied from until now
+        del rows  # device memory, needed until the copy has ended
         return digest([ctypes.string_at(arrived.data_ptr(), arrived.nbytes)])
 
 
@@ -195,10 +196,9 @@ class _DeviceDigests:
 
 
 class Device:
-    """A device, and what is done on it.
+    """A device with two ports, and so two side streams.
 
-    It has two ports, that is two side streams: messages wait for a peer on that of
-    ``line``, and nothing else must wait with them.
+    Messages wait for a peer on the stream of ``line``, which nothing else must use.
     """
 
     def __init__(self, device: torch.device, port: Port, line: Port) -> None:
@@ -211,7 +211,7 @@ class Device:
         return f"<Device {self.device}>"
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is on the device."""
+        """Say whether a tensor is on the device."""
         return tensor.device == self.device
 
     def owned(self, backings: Backings) -> list[int]:
@@ -222,7 +222,7 @@ class Device:
         """Return memory on the device.
 
         Raises:
-            LimitExceededError: there is none left.
+            LimitExceededError: the device has too little free memory.
         """
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -236,10 +236,10 @@ class Device:
     ) -> tuple[torch.Tensor, torch.Tensor, Event]:
         """Begin to fold a chunk on the side stream; for a thread.
 
-        Return the rows on the device, which must live until the event, the host memory
-        that they are copied to, and the event, when they are there.
+        Return the rows on the device, the host memory that they are copied to, and the
+        event of the copy's end. The rows must live until the event.
         """
-        pinned = self.device.type == "cuda"  # else the copy would block the thread
+        pinned = self.device.type == "cuda"  # a pageable copy would block the thread
         with self.port.aside():
             if self._keys is None:
                 self._keys = keys(self.device)
@@ -249,20 +249,20 @@ class Device:
         return rows, arrived, event
 
     def homes(self, entries: Entries, numbers: Iterable[int]) -> Homes:
-        """Return new memory on the device for some entries; messages come to it."""
+        """Return new memory on the device for the messages of some entries."""
         sizes = ((n, entries.stops[n] - entries.starts[n]) for n in numbers)
         homes = {number: self.allocate(size) for number, size in sizes}
-        # What this thread's stream still does with memory that was freed comes first.
+        # Earlier work of this thread's stream may still use the memory.
         with self.line.aside(self.line.fence()):
             return homes
 
 
 Homes: TypeAlias = dict[int, torch.Tensor]
-"""Bytes of entries on the device, by number; the other entries are in host memory."""
+"""Device memory by entry number; the other entries are in host memory."""
 
 
 def in_state(backings: Backings, entries: Entries, own: Iterable[int]) -> Homes:
-    """Return the memory of those entries that the state has byte by byte."""
+    """Return the state's memory of the entries that need no element-wise copy."""
     homes: Homes = {}
     for entry in own:
         backing = backings[entry]
@@ -278,7 +278,7 @@ def _raw(backing: Backing) -> torch.Tensor:
 
 
 def pairs(backings: Backings, homes: Homes, numbers: Iterable[int]) -> Iterator[Pair]:
-    """Yield what entries have in their homes, and where the state has it."""
+    """Yield pairs of the elements in the homes of entries, and in the state."""
     for number in numbers:
         backing, home = backings[number], homes[number]
         if backing.parts:
@@ -290,11 +290,11 @@ def pairs(backings: Backings, homes: Homes, numbers: Iterable[int]) -> Iterator[
 class Segment:
     """A data segment of which some entries are on a device, and the rest on the host.
 
-    It is the `Incoming` of a channel whose messages are on a device.
-    What it does with the device's memory is enqueued on the current stream.
+    It is the `Incoming` of a channel whose messages are on a device. All of its work
+    with device memory is enqueued on the current stream.
 
     Attributes:
-        after: What must have run before anything is received into it.
+        after: The event that must have completed before anything is received into it.
     """
 
     def __init__(
@@ -316,13 +316,13 @@ class Segment:
         return f"<Segment on {self.device} tensors={len(self._homes)}>"
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
-        """Return a range that lies in host memory."""
+        """Return a range in host memory."""
         return self._host.buffers(start, stop)
 
     def spans(
         self, start: int, stop: int
     ) -> Iterator[tuple[int, int, torch.Tensor | None]]:
-        """Yield the parts of a range; None for the bytes of one in host memory."""
+        """Yield the parts of a range; None for a part in host memory."""
         at = max(bisect_right(self._starts, start) - 1, 0)
         while start < stop:
             first = last = stop
@@ -347,9 +347,9 @@ class Segment:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def expect(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
-        """Return the device memory of a range, or a buffer if that is not one run.
+        """Return the device memory of a range, or a buffer if it is not contiguous.
 
-        Buffers are not counted: there are few messages at once, and they are short.
+        Buffers are not counted, because they are few and short.
         """
         _, last, data = next(self.spans(start, stop))
         if data is None or last < stop:
@@ -357,7 +357,7 @@ class Segment:
         return data, 0
 
     def settle(self, start: int) -> None:
-        """Copy a buffer that has been filled to its places."""
+        """Copy a filled buffer to its final memory."""
         if start not in self._buffered:
             return
         arrived = self._buffered.pop(start)
@@ -375,7 +375,7 @@ class Segment:
             torch._foreach_copy_(places, sources)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Return memory for a message that has no place of its own."""
+        """Return temporary memory for a message."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
 
@@ -397,7 +397,7 @@ class _Staging:
         )
 
     def begin(self, after: Event, fences: Fences) -> tuple[Segment, list[Event]]:
-        """Enqueue all copies; return the segment and what ends when it is complete."""
+        """Enqueue all copies; return the segment and the events of their ends."""
         backings, entries = self.description.backings, self.description.entries
         homes = in_state(backings, entries, self.own)
         rest = [entry for entry in self.own if entry not in homes]
@@ -414,14 +414,14 @@ class _Staging:
         return Segment(self.device.device, host, entries, homes), events
 
     def abandon(self) -> None:
-        """Close the arena when nothing that was left in flight writes to it."""
+        """Close the arena after all copies to it have ended."""
         self.device.port.synchronize()
         self.plan.drain()
         self.arena.close()
 
 
 def _without(backings: Backings, entries: Iterable[int]) -> Backings:
-    """Return them with nothing in the place of those entries."""
+    """Return the backings with zero bytes for those entries."""
     order = array("q", range(len(backings)))
     for entry in entries:
         order[entry] = -1
@@ -429,7 +429,7 @@ def _without(backings: Backings, entries: Iterable[int]) -> Backings:
 
 
 def encode_placement(count: int, own: Iterable[int]) -> bytes:
-    """Return a bit for each of ``count`` entries: whether it is on the device."""
+    """Return one bit for each of ``count`` entries, set if it is on the device."""
     bits = bytearray((count + 7) // 8)
     for entry in own:
         bits[entry // 8] |= 1 << entry % 8
@@ -444,8 +444,8 @@ def decode_placement(data: bytes | bytearray | memoryview, count: int) -> list[i
     """
     if len(data) != (count + 7) // 8:
         raise RemoteProtocolError(
-            f"the offer does not say which tensors are where: {len(data)} bytes for "
-            f"{count} tensors"
+            f"the offer's placement of {count} tensors has {len(data)} bytes, not one "
+            "bit for each tensor"
         )
     return [entry for entry in range(count) if data[entry // 8] >> entry % 8 & 1]
 
@@ -458,10 +458,10 @@ class _Share:
 
     Args:
         device: The device.
-        entries: Where each entry is in the segment.
-        homes: Where each of its entries is received.
+        entries: The entries of the segment.
+        homes: The device memory of each of its entries.
         backings: A template's memory, if there is one.
-        copied: The entries that are copied from there to the template.
+        copied: The entries that are copied from their homes to the template.
     """
 
     def __init__(
@@ -514,8 +514,8 @@ class DeviceChannel(Channel):
     ) -> None:
         super().__init__(group, rank, sending=sending)
         self._device = device
-        # Nobody waits any more for what a failure leaves here, but its memory must not
-        # become somebody else's: the device may still read it, or write to it.
+        # After a failure nobody waits for these messages, but their memory must stay
+        # allocated, because the device may still read it or write to it.
         self._under_way: dict[int, Message] = {}
 
     def _stream(self, memory: Memory | None = None) -> AbstractContextManager[object]:
@@ -573,9 +573,9 @@ def _on_device(memory: Memory) -> Segment:
 
 
 class DeviceMedium:
-    """The memory of a device, whose communicator has an order in place of tags.
+    """The memory of a device, whose communicator has an order instead of tags.
 
-    Both ends must keep it: one conversation at a time.
+    So both ends hold one conversation at a time.
     """
 
     message_bytes = DeviceChannel.message_bytes
@@ -597,8 +597,8 @@ class DeviceMedium:
     async def stage(self, state_dict: object, *, step: int) -> Parcel:
         """Return a snapshot, whose bytes on the device are the state dict's own.
 
-        Only what a message cannot be made of is copied: tensors whose elements lie
-        apart, on the device to the device; and those of other devices, to the host.
+        Only two kinds of tensors are copied: strided ones with gaps, on the device, and
+        tensors of other devices, to the host.
 
         Raises:
             UnsupportedLeafError: a leaf cannot travel; nothing was copied.
@@ -608,7 +608,7 @@ class DeviceMedium:
         staging = await self._bridge.run(self._describe, state_dict)
         fences = staging.plan.fences()
         try:
-            await completed(after)  # so that no thread waits for what comes before
+            await completed(after)  # so that no thread waits for earlier work
             memory, events = await self._bridge.run(staging.begin, after, fences)
             await completed(*events)
             manifest = await self._bridge.run(self._manifest, staging, step)
@@ -632,13 +632,13 @@ class DeviceMedium:
         """Do nothing: no memory is kept."""
 
     def channel(self, group: Group, rank: int, *, sending: bool) -> Channel:
-        """Return one whose messages are on the device."""
+        """Return a channel whose messages are on the device."""
         return DeviceChannel(group, rank, self._device, sending=sending)
 
     def read(
         self, offer: mmap, limits: Limits
     ) -> tuple[Manifest | ForeignHeader, Sequence[int]]:
-        """Return the manifest, and what is on the sender's device."""
+        """Return the manifest, and the entries on the sender's device."""
         length = header_length(offer[:LENGTH_BYTES], limits=limits)
         header, placement = memoryview(offer)[:length], memoryview(offer)[length:]
         found = decode_header(
@@ -653,9 +653,9 @@ class DeviceMedium:
         template: Template | None,
         terms: Terms,
     ) -> Destination:
-        """Return where the checkpoint goes.
+        """Return the destination of the checkpoint.
 
-        What is on the sender's device goes to this one, except where a template has it.
+        Entries on the sender's device go to this device, or to a template's memory.
         """
         device, entries, bridge = self._device, manifest.entries, self._bridge
         if template is None:
@@ -665,7 +665,7 @@ class DeviceMedium:
         own = device.owned(match.backings)
         there = in_state(match.backings, entries, own) if terms.direct else {}
         copied = [entry for entry in own if entry not in there]
-        # What is no tensor of the template is made anew, where the sender has it.
+        # Tensors that the template lacks get new memory, on a device like the sender's.
         values = [e for e in placement if not match.backings.tensors[e].numel()]
         homes = there | device.homes(entries, {*copied, *values})
         share = _Share(device, entries, homes, match.backings, copied)
@@ -675,7 +675,7 @@ class DeviceMedium:
     def digests(
         self, memory: Memory, grid: ChunkGrid, on_chunk: OnChunk | None
     ) -> Digests:
-        """Return what computes the digests where the bytes are."""
+        """Return an object that computes the digests where the bytes are."""
         segment = _on_device(memory)
         return _DeviceDigests(self._device, self._bridge, segment, grid, on_chunk)
 

@@ -1,15 +1,15 @@
-"""A checkpoint as messages between two ranks: staged, cut, posted, awaited, digested.
+"""Moves a checkpoint between two ranks as messages, and digests them.
 
-What is here is for host memory; `device` has the same for a device's. A `Medium` is
-either of them.
+This module handles host memory, and `device` handles the memory of a device. Each has
+a `Medium`.
 
-Both ends cut alike, from the manifest. A large entry travels by itself, in pieces, so
-that either end can use the tensor's own memory. Small neighbours travel together, over
-one copy where their memory is not one run. A message is bounded, so a copy is small.
+Both ends derive the same messages from the manifest. A large entry travels by itself,
+in pieces, so that either end can use the tensor's own memory. Small adjacent entries
+travel together, through one copy if their memory is not contiguous. The size of a
+message is bounded, so a copy is small.
 
-A message is digested by the thread that moves it: it has just been gathered, or has
-just arrived, so its bytes are in the cache. Reading them later would cost twice as
-much.
+The thread that moves a message also digests it, while its bytes are in the cache.
+Reading them later would cost twice as much.
 """
 
 from __future__ import annotations
@@ -66,24 +66,24 @@ _THREADS: Final = 2  # that stage
 LARGE_BYTES: Final = 256 << 10
 TOGETHER_BYTES: Final = 1 << 20
 MESSAGE_BYTES: Final = 16 << 20
-"""Of host memory: each message wakes both ends, and a digest wants a cache."""
+"""For host memory: each message wakes both ends, and its digest needs the cache."""
 
 COPIES: Final = 8
 """How many copied messages may be under way at either end."""
 
 COPIED_BYTES: Final = COPIES * TOGETHER_BYTES
-"""How many bytes of them: a copy that reaches this is the last one for now."""
+"""How many bytes of copies may be under way before no further one is made."""
 
-# A group that is not ours alone may use small tags.
+# A shared group may use small tags for other purposes.
 _FORWARD: Final = 0x61696F00  # from a sender to a receiver
 _BACKWARD: Final = 0x61696F01
-_LAST: Final = 2  # is added for the last frame of a conversation
+_LAST: Final = 2  # added for the last frame of a conversation
 
 _SHARE: Final = 32
 """A wait takes this fraction of the messages that are under way, 1/32."""
 
 _LONGEST: Final = 365 * 86400.0
-"""Seconds of one wait: gloo overflows where nobody has set a deadline."""
+"""Seconds of one wait, because gloo overflows with an infinite timeout."""
 
 
 # ---------------------------------------------------------------- process groups
@@ -97,10 +97,10 @@ class Pending(Protocol):
 
 
 class Group(Protocol):
-    """A process group as far as it is used: torch's own, a backend, or torchft's."""
+    """The used interface of a process group: torch's, a backend, or torchft's."""
 
     def size(self) -> int:
-        """Return how many ranks there are."""
+        """Return the number of ranks."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any:
         """Begin to send a tensor; return the operation."""
@@ -113,9 +113,9 @@ _kept: weakref.WeakKeyDictionary[Any, list[object]] = weakref.WeakKeyDictionary(
 
 
 def rank_in(group: Group) -> int | None:
-    """Return this process's rank; None where the group does not know it.
+    """Return this process's rank; None if the group does not know it.
 
-    A group of torchft inherits ``rank`` from torch, which has not been told: 0.
+    A group of torchft inherits ``rank`` from torch, which returns 0 on every rank.
     """
     inner = _innermost(group)
     definer = next((each for each in type(inner).__mro__ if "size" in vars(each)), None)
@@ -126,16 +126,16 @@ def rank_in(group: Group) -> int | None:
 
 
 def _keep_with(group: Group, messages: object) -> None:
-    """Keep messages that nobody waits for as long as the group lives.
+    """Keep messages without a waiter alive as long as the group.
 
-    Gloo forgets a message whose ``Work`` has gone, even one that it has announced.
+    Gloo drops a message when its ``Work`` is freed, even one that it has announced.
     """
     with suppress(TypeError):  # a group that no weak reference can be made to
         _kept.setdefault(_innermost(group), []).append(messages)
 
 
 def _innermost(group: Any) -> Any:
-    """Return the group that a wrapper of torchft has been configured with."""
+    """Return the group inside a wrapper of torchft."""
     while (parent := getattr(group, "parent", None)) is not None:
         group = parent
     return group
@@ -182,19 +182,19 @@ class Incoming(Protocol):
     """The memory that messages are received into."""
 
     def expect(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
-        """Return what these bytes of the segment are received into.
+        """Return a tensor to receive these bytes of the segment into.
 
-        The number says how many bytes of it are a buffer, of which few are allowed.
+        The number is the size of its temporary buffer, or 0 for the final memory.
         """
 
     def settle(self, start: int) -> None:
-        """Copy a message that has arrived to its places, if it is not there."""
+        """Copy an arrived message from its buffer, if it has one."""
 
 
 def gathered(memory: Memory, start: int, stop: int) -> tuple[torch.Tensor, int]:
     """Return bytes of the segment, and how many of them are a copy.
 
-    Bytes that lie in one run are sent from where they are.
+    Contiguous bytes are not copied.
     """
     views = memory.buffers(start, stop)
     if len(views) == 1:
@@ -206,7 +206,7 @@ def gathered(memory: Memory, start: int, stop: int) -> tuple[torch.Tensor, int]:
 class HostIncoming:
     """Receives into the segment's own memory, or into a buffer for scattered bytes.
 
-    Buffers of the usual size are used again and again.
+    Buffers of the usual size are reused.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -215,7 +215,7 @@ class HostIncoming:
         self._buffered: dict[int, tuple[bytearray, Sequence[memoryview]]] = {}
 
     def expect(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
-        """Return what these bytes of the segment are received into."""
+        """Return a tensor to receive these bytes of the segment into."""
         views, nbytes = self._memory.buffers(start, stop), stop - start
         if len(views) == 1:
             return torch.frombuffer(views[0], dtype=torch.uint8), 0
@@ -258,9 +258,9 @@ class Digests(Protocol):
 class HostDigests:
     """Computes the digests of a segment in host memory.
 
-    Several threads may bring the same bytes, each in order: the first one counts.
-    ``changed`` says at the end whether a sender's tensors have changed meanwhile. If
-    so, no digest matches what was sent.
+    Several threads may add the same bytes, each in order. The first one counts.
+    ``changed`` tells at the end whether a sender's tensors have changed meanwhile. If
+    so, the digests match nothing.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class _Moving(NamedTuple):
 
 
 def _crowded(posted: Iterable[_Moving]) -> bool:
-    """Say whether more copies or buffers would be too much."""
+    """Say whether too many copies or buffers are under way."""
     sizes = [each.copied for each in posted if each.copied]
     return len(sizes) >= COPIES or sum(sizes) >= COPIED_BYTES
 
@@ -381,11 +381,11 @@ class Channel:
                 here.copy_(there)
 
     def send_last(self, until: float, frame: bytearray) -> None:
-        """Send the last frame of a conversation, which the peer always waits for."""
+        """Send the last frame, for which the peer waits during the conversation."""
         self._wait(self._post_send(_tensor(frame), _LAST), until)
 
     def receive_last(self, until: float, nbytes: int) -> bytearray:
-        """Receive the last frame of a conversation, or fail when the peer dies."""
+        """Receive the last frame; fail if the peer dies."""
         frame = bytearray(nbytes)
         self._wait(self._post_receive(_tensor(frame), _LAST), until)
         return frame
@@ -393,8 +393,8 @@ class Channel:
     def leave_word(self, only: bytearray, last: bytearray) -> None:
         """Send a whole conversation without waiting for the receiver.
 
-        A receiver that comes later receives both frames, and there is a buffer for its
-        own last one.
+        A receiver that comes later receives both frames. A buffer is posted for the
+        receiver's own last frame.
         """
         buffer = _tensor(bytearray(len(last)))
         messages = (
@@ -405,11 +405,11 @@ class Channel:
         _keep_with(self._group, messages)
 
     def abandon(self) -> None:
-        """Let a thread that still waits for a message post no other one."""
+        """Prevent a thread that still waits for a message from posting another."""
         self._abandoned = True
 
     def give_up(self, frame: bytearray) -> object:
-        """Begin to send the last frame; return what must be kept, as nobody waits."""
+        """Begin to send the last frame; return the objects that must be kept alive."""
         with suppress(ProcessGroupError):
             return self._post_send(_tensor(frame), _LAST)
         return None
@@ -440,7 +440,7 @@ class Channel:
         messages: Iterable[tuple[int, int]],
         digests: Digests,
     ) -> None:
-        """Receive these ranges, and digest what has arrived while the rest comes."""
+        """Receive these ranges; digest each message while others arrive."""
         with _giving_way(), self._stream(memory):
             incoming = self._incoming(memory)
             posted: deque[_Moving] = deque()
@@ -464,9 +464,9 @@ class Channel:
     def _oldest(
         self, posted: deque[_Moving], share: int, until: float
     ) -> list[_Moving]:
-        """Wait for the oldest 1/``share`` of the messages, and take them out.
+        """Wait for the oldest 1/``share`` of the messages, and remove them.
 
-        The last of them is waited for first, so that this thread is woken only once.
+        This waits for the last of them first, so that the thread wakes only once.
         """
         oldest = [posted.popleft() for _ in range(-(-len(posted) // share))]
         for each in reversed(oldest):
@@ -505,21 +505,21 @@ class Channel:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return ProcessGroupError(first, rank=self.rank)
 
-    # What follows is different for a device.
+    # A device overrides the following methods.
 
     def _stream(self, memory: Memory | None = None) -> AbstractContextManager[object]:
-        """Return the context that messages are posted in; ``memory`` gets them."""
+        """Return the context in which messages of ``memory`` are posted."""
         return nullcontext()
 
     def _take(self, memory: Memory, start: int, stop: int) -> tuple[torch.Tensor, int]:
-        """Return bytes to send, and how many of them are a copy."""
+        """Return the bytes to send, and how many of them are a copy."""
         return gathered(memory, start, stop)
 
     def _incoming(self, memory: Memory) -> Incoming:
         return HostIncoming(memory)
 
     def _buffer(self, here: torch.Tensor) -> torch.Tensor:
-        """Return the memory that the bytes of ``here`` can be received into."""
+        """Return memory of the group's device for the bytes of ``here``."""
         return here
 
     def _ended(self, work: Pending, until: float) -> bool:
@@ -527,7 +527,7 @@ class Channel:
         return work.wait(timedelta(seconds=min(remaining, _LONGEST)))
 
     def _finish(self, until: float) -> None:
-        """Wait until everything that was settled is in its place."""
+        """Wait until all settled messages have reached their memory."""
 
 
 def _tensor(data: bytearray | mmap) -> torch.Tensor:
@@ -536,15 +536,15 @@ def _tensor(data: bytearray | mmap) -> torch.Tensor:
 
 @contextmanager
 def _giving_way() -> Iterator[None]:
-    """Let this thread preempt no other one when it is woken.
+    """Keep this thread from preempting others when it wakes.
 
-    The group's own threads need the processor at once, or the wire stands still. What
-    is done here may follow a little later.
+    The group's own threads need the processor at once, or the connection idles. This
+    thread's work may run a little later.
     """
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
         return
-    # A sandbox may forbid it: then everything takes a little longer.
+    # A sandbox may forbid it. The transfer is then slightly slower.
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
@@ -558,7 +558,7 @@ def _giving_way() -> Iterator[None]:
 
 
 def packed(manifest: Manifest, longest: int) -> tuple[bytearray, list[tuple[int, int]]]:
-    """Return what all receivers get: the header, and the ranges that travel.
+    """Return the header and the ranges to send, for all receivers.
 
     For a thread: the header may be long.
     """
@@ -570,12 +570,12 @@ class Parcel:
     """A snapshot that is ready to be sent to several receivers.
 
     Attributes:
-        manifest: Describes it.
-        offer: What a receiver is told first: the header, and what a device adds.
+        manifest: The manifest of the checkpoint.
+        offer: The first bytes for a receiver: the header, and a device's placement.
         memory: The data segment.
-        messages: The ranges of the segment that travel, in order.
+        messages: The ranges of the segment to send, in order.
         digests: Computes the digests of the chunks, or has them.
-        release: Lets go of the memory.
+        release: Releases the memory.
     """
 
     manifest: Manifest
@@ -587,11 +587,11 @@ class Parcel:
 
 
 class Medium(Protocol):
-    """How a transport stages, moves, verifies and receives."""
+    """The kind of memory of a transport: stages, moves, verifies and receives."""
 
     @property
     def message_bytes(self) -> int:
-        """How long a message of a large entry may be."""
+        """The largest message of a large entry, in bytes."""
 
     async def stage(self, state_dict: object, *, step: int) -> Parcel:
         """Return a snapshot; the state dict must not change until it is released.
@@ -612,7 +612,7 @@ class Medium(Protocol):
     ) -> tuple[Manifest | ForeignHeader, Sequence[int]]:
         """Return the manifest, and the entries that are on the sender's device.
 
-        See `decode_header` for what is raised.
+        See `decode_header` for errors.
         """
 
     def destination(
@@ -622,12 +622,12 @@ class Medium(Protocol):
         template: Template | None,
         terms: Terms,
     ) -> Destination:
-        """Return where a checkpoint goes; see `destination_of` for what is raised."""
+        """Return the destination of a checkpoint; see `destination_of` for errors."""
 
     def digests(
         self, memory: Memory, grid: ChunkGrid, on_chunk: OnChunk | None
     ) -> Digests:
-        """Return what computes the digests of a segment that is received."""
+        """Return the digests object of a segment that is received."""
 
 
 class HostMedium:
@@ -646,7 +646,7 @@ class HostMedium:
                 chunk_bytes=chunk_bytes,
                 limits=limits,
                 allow_pickle=allow_pickle,
-                # A send ends when all has been sent: it needs no copy until then.
+                # A send returns when everything was sent, so it needs no copy.
                 zero_copy=True,
                 seal=False,
             ),
@@ -692,5 +692,5 @@ class HostMedium:
     def digests(
         self, memory: Memory, grid: ChunkGrid, on_chunk: OnChunk | None
     ) -> Digests:
-        """Return what digests each message as it arrives."""
+        """Return an object that digests each message as it arrives."""
         return HostDigests(grid, on_chunk)

@@ -40,17 +40,17 @@ logger = logging.getLogger("aiockpt")
 
 
 class GroupSource:
-    """What one rank sends, as a `aiockpt.transfer.source.Source`.
+    """The checkpoint of one rank, as a `aiockpt.transfer.source.Source`.
 
-    The whole checkpoint comes at once, and nothing is said to the sender meanwhile.
+    The whole checkpoint arrives in one go, without messages to the sender meanwhile.
 
     Args:
-        step: Which checkpoint is wanted.
+        step: The step to receive.
         rank: The sender.
-        ranks: Where conversations are held.
+        ranks: The ranks of the group.
         medium: The memory that messages are received into.
-        limits: What is accepted.
-        deadline: That of the whole call.
+        limits: The bounds of the checkpoint.
+        deadline: The deadline of the whole call.
     """
 
     medium = remark = ""
@@ -91,7 +91,7 @@ class GroupSource:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Tell the sender of a failure; a sender who has not come is waited for."""
+        """Tell the sender of a failure; wait for a sender that has not begun."""
         try:
             # Once there is an offer, `Conversation.answering` says why it fails.
             if isinstance(error, Exception) and not self._asked:
@@ -100,9 +100,9 @@ class GroupSource:
             await self._talk.__aexit__(kind, error, trace)
 
     async def manifest(self, step: int) -> Manifest:
-        """Begin the conversation in which the sender offers ``step``; have the header.
+        """Begin the conversation that offers ``step``; return the manifest.
 
-        The header may be long, and goes before memory is at its fullest.
+        The header may be long, so it is freed before the peak of memory use.
         """
         self._asked = True
         peer, offer = await self._talk.enter_async_context(self._offer())
@@ -119,21 +119,21 @@ class GroupSource:
         return await self._bridge.run(self._read, header)
 
     async def map(self, outline: Outline, *, most: int | None) -> None:
-        """Do nothing: a rank lends no memory."""
+        """Do nothing: a rank shares no memory."""
 
     def destination(
         self, manifest: Manifest, template: Template | None, terms: Terms
     ) -> Destination:
-        """Return where it goes, on a device or in host memory."""
+        """Return the destination, on a device or in host memory."""
         return self._memory.destination(manifest, self._placement, template, terms)
 
     async def accept(self, step: int) -> None:
-        """Let the sender begin."""
+        """Tell the sender to begin."""
         assert self._peer is not None
         await self._peer.say(Kind.ACCEPT, step)
 
     async def keep(self, step: int, work: Awaitable[V]) -> V:
-        """Await it: the sender keeps its checkpoint until the conversation ends."""
+        """Await local work; the sender keeps its checkpoint until the end anyway."""
         return await work
 
     async def read(
@@ -145,34 +145,34 @@ class GroupSource:
     ) -> None:
         """Receive all chunks, and compare their digests at the end.
 
-        ``chunks`` are all that there are, and ``target`` is told of none: a sender says
-        its digests last.
+        ``chunks`` must be all chunks. The digests arrive last, so ``target.complete``
+        is not called.
 
         Raises:
-            IntegrityError: one differs.
+            IntegrityError: a digest differs.
             ProcessGroupError: the group is broken.
         """
         assert self._peer is not None
         grid, loop = outline.grid, asyncio.get_running_loop()
 
         def tell(nbytes: int) -> None:
-            with suppress(RuntimeError):  # a closed loop has nobody to tell
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(on_progress, nbytes, 1)
 
         digests = self._memory.digests(target.memory, grid, tell)
         async with beside(partial(self._prepare, target, grid)):
-            # It cannot be called off, so all of it comes, damaged or not.
+            # The transfer cannot be stopped, so damaged bytes arrive as well.
             await self._peer.receive_segment(target.memory, self._messages, digests)
 
     async def end(self, step: int) -> None:
-        """Tell the sender that all is well, which ends the conversation."""
+        """Tell the sender of the success, which ends the conversation."""
         await self._talk.aclose()
 
     def give_back(self) -> None:
         """Do nothing: there is no mapped memory."""
 
     async def _decline_unasked(self, error: Exception) -> None:
-        """Wait for the sender, and say why this receive fails."""
+        """Wait for the sender, and tell it why this receive fails."""
         async with (
             telling(error, "the sender", self._deadline),
             self._offer() as (peer, _),
@@ -196,7 +196,7 @@ class GroupSource:
                 logger.info("waiting for step %d: %s", self._step, error)
 
     async def _prepare(self, target: Target, grid: ChunkGrid) -> None:
-        """Have memory ready ahead of the bytes: gloo has one thread for both."""
+        """Map memory ahead of the bytes, because gloo has one thread for both."""
         if (prepare := target.prepare) is not None:
             for chunk in range(len(grid)):
                 await self._bridge.run(prepare, *grid.range(chunk))

@@ -1,13 +1,12 @@
-"""A TCP proxy whose connections go wrong on purpose, and what can go wrong.
+"""A TCP proxy that injects faults into connections, and the faults that it injects.
 
-Put `FaultProxy` between a receiver and a sender, and say what goes wrong with which
-connection::
+Put `FaultProxy` between a receiver and a sender, and give each connection a fault::
 
     async with FaultProxy("127.0.0.1", port, faults=[CutAfter(100)]) as proxy:
         ...  # the first connection ends after 100 bytes, the others work
 
-A fault concerns what the server sends; `Fault` is the base of your own. Positions count
-the bytes that the server has sent on that connection, the first one being byte 0.
+A fault affects the bytes that the server sends. Derive your own faults from `Fault`.
+Positions count the server's bytes on that connection, from byte 0.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class _Counts:
 
 
 class Pipe:
-    """The way to the client of one connection, as a fault sees it."""
+    """The client's side of one connection, for use by a fault."""
 
     def __init__(
         self,
@@ -65,20 +64,20 @@ class Pipe:
         self._counts = counts
 
     async def hear(self) -> bytes:
-        """Return what the client says next; it is not passed on if this takes it."""
+        """Return the client's next bytes, which then do not reach the server."""
         data = await self._reader.read(_READ)
         self._counts.up += len(data)
         return data
 
     async def send(self, data: bytes) -> None:
-        """Pass bytes on, as fast as the client takes them."""
+        """Send bytes to the client, as fast as it reads them."""
         if data:
             self._writer.write(data)
             self._counts.down += len(data)
             await self._writer.drain()
 
     def cut(self, *, reset: bool) -> NoReturn:
-        """End the connection, with FIN after what was sent, or with RST."""
+        """End the connection, with FIN after the sent bytes, or with RST."""
         if reset:
             sock: socket.socket = self._writer.get_extra_info("socket")
             with suppress(OSError):
@@ -88,24 +87,24 @@ class Pipe:
         raise ConnectionAbortedError("cut on purpose")
 
     async def stall(self) -> None:
-        """Pass nothing on until the connection is closed from outside."""
+        """Send nothing more; wait until the connection is closed from outside."""
         await asyncio.Event().wait()
 
 
 class Fault:
-    """What goes wrong with a connection; this one: nothing."""
+    """The base of all faults; by itself it passes every byte on."""
 
     async def connected(self, pipe: Pipe) -> None:
-        """Act when a client has connected, before the server knows."""
+        """Called when a client has connected, before the server is contacted."""
 
     async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
-        """Pass on, or not, ``data``, whose first byte is the server's byte ``at``."""
+        """Handle ``data`` of the server, whose first byte is at position ``at``."""
         await pipe.send(data)
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse(Fault):
-    """The connection is reset as soon as it is there."""
+    """The connection is reset as soon as it is accepted."""
 
     async def connected(self, pipe: Pipe) -> None:
         """Reset it."""
@@ -114,12 +113,12 @@ class Refuse(Fault):
 
 @dataclass(frozen=True, slots=True)
 class Answer(Fault):
-    """Another server sits there: whatever it is asked, it says ``data`` and closes."""
+    """Another server answers: it sends ``data`` to any request, and closes."""
 
     data: bytes
 
     async def connected(self, pipe: Pipe) -> None:
-        """Listen first: to close with a question unread would be a reset."""
+        """Read first, because closing with unread bytes would send a reset."""
         await pipe.hear()
         await pipe.send(self.data)
         pipe.cut(reset=False)
@@ -170,7 +169,7 @@ class FlipBit(Fault):
 
 @dataclass(frozen=True, slots=True)
 class Drop(Fault):
-    """``count`` bytes from byte ``at`` on never arrive; those after them do."""
+    """``count`` bytes from byte ``at`` on are lost; the later ones arrive."""
 
     at: int
     count: int
@@ -183,10 +182,10 @@ class Drop(Fault):
 
 @dataclass(frozen=True, slots=True)
 class BlackHole(Fault):
-    """The connection is there and takes every byte; none goes on, none comes back."""
+    """The connection accepts every byte, forwards none, and never answers."""
 
     async def connected(self, pipe: Pipe) -> None:
-        """Swallow what the client says until it leaves."""
+        """Read and drop the client's bytes until it disconnects."""
         while await pipe.hear():
             pass
         pipe.cut(reset=False)
@@ -194,12 +193,12 @@ class BlackHole(Fault):
 
 @dataclass(frozen=True, slots=True)
 class Delay(Fault):
-    """What the server sends arrives ``seconds`` late, at most 256 KiB at a time."""
+    """The server's bytes arrive ``seconds`` late, at most 256 KiB at a time."""
 
     seconds: float
 
     async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
-        """Hold it back for a while."""
+        """Wait, then send."""
         await asyncio.sleep(self.seconds)
         await pipe.send(data)
 
@@ -212,7 +211,7 @@ class Drip(Fault):
     burst: int = 1
 
     async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
-        """Send it bit by bit."""
+        """Send in bursts."""
         for start in range(0, len(data), self.burst):
             piece = data[start : start + self.burst]
             await asyncio.sleep(len(piece) / self.rate)
@@ -220,7 +219,7 @@ class Drip(Fault):
 
 
 class FaultProxyStatistics(NamedTuple):
-    """What a proxy has seen: connections in all and now, bytes to and from clients."""
+    """A proxy's counts: connections in total and now, bytes to and from clients."""
 
     connections: int
     open: int
@@ -232,10 +231,11 @@ class FaultProxy:
     """Listens on a port of 127.0.0.1 and passes connections on to a server.
 
     Args:
-        host: Where the server is; it may come, go and move while the proxy runs.
-        port: Its port.
-        faults: What goes wrong with the first connection, the second, and so on.
-        otherwise: What goes wrong with all the others; nothing by default.
+        host: The server's host. The server may start, stop and move while the proxy
+            runs.
+        port: The server's port.
+        faults: The faults of the first connection, the second, and so on.
+        otherwise: The fault of all later connections; none by default.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class FaultProxy:
         task.add_done_callback(ended)
 
     async def _serve(self, pipe: Pipe, fault: Fault) -> None:
-        # Everything ends a connection by an exception: the cut, a peer that went.
+        # Each end of a connection is an exception: a cut, or a peer that disconnected.
         with suppress(OSError):
             try:
                 await fault.connected(pipe)

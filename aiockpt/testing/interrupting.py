@@ -1,19 +1,19 @@
 """Interrupts a coroutine at each of its suspension points, one after another.
 
-A suspension point is where the call, or a task that it made, waits. Only there can a
-cancel come in, and only there does something fail that is not the call's own doing::
+A suspension point is a place where the call, or a task that it made, waits. A cancel,
+or a failure of something that the call waits for, can arrive only there::
 
     async for struck in interruptions(lambda: transport.recv_checkpoint(0, url, 7)):
         assert struck.cancelled or struck.error is None, struck
         ...  # nothing has leaked, and the transport still works
 
-A run is not repeated exactly where threads and sockets take part. So a point is a
-number, not a place, and ``where`` says where the run was.
+With threads and sockets, no run repeats an earlier one exactly. So a point is a number,
+not a place in the code. ``where`` gives the place that the run had reached.
 
-What is to fail waits to its end first, and then raises instead of returning: as a
-thread does that has failed, and nothing goes on behind the back of who waited for it. A
-bare turn of the loop (``asyncio.sleep(0)``) waits for nothing, and cannot fail; nor can
-locks and task groups. They are no points then.
+With ``error``, the awaited operation first runs to its end, and then raises instead of
+returning, like a thread that has failed. A bare turn of the loop
+(``asyncio.sleep(0)``), a lock and a task group cannot fail, so they do not count as
+points then.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Interruption(Generic[T]):
 
     Attributes:
         at: The number of the point, from 0.
-        reached: Whether the call came so far; else it was not disturbed.
+        reached: Whether the call got that far. If not, it ran undisturbed.
         where: The innermost line that waited there: ``file:line function``.
-        task: The call, which is done.
+        task: The finished task of the call.
     """
 
     at: int
@@ -57,17 +57,17 @@ class Interruption(Generic[T]):
 
     @property
     def cancelled(self) -> bool:
-        """Whether the call ended by a cancel."""
+        """Whether the call was cancelled."""
         return self.task.cancelled()
 
     @property
     def error(self) -> BaseException | None:
-        """What it raised, other than a cancel."""
+        """The exception of the call, unless it was cancelled."""
         return None if self.cancelled else self.task.exception()
 
     @property
     def returned(self) -> bool:
-        """Whether it finished as if nothing had been."""
+        """Whether the call returned normally."""
         return not self.cancelled and self.error is None
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Interruption(Generic[T]):
 
 
 class _Aim:
-    """What is going to strike whom, and when."""
+    """The interruption to make: which task, at which point, and with what error."""
 
     def __init__(self, at: int, error: BaseException | None) -> None:
         self.left = at
@@ -87,7 +87,7 @@ class _Aim:
         self.task: asyncio.Task[Any] | None = None
 
     def strikes(self, waiting: Coroutine[Any, Any, Any], awaited: Any) -> bool:
-        """Count a suspension; tell whether it is the one."""
+        """Count a suspension; say whether to interrupt it."""
         assert self.task is not None
         if self.reached or self.task.done():  # a task may outlive its call
             return False
@@ -109,15 +109,15 @@ async def interruptions(
     start: int = 0,
     every: int = 1,
 ) -> AsyncIterator[Interruption[T]]:
-    """Make a call again and again; interrupt each one at a later suspension point.
+    """Repeat a call, and interrupt each run at a later suspension point.
 
-    The last one given is the first that had fewer points, so was not interrupted.
+    The last interruption is of a run that ended before its point, undisturbed.
 
     Args:
-        make: Returns the coroutine, anew for each run.
-        error: What is raised at the point; None: the call is cancelled there.
+        make: Returns a new coroutine for each run.
+        error: The exception to raise at the point; None: the call is cancelled there.
         start: The first point.
-        every: Leave out points: 1 takes all of them.
+        every: The distance between points; 1 takes all of them.
     """
     for at in count(start, every):
         struck = await interrupted(make(), at, error=error() if error else None)
@@ -131,10 +131,10 @@ async def interrupted(
 ) -> Interruption[T]:
     """Make a call, interrupt it at its suspension point ``at``, and wait for its end.
 
-    With ``error`` what is waited for there raises it in place of its result; without,
-    the call is cancelled, whichever of its tasks it is that waits.
+    With ``error``, the awaited operation raises it in place of its result. Otherwise
+    the call is cancelled, whichever of its tasks waits there.
 
-    If cancelled, the call is cancelled, and waited for.
+    If this is cancelled, it cancels the call and waits for its end.
     """
     loop = asyncio.get_running_loop()
     factory = loop.get_task_factory()
@@ -182,19 +182,19 @@ class _Watched(Coroutine[Any, Any, T]):
         raise NotImplementedError("it is for a task")
 
     def send(self, value: Any) -> Any:
-        """Go on, or fail if that was what had been waited for."""
+        """Resume, or raise the error if this wait is the one to fail."""
         error, self._error = self._error, None
         if error is not None:
             return self._suspended(self._call.throw(error))
         return self._suspended(self._call.send(value))
 
     def throw(self, *error: Any) -> Any:
-        """Pass on what went wrong by itself."""
+        """Pass a genuine exception on."""
         self._error = None
         return self._suspended(self._call.throw(*error))
 
     def close(self) -> None:
-        """End it."""
+        """Close the coroutine."""
         self._call.close()
 
     def _suspended(self, awaited: Any) -> Any:

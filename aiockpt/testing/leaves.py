@@ -1,4 +1,4 @@
-"""One of every kind of leaf that a state dict may hold, made anew on each call."""
+"""Examples of every kind of leaf that a state dict may hold."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ for _type in (Colour, Point, Settings):
 
 
 def every_dtype(shape: tuple[int, ...] = (4, 6)) -> dict[str, torch.Tensor]:
-    """Return a tensor of noise for every dtype that travels."""
+    """Return a tensor of random bits for every supported dtype."""
     return {
         f"torch.{name}": _noise(torch.empty(shape, dtype=dtype))
         for name, dtype in sorted(DTYPES.items())
@@ -206,7 +206,7 @@ LEAVES: Final[dict[str, Callable[[], object]]] = {
     "deep nesting": _nested,
     **(_NUMPY if find_spec("numpy") else {}),
 }
-"""Name of a kind of leaf -> a function that makes a value with leaves of that kind.
+"""Maps a kind of leaf to a function that makes a value with such leaves.
 
-Those of numpy are there where it is installed; only they import it.
+The kinds of numpy are included if it is installed.
 """

@@ -1,11 +1,11 @@
-"""Breaks processes, loops and clocks: kills and stops, blocks, moves the time.
+"""Faults of processes, event loops and clocks.
 
-`PeerProcess` is a peer in a process of its own, which can be killed, stopped and
-started again::
+`PeerProcess` runs a peer in its own process, which can be killed, stopped and started
+again::
 
     async with PeerProcess([sys.executable, "serve.py"]) as peer:
         address = await peer.line()
-        await peer.stop()  # SIGSTOP: it is there, and says nothing
+        await peer.stop()  # SIGSTOP: the process exists and does nothing
         peer.resume()
         await peer.kill()  # SIGKILL
         await peer.start()  # the same program once more
@@ -49,9 +49,9 @@ _PLACES = ("/usr/lib", "/usr/local/lib", "/usr/lib64")
 
 
 class FaultUnavailableError(RuntimeError):
-    """This machine does not permit a fault; ``fault`` is which, ``reason`` is why.
+    """This machine cannot produce ``fault``, for the given ``reason``.
 
-    It is no failure of what was to be tested: skip the test, and say the reason.
+    The tested code has not failed: skip the test with the reason.
     """
 
     def __init__(self, fault: str, reason: str) -> None:
@@ -67,15 +67,15 @@ class FaultUnavailableError(RuntimeError):
 
 
 class PeerProcess:
-    """A program, and what may happen to it.
+    """A program that can be stopped, killed and started again.
 
-    It leads a process group, so a Ctrl-C is not for it; at the end of the block it is
-    killed with its group. A child of it in another group is not.
+    It leads its own process group, so Ctrl-C does not reach it. At the end of the block
+    it is killed with its group, but its children in other groups are not.
 
     Args:
         command: The program and its arguments.
-        env: Variables beside this process's own.
-        errors: A file that gets what it writes to stderr; this process's by default.
+        env: Environment variables in addition to this process's own.
+        errors: A file for the program's stderr; by default this process's stderr.
     """
 
     def __init__(
@@ -111,16 +111,16 @@ class PeerProcess:
 
     @property
     def pid(self) -> int:
-        """Return the id of the process that was started last."""
+        """Return the id of the last started process."""
         return self._started().pid
 
     @property
     def returncode(self) -> int | None:
-        """Return the code that it ended with, or None while it runs."""
+        """Return the exit code, or None while the process runs."""
         return self._started().returncode
 
     async def start(self) -> None:
-        """Start the program; one that runs is killed first."""
+        """Start the program; if it runs already, kill it first."""
         await self.kill()
         errors = os.open(self._errors, _APPEND, 0o600) if self._errors else None
         try:
@@ -136,31 +136,31 @@ class PeerProcess:
                 os.close(errors)
 
     async def line(self) -> str:
-        """Return the next line of what it prints, without the line's end.
+        """Return the next line of its output, without the newline.
 
         Raises:
-            EOFError: it has ended, or closed its output.
+            EOFError: the process has ended or closed its output.
         """
         output = self._started().stdout
         assert output is not None
         if not (line := await output.readline()):
-            raise EOFError(f"{self!r} says nothing more: {self.command}")
+            raise EOFError(f"{self!r} has ended its output: {self.command}")
         return line.decode().rstrip("\n")
 
     async def stop(self) -> None:
-        """SIGSTOP it; return when it stands still."""
+        """Send SIGSTOP; return when all threads have stopped."""
         process = self._started()
         process.send_signal(signal.SIGSTOP)
-        # The kernel tells it by a wait only, and those are the loop's.
+        # The kernel reports a stop only to wait(), which belongs to the event loop.
         while process.returncode is None and not _stands_still(process.pid):  # noqa: ASYNC110
             await asyncio.sleep(_POLL)
 
     def resume(self) -> None:
-        """SIGCONT it."""
+        """Send SIGCONT."""
         self._started().send_signal(signal.SIGCONT)
 
     async def kill(self) -> None:
-        """SIGKILL it and its group, and wait for its end; does nothing without one."""
+        """Send SIGKILL to its group and wait for its end, if the process runs."""
         if (process := self._process) is None:
             return
         with suppress(ProcessLookupError):
@@ -168,7 +168,7 @@ class PeerProcess:
         await process.communicate()  # closes the pipe, too
 
     async def ended(self) -> int:
-        """Wait until it ends by itself; return its code."""
+        """Wait until the process ends by itself; return its exit code."""
         return await self._started().wait()
 
     def _started(self) -> Process:
@@ -178,7 +178,7 @@ class PeerProcess:
 
 
 def _stands_still(pid: int) -> bool:
-    """Tell whether every thread of a process is stopped."""
+    """Say whether every thread of a process is stopped."""
     try:
         tasks = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     except OSError:
@@ -190,13 +190,13 @@ def _stands_still(pid: int) -> bool:
 
 
 class LaggingLoop:
-    """Blocks the running loop for ``seconds``, again and again; a context manager.
+    """Blocks the running loop for ``seconds`` repeatedly; a context manager.
 
-    It is what a training step does that somebody calls on the loop.
+    It simulates training steps that run on the event loop.
 
     Args:
-        seconds: How long the loop stands still each time.
-        pause: How long it runs in between.
+        seconds: How long the loop is blocked each time.
+        pause: How long it runs in between, in seconds.
     """
 
     def __init__(self, seconds: float, *, pause: float) -> None:
@@ -225,12 +225,12 @@ class LaggingLoop:
 
 @contextmanager
 def busy_interpreter(threads: int = 1, *, hold: float | None = None) -> Iterator[None]:
-    """Have threads compute in Python until the end of the block.
+    """Run threads that compute in Python until the end of the block.
 
     Args:
-        threads: How many.
-        hold: Seconds for which one keeps the interpreter lock each time that it has
-            it, as an extension does that does not let go of it; else Python's own.
+        threads: The number of threads.
+        hold: The seconds for which a thread holds the interpreter lock each time, like
+            an extension that does not release it; None: Python's switch interval.
     """
     interval, stop = sys.getswitchinterval(), threading.Event()
     if hold is not None:
@@ -256,10 +256,10 @@ def _spin(stop: threading.Event) -> None:
 
 @contextmanager
 def wall_clock_jumped(seconds: float) -> Iterator[None]:
-    """Have ``time.time`` and ``time.time_ns`` of this process tell another time.
+    """Shift ``time.time`` and ``time.time_ns`` of this process by ``seconds``.
 
-    That is what Python code sees which calls them by these names. What has imported
-    the function itself, or is written in C, sees the real time: see `WallClock`.
+    This affects Python code that calls them by these names. Code that has imported the
+    function itself, or is written in C, sees the real time: see `WallClock`.
     """
     real, real_ns = time.time, time.time_ns
     time.time = lambda: real() + seconds
@@ -271,15 +271,15 @@ def wall_clock_jumped(seconds: float) -> Iterator[None]:
 
 
 class WallClock:
-    """The wall clock of the processes that are started with its variables.
+    """A wall clock for processes that are started with its environment.
 
-    It jumps while they run. It needs libfaketime (``apt install libfaketime``). With
-    0.9.10 ``time.sleep`` fails (EINVAL) and threads wait for ever, so it is for
-    programs without both. What killed processes leave of it in ``/dev/shm`` is swept at
-    the end of the block.
+    It can jump while they run. It needs libfaketime (``apt install libfaketime``). With
+    version 0.9.10, ``time.sleep`` fails (EINVAL) and threads wait forever, so the
+    programs must use neither. At the end of the block, the files that killed processes
+    left in ``/dev/shm`` are removed.
 
     Args:
-        file: Where the offset is written; the processes read it.
+        file: The file with the offset, which the processes read.
     """
 
     def __init__(self, file: Path) -> None:
@@ -295,11 +295,11 @@ class WallClock:
                 left.unlink(missing_ok=True)
 
     def jump(self, seconds: float) -> None:
-        """Be so many seconds ahead of the machine's clock from now on."""
+        """Set the clock ``seconds`` ahead of the machine's clock."""
         self._file.write_text(f"{seconds:+f}\n")
 
     def environment(self) -> dict[str, str]:
-        """Return the variables to start a process with.
+        """Return the environment variables for a process.
 
         Raises:
             FaultUnavailableError: libfaketime is not installed.
@@ -321,12 +321,12 @@ def _libraries(place: Path) -> list[Path]:
 
 
 def monotonic_ahead(seconds: int, program: Sequence[str]) -> list[str]:
-    """Return the command of a program whose monotonic clock is ahead of the machine's.
+    """Return the command to run a program with its monotonic clock set ahead.
 
-    As after a restart of the host, two processes then disagree on it. It needs root.
+    Two processes then disagree on it, as after a restart of the host. Needs root.
 
     Raises:
-        FaultUnavailableError: this process may not make a time namespace.
+        FaultUnavailableError: this process may not create a time namespace.
     """
     clocks = [f"--{clock}={seconds}" for clock in ("monotonic", "boottime")]
     prefix = ["unshare", "--time", "--fork", "--kill-child", *clocks]

@@ -1,3 +1,3 @@
-"""Staging, destinations, and what a receive is made of."""
+"""Staging on the sender, and the receive that all transports share."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where a checkpoint goes: memory for its data segment, and the way on from there.
+"""The destination of a receive: memory for the data segment, and the load from it.
 
-A `Rule` of `aiockpt.state.load_plan` says what is wanted, and where. Whatever a peer
-can make fail happens before `Destination.load`, which writes the first byte of a
-template (unless ``direct`` has let bytes into it already).
+A `Rule` of `aiockpt.state.load_plan` decides what to receive, and into which memory.
+Everything that a peer can cause to fail happens before `Destination.load`. Only
+`load` writes to a template (unless ``direct`` has let bytes into it already).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ __all__ = [
     "selected",
 ]
 
-# Page-locked memory is there as a whole: at least so much of it has to be of use.
+# Page-locked memory is allocated as a whole: at least so much of it must be used.
 _USED: Final = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a receive accepts, and whether bytes go straight into a template.
+    """The bounds of a receive, and whether bytes go directly into a template.
 
-    ``warm`` lends the memory that it needs, if some is kept. ``ahead`` says that
-    the thread that brings the bytes must not touch new pages: gloo has only one.
+    ``warm`` is a pool of memory to reuse. ``ahead`` says that the thread that brings
+    the bytes must not touch new pages, because gloo has only one thread.
     """
 
     limits: Limits
@@ -67,16 +67,16 @@ class Share(Protocol):
         """Their bytes on the device."""
 
     def beside(self, memory: Memory) -> Memory:
-        """Return the data segment, whose other entries are in ``memory``."""
+        """Return the whole data segment; ``memory`` has the host's entries."""
 
     def begin(self) -> None:
-        """Let the device's receives wait for what has been enqueued until now."""
+        """Make the device's receives wait for the work enqueued so far."""
 
     def fences(self) -> Fences:
-        """Mark what has been enqueued on the device until now."""
+        """Mark the work enqueued on the device so far."""
 
     def load(self, fences: Fences) -> list[Event]:
-        """Copy what has arrived beside a template into it; for a thread."""
+        """Copy the bytes that arrived elsewhere into a template; for a thread."""
 
     def drain(self) -> None:
         """Block until nothing is in flight."""
@@ -89,16 +89,16 @@ def destination_of(
     bridge: Bridge,
     arena: Arena | None = None,
 ) -> Destination:
-    """Return where a whole checkpoint goes; for a thread.
+    """Return the destination of a whole checkpoint; for a thread.
 
-    Without a template nothing refers to ``manifest`` afterwards. ``arena`` is memory
-    that has the data segment already; None takes new memory.
+    Without a template, the destination keeps no reference to ``manifest``. ``arena`` is
+    memory that has the data segment already; None takes new memory.
 
     Raises:
         TemplateMismatchError: the template does not fit.
-        LimitExceededError: there is no memory for it.
+        LimitExceededError: the checkpoint needs more memory than is allowed or free.
         RemoteProtocolError: torch has no such tensor.
-        DeviceMeshError: a distributed tensor has no place in this process.
+        DeviceMeshError: this process has no mesh for a distributed tensor.
     """
     if template is None:
         return new_tensors(manifest, terms, bridge, arena=arena)
@@ -113,7 +113,7 @@ def new_tensors(
     share: Share | None = None,
     arena: Arena | None = None,
 ) -> Destination:
-    """Return tensors over an arena, but for a device's share; see `destination_of`."""
+    """Return new tensors over an arena and a device's share; see `destination_of`."""
     check_meshes(Frame.of(manifest), limits=terms.limits)
     on_device = None if share is None else share.on_device
     used = manifest.segment_bytes - _nbytes_of(on_device)
@@ -141,7 +141,7 @@ def into_template(
 ) -> Destination:
     """Return the tensors of a template; see `destination_of`.
 
-    ``match`` has nothing for the entries of a device's share.
+    ``match`` has zero bytes for the entries of a device's share.
     """
     on_device = None if share is None else share.on_device
     used = manifest.segment_bytes - _nbytes_of(on_device)
@@ -172,46 +172,46 @@ def into_template(
 def selected(
     segment: Segment, rule: Selected, terms: Terms, bridge: Bridge, *, owns: bool
 ) -> Destination:
-    """Return where a selection goes: new tensors, or those of a template.
+    """Return the destination of a selection: new tensors, or those of a template.
 
     Chunks are received whole, since only whole chunks can be verified.
 
     Args:
         segment: The memory of the data segment.
-        rule: What is wanted of it.
-        terms: What is accepted.
-        bridge: Where the template is filled.
-        owns: Whether the memory may be freed when the receive fails.
+        rule: Decides what to receive of it.
+        terms: The bounds of the receive.
+        bridge: Runs the threads that fill the template.
+        owns: Whether to free the memory if the receive fails.
     """
     grid, loan = segment.manifest.grid, Loan(segment.arena)
     return Destination(grid, rule, loan, terms, bridge, owns=owns, bounded=terms.limits)
 
 
 class Destination:
-    """The memory that one checkpoint is received into, and what comes of it.
+    """The memory that one checkpoint is received into, and the load from it.
 
-    The methods are called in the order in which they are here. If one fails, or is
-    cancelled, `abandon` is called, and then `discard`.
+    The methods are called in the order of their definition. If one fails or is
+    cancelled, the caller calls `abandon`, and then `discard`.
 
     Args:
         grid: The chunks.
-        rule: Says what is wanted, and where.
+        rule: Decides what to receive, and into which memory.
         loan: Memory for the data segment.
-        terms: What is accepted.
-        bridge: Where memory is prepared and a template is filled.
-        owns: Whether the memory may be freed here.
-        pinned: Whether to page-lock the memory, since it is going to be used again.
-        bounded: Bound what is wanted; None: the memory was bounded when it was lent.
-        share: What a device receives by itself.
+        terms: The bounds of the receive.
+        bridge: Runs the threads that prepare memory and fill a template.
+        owns: Whether to free the memory here.
+        pinned: Whether to page-lock the memory, because it will be reused.
+        bounded: Bounds the received bytes; None: they were bounded with the loan.
+        share: The entries that a device receives by itself.
 
     Attributes:
-        values: The chunks that must be there before `place` is called.
+        values: The chunks that must have arrived before `place` is called.
         memory: The data segment.
-        arena: Where the data segment is, as far as it is in no template's memory.
+        arena: The memory of the bytes that do not go directly into a template.
         backings: A template's memory for each entry, if there is a template.
-        copies: Between the arena and that memory.
-        loaded: The chunks that are in the template already, or on their way. Whoever
-            finds one there adds it.
+        copies: The copies between the arena and that memory.
+        loaded: The chunks that are in the template already, or on their way. The
+            receive adds the chunks that it finds there.
         touched: Whether a template may have been modified.
     """
 
@@ -250,11 +250,11 @@ class Destination:
         return f"<Destination of {len(self._grid)} chunks by {self._rule}>"
 
     def place(self) -> Sequence[int]:
-        """Return the chunks that are wanted beside ``values``. For a thread.
+        """Return the chunks to receive in addition to ``values``. For a thread.
 
         Raises:
-            StateDictError: the template does not fit what is selected; see `Selected`.
-            LimitExceededError: there is no memory for it.
+            StateDictError: the template does not fit the selection; see `Selected`.
+            LimitExceededError: the checkpoint needs more memory than is allowed.
         """
         if self.values:
             self._place()
@@ -288,17 +288,17 @@ class Destination:
 
     @property
     def missing(self) -> Sequence[str]:
-        """What was wanted, and was not found or has no place in the template."""
+        """The wanted paths that the checkpoint or the template lacks."""
         return self._rule.missing
 
     @property
     def is_early(self) -> bool:
-        """Whether something of it goes to a device while other chunks travel."""
+        """Whether some entries go to a device while other chunks are received."""
         return self._loading is not None and self._loading.is_early
 
     @asynccontextmanager
     async def receiving(self) -> AsyncIterator[None]:
-        """Let bytes in; what is complete in the block goes to devices meanwhile."""
+        """Receive bytes in a block; send complete entries to devices meanwhile."""
         self.begin()
         if self._loading is not None and self._loading.is_early:
             async with self._loading.early():
@@ -307,7 +307,7 @@ class Destination:
             yield
 
     def begin(self) -> None:
-        """Say that bytes are on their way: some may go into a template."""
+        """Note that bytes will arrive, so that a template may be modified."""
         if self._terms.direct and self._loading is not None:
             self.touched = any(True for _ in self._rule.changed())
         if self._share is not None:
@@ -315,34 +315,34 @@ class Destination:
 
     @property
     def prepare(self) -> Prepare | None:
-        """What maps pages of the arena; None where a template has them.
+        """A function that maps pages of the arena; None if a template has the memory.
 
-        Mapping them may take longer than their bytes do.
+        Mapping pages may take longer than receiving their bytes.
         """
         if self.memory is not self.arena:
             return None
         return partial(self.arena.populate, every=self._terms.ahead)
 
     def complete(self, chunk: int) -> None:
-        """Take note, in `receiving`, that a chunk is verified; on the loop."""
+        """Note, in `receiving` and on the loop, that a chunk is verified."""
         if self._loading is not None and self._loading.is_early:
             self._loading.add(chunk)
 
     async def assemble(self) -> object:
-        """Return the state dict, all of whose bytes have been verified.
+        """Return the state dict, whose bytes have all been verified.
 
-        `load` brings to a template what is not there yet.
+        If it is a template, `load` must still fill it.
         """
         if self._loading is None:
             self._loan.finish()
         return await self._bridge.run(self._rule.assemble)
 
     async def load(self) -> None:
-        """Bring to the template what is still in the arena only, all of it or nothing.
+        """Copy the bytes from the arena to the template, all of them or none.
 
-        It begins when devices have done what they were given before. Then it goes on
-        to its end, also if cancelled (on a device, in the background), so that a
-        template is never half filled.
+        The copy begins after the devices have finished their earlier work. From then on
+        it runs to its end, even if cancelled (on a device, in the background), so that
+        a template is never half filled.
         """
         if self._loading is None:
             return
@@ -354,9 +354,9 @@ class Destination:
             await self._bridge.run(self._let_go)
 
     def abandon(self) -> None:
-        """Keep the memory as long as something is copied from it, and no longer.
+        """Keep the memory until all copies from it have ended, and no longer.
 
-        For who goes no further, once all that was called here has ended or failed.
+        Called when the receive ends early, after all other calls have returned.
         """
         if self.touched:
             mark_changed(self._rule.changed())
@@ -364,10 +364,10 @@ class Destination:
             keep_until(self._drain)
 
     def discard(self, *, late: bool) -> None:
-        """Free the memory after `abandon`: tracebacks may keep this for a while.
+        """Free the memory after `abandon`, because tracebacks may keep this object.
 
-        For who knows that nobody writes to it any more. A device that still copies to
-        it (``late``) needs its addresses, but not what is there.
+        The caller knows that nothing writes to the memory any more. A device that still
+        copies to it (``late``) needs its addresses, but not its contents.
         """
         sent = self._loading is not None and self._loading.has_sent
         gone = self._owns and not (self._loan.finished or sent)
@@ -375,7 +375,7 @@ class Destination:
         if gone:
             self._bridge.post(self.arena.empty)
             if not late:
-                self._bridge.post(self.arena.close)  # a view that is left prevents it
+                self._bridge.post(self.arena.close)  # an existing view prevents that
 
     def _fences(self) -> Fences:
         assert self.copies is not None
@@ -389,7 +389,7 @@ class Destination:
         self.copies.drain()
 
     def _load(self, fences: Fences) -> list[Event]:
-        """Fill the tensors, then put the values beside them; nothing comes between."""
+        """Fill the tensors, then put the values into the template, without a break."""
         assert self._loading is not None
         mark_changed(self._rule.changed())
         self.touched = True
@@ -403,17 +403,17 @@ class Destination:
         used = self._rule.uses_arena
         # Values may be made of the bytes that a template's tensor got, too.
         if used and self.copies is not None and self._owns and not self.values:
-            self.copies.discard()  # what the state dict does not use
+            self.copies.discard()  # pages that the state dict does not use
         self.arena.close()
 
 
 def _nbytes_of(on_device: OnDevice | None) -> int:
-    """Return how many bytes are in other memory."""
+    """Return how many bytes are on the device."""
     return sum(data.numel() for data in (on_device or {}).values())
 
 
 def _allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
-    """Return an arena for the segment, of which ``nbytes`` are going to be used."""
+    """Return an arena for the segment, of which ``nbytes`` will be used."""
     size, most = manifest.segment_bytes, terms.limits.max_bytes
     return lend(size, used=nbytes, most=most, pool=terms.warm)
 
@@ -430,15 +430,15 @@ def _nbytes_in_place(backings: Backings, ports: PortFor) -> int:
 
 
 class _Loading:
-    """The way of one checkpoint from its arena to a template.
+    """The load of one checkpoint from its arena into a template.
 
     Args:
-        copies: Between the two; they outlive all copies.
+        copies: The copies from the arena to the template.
         grid: The chunks.
-        bridge: Where copies run, or are enqueued.
+        bridge: Runs the threads that copy, or enqueue copies.
         loaded: The chunks that are in the template already, or on their way.
-        direct: What has a host's memory for its own has been received there.
-        pinned: Memory to page-lock, since it is going to be used again.
+        direct: Whether host tensors have received their bytes directly.
+        pinned: Memory to page-lock, because it will be reused.
 
     Attributes:
         has_sent: Whether devices may copy from the arena, or have done so.
@@ -465,20 +465,19 @@ class _Loading:
 
     @property
     def is_early(self) -> bool:
-        """Whether something may go on before everything is there."""
+        """Whether some entries can be loaded before everything has arrived."""
         return self._direct and bool(self._copies.ports)
 
     def add(self, chunk: int) -> None:
-        """Take note that a chunk is verified; on the loop, in `early`."""
+        """Note, in `early` and on the loop, that a chunk is verified."""
         self._verified.put_nowait(chunk)
 
     @asynccontextmanager
     async def early(self) -> AsyncIterator[None]:
-        """Send on what `add` is told of in the block; end when all of it is enqueued.
+        """Load the entries that `add` completes in the block; then end.
 
-        If cancelled, or if either fails, nothing more is enqueued. Then, and
-        afterwards, the memory must be kept until the devices are idle, if anything has
-        been sent to them.
+        If this is cancelled or the block fails, nothing more is enqueued. In any case,
+        the caller must keep the memory until the devices are idle, if `has_sent`.
         """
         async with beside(partial(self._send_all, self._copies.fences())):
             yield
@@ -487,12 +486,12 @@ class _Loading:
     def finish(
         self, fences: Fences, chunks: Iterable[int], *, before: Collection[int]
     ) -> list[Event]:
-        """Load what is left; return what is to be waited for. For a thread.
+        """Load the remaining entries; return the events to wait for. For a thread.
 
         Args:
-            fences: What the copies to devices wait for.
-            chunks: What has arrived by the plan.
-            before: What has arrived before there was a plan, and so in the arena.
+            fences: The events that the copies to devices wait for.
+            chunks: The chunks that arrived according to the plan.
+            before: The chunks that arrived before the plan, and so in the arena.
         """
         self.has_sent = self.has_sent or bool(fences)
         left = None if self._parts is None else self._parts.left()
@@ -509,7 +508,7 @@ class _Loading:
 
     async def _send_all(self, fences: Fences) -> None:
         await self._bridge.run(self._prepare)
-        # Where memory is pageable a copy blocks its thread until then, come what may.
+        # A copy from pageable memory blocks its thread until then in any case.
         await completed(*fences.values())
         while (chunk := await self._verified.get()) is not None:
             await self._bridge.run(self._send, chunk, fences)
@@ -529,7 +528,7 @@ class _Loading:
 
 
 class _Unfinished:
-    """Entries that can be used when all of their chunks are there."""
+    """The entries of which not all chunks have arrived."""
 
     def __init__(self, ranges: Mapping[int, tuple[int, int]], grid: ChunkGrid) -> None:
         self._lacking: dict[int, int] = {}
@@ -541,7 +540,7 @@ class _Unfinished:
                 self._within[chunk].append(entry)
 
     def add(self, chunk: int) -> list[int]:
-        """Note that a chunk is there; return which entries are, by that."""
+        """Note that a chunk has arrived; return the entries that it completes."""
         done = []
         for entry in self._within.pop(chunk, ()):
             self._lacking[entry] -= 1
@@ -551,5 +550,5 @@ class _Unfinished:
         return done
 
     def left(self) -> Iterable[int]:
-        """Return the others."""
+        """Return the incomplete entries."""
         return [*self._lacking]

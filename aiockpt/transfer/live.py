@@ -1,9 +1,9 @@
-"""A live state dict that a file is written from, without another copy of it.
+"""Writes a file from a live state dict, without a copy of the state dict.
 
-For a caller that blocks until everything is written, while nobody mutates the state
-dict. Host memory is digested and written where it is. Bytes of a device, and tensors
-that are copied element by element, are staged a block ahead of the writing. One thread
-computes the digest of a block while the block is written.
+The caller blocks until everything is written, and nobody may mutate the state dict
+meanwhile. Host memory is digested and written where it is. Bytes of a device, and
+tensors that are copied element by element, are staged a block ahead of the writing. One
+thread computes the digest of a block while the block is written.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class LiveState:
     """A state dict that `storage` can write. Blocks; nobody may mutate it meanwhile.
 
     Args:
-        state_dict: What to save.
+        state_dict: The state dict to save.
         step: The step of the checkpoint.
         chunk_bytes: The size of a chunk.
         allow_pickle: Whether leaves without another encoding travel as pickles.
-        pool: Where the arena for the bytes of devices comes from.
-        ports: Finds the port of a device; tests pass a fake one.
+        pool: The pool of the arena for the bytes of devices.
+        ports: Returns the port of a device; tests pass a fake one.
 
     Raises:
         UnsupportedLeafError: a leaf cannot be saved.
@@ -114,7 +114,7 @@ class LiveState:
         return self._memory.buffers(start, stop)
 
     def seal(self) -> Manifest:
-        """Return the manifest; it has digests once all bytes have been asked for."""
+        """Return the manifest; it has digests after `views` has returned all bytes."""
         self._digesting.wait()
         return build_manifest(
             step=self._step,

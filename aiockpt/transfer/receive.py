@@ -1,6 +1,6 @@
-"""One receive, stop by stop, from a peer's manifest to a state dict.
+"""One receive, stage by stage, from a peer's manifest to a state dict.
 
-`receive` is the page to read. What differs between transports is the `Source`.
+Read `receive` first. Transports differ only in their `Source`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ _MANY = 1 << 20  # bytes of a header: thousands of tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveOptions:
-    """What a caller wants of a checkpoint, and where.
+    """The options of one receive.
 
     Attributes:
         into: A state dict to fill.
-        terms: What is accepted.
-        have: A state dict that holds some of it already. It may be ``into`` itself.
-        select: Paths; None: all of it.
+        terms: Bounds of the receive, and its memory.
+        have: A state dict that may hold some of the bytes already. It may be ``into``.
+        select: The paths to receive; None: everything.
         progress: Called as bytes arrive.
-        template: Called on the loop if there is no ``into``. What it returns is
-            received into as far as the checkpoint fits it.
-        keys: Whether ``into`` says what is wanted, and may have more or fewer keys.
-        strict: Whether a part that is wanted must be there.
-        device: Where tensors go that ``into`` has no place for; None: host memory.
+        template: Called on the loop if there is no ``into``. The result is filled as
+            far as the checkpoint fits it.
+        keys: Whether to receive only the keys of ``into``, which may have more or fewer
+            keys than the checkpoint.
+        strict: Whether every selected path must exist.
+        device: The device for tensors that ``into`` lacks; None: host memory.
     """
 
     into: object | None
@@ -65,12 +66,12 @@ class ReceiveOptions:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the checkpoint is wanted, and in host memory."""
+        """Whether the whole checkpoint is received, without ``keys`` or ``device``."""
         return self.select is None and self.device is None and not self.keys
 
 
 class Received(NamedTuple):
-    """A state dict, and what was wanted of the checkpoint and was not there."""
+    """A state dict, and the wanted paths that the checkpoint lacks."""
 
     state_dict: object
     missing: Sequence[str]
@@ -85,9 +86,9 @@ async def receive(
 ) -> Received:
     """Return the state dict of ``step``.
 
-    If it fails or is cancelled, a template is as it was or holds all that was asked
-    for, unless ``direct`` lets bytes into it as they arrive. A note of the error says
-    whether the template was modified.
+    If this fails or is cancelled, a template is unchanged or complete, unless
+    ``direct`` lets bytes into it as they arrive. A note of the error says whether the
+    template was modified.
     """
     report = _Report(options.progress, deadline)
     room: _Room | None = None
@@ -118,12 +119,12 @@ async def receive(
                 await _fetch(source, outline, room, room.goal.values, report)
                 report.at("allocate")
                 rest = await bridge.run(room.goal.place)
-                # A rank cannot stop what it has begun to send: all is planned first.
+                # A rank cannot stop a send that it has begun, so the plan comes first.
                 await source.accept(step)
                 await _fetch(source, outline, room, rest, report)
 
                 report.at("rebuild")
-                # All that a peer can make fail comes before a template is written.
+                # Everything that a peer can cause to fail precedes the load.
                 state = await room.goal.assemble()
                 await source.end(step)
 
@@ -137,9 +138,9 @@ async def receive(
         if room is not None:
             touched = room.goal.touched
             room.goal.abandon()
-            # Where a loop has dropped this coroutine, threads go on.
+            # If the loop was closed, threads of this receive may still run.
             if not isinstance(error, GeneratorExit):
-                # A device may still copy what the receiver had.
+                # A device may still copy from the receiver's own tensors.
                 room.goal.discard(late=room.delta is not None)
         # Tracebacks keep this frame until the collector runs.
         room = state = None
@@ -167,7 +168,7 @@ async def receive(
 
 
 class _Report(Meter):
-    """Says where the receive is, to its caller and to the error of its deadline."""
+    """Reports the stage of the receive to its caller and to its deadline's error."""
 
     def __init__(
         self, report: Callable[[Progress], None] | None, deadline: Deadline
@@ -176,14 +177,14 @@ class _Report(Meter):
         self._deadline = deadline
 
     def at(self, stop: str) -> None:
-        """Report that the receive is at another stop."""
+        """Report that the receive has reached a stage."""
         self._deadline.stop = stop
         super().at(stop)
 
 
 @dataclass(slots=True)
 class _Known:
-    """What a plan is made of; it weighs much, and `_make_room` takes it out."""
+    """The large inputs of a plan; `_make_room` takes them out to free them."""
 
     template: Template | None = None
     held: Survey | None = None
@@ -191,14 +192,14 @@ class _Known:
 
 
 class _Room(NamedTuple):
-    """Where a checkpoint goes, and what finds the chunks that are there already."""
+    """The destination of a checkpoint, and the chunks that the receiver has."""
 
     goal: Destination
     delta: Delta | None
 
 
 def _describe(options: ReceiveOptions, into: object | None) -> _Known:
-    """Look at the template, and at what there is already."""
+    """Describe the template and the state dict that the receiver has."""
     terms, template = options.terms, None
     if into is not None and options.is_whole:
         template = Template(
@@ -228,8 +229,8 @@ def _make_room(
     report: Meter,
     known: _Known,
 ) -> _Room:
-    """Plan where the checkpoint goes, and what of it is there already."""
-    # What nobody needs any more goes before memory is at its fullest.
+    """Plan the destination of the checkpoint, and what the receiver may have of it."""
+    # Free what is no longer needed before the peak of memory use.
     manifest, template, own = known.manifest, known.template, known.held
     known.manifest = known.template = known.held = None
     assert manifest is not None
@@ -272,7 +273,7 @@ async def _fetch(
     chunks: Sequence[int],
     report: Meter,
 ) -> None:
-    """Have chunks where they belong: those that are held, and those to be read."""
+    """Bring chunks to their destination: copy held ones, and read the others."""
     if not chunks:
         return
     goal, delta = room
@@ -291,15 +292,15 @@ async def _fetch(
         else:
             target = None if goal.memory is goal.arena else goal.memory
             _, copied = await run_all([read, partial(delta.copy, there, target)])
-            # What has changed since its digest was computed.
+            # Chunks that have changed since their digests were computed.
             changed = _without(there, copied)
             await source.read(outline, goal, changed, report.add)
         if goal.is_early:
-            report.at("load")  # only devices are still to be waited for
+            report.at("load")  # only the copies to devices are left
 
 
 def _release(source: Source, made: list[_Room]) -> None:
-    """Free what 100,000 tensors were described with, where no loop waits for it."""
+    """Free the descriptions of up to 100,000 tensors in a thread, off the loop."""
     made.clear()
     source.give_back()
 

@@ -1,8 +1,8 @@
-"""Notices a checkpoint whose tensors are those of the checkpoint before it.
+"""Notices a checkpoint with the same tensors as the checkpoint before it.
 
-A trainer that saves or publishes its first step again and again loses everything, and
-nobody notices while files appear. Digests are computed anyway, so comparing them costs
-nothing. The checkpoint process imports this module, and does without torch.
+A faulty trainer may save or publish its first step over and over. New files appear, so
+nobody notices that all progress would be lost. Digests are computed anyway, so
+comparing them costs nothing. The checkpoint process imports this module without torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Repeats:
     """Compares each checkpoint with the one before it.
 
     Args:
-        what: What the events report, in the singular: "save", or "publication".
+        what: The kind of the events: "save" or "publication".
     """
 
     def __init__(self, what: str) -> None:
@@ -46,8 +46,8 @@ class Repeats:
     def told(self, event: TransferEvent, content: str, path: str = "") -> TransferEvent:
         """Return the event of a checkpoint, marked if its tensors are unchanged.
 
-        The marked event is a warning. It is none if the checkpoint has the same step
-        and another path or none: then it is a copy on purpose.
+        A marked event is a warning. If the checkpoint has the same step, and another
+        path or no path, the copy is intended, and the event is not marked.
         """
         unchanged = bool(content) and content == self._content
         before = _named(self._step, self._path)

@@ -1,15 +1,14 @@
-"""What a receiver has already is not fetched: one receive with ``have=``.
+"""Reuses the bytes that a receiver has already: one receive with ``have=``.
 
-`Held` lays a state dict out as the data segment of a checkpoint. That is only a guess,
-made from paths, dtypes and shapes: a chunk of it is of use when its digest is that of
-the manifest, and nothing else counts. What lies in host memory is read where it is.
-What a device has, or what moves element by element, is staged first, to its own place
-in the arena of the destination.
+`Held` lays a state dict out as the data segment of a checkpoint. The layout is a guess,
+made from paths, dtypes and shapes. A chunk is reused only if its digest matches the
+manifest. Bytes in host memory are read where they are. Bytes of a device, and parts
+that are copied element by element, are first staged to the arena of the destination.
 
-`Delta.plan` computes the digests of what there is, in threads. Then the other chunks
-are fetched, and beside that the matching ones are copied to their place, where that is
-another one. A copy that differs after all, because its source has changed meanwhile,
-is fetched at the end.
+`Delta.plan` computes the digests of the held bytes, in threads. Then the receiver
+fetches the other chunks, and copies the matching ones to their destination meanwhile.
+If a copy does not match after all, because its source has changed, the chunk is
+fetched at the end.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from aiockpt.transfer.destination import Destination
 __all__ = ["Delta", "Held", "HeldInTemplate", "OnReuse"]
 
 OnReuse: TypeAlias = Callable[[int, int], None]
-"""Is told of bytes and chunks that need not be fetched."""
+"""Called with the numbers of bytes and chunks that need not be fetched."""
 
-# What a thread does at once: long enough that the way to it costs nothing.
+# Bytes per call in a thread: enough that the switch to the thread costs nothing.
 _SPAN: Final = 32 << 20
 _THREADS: Final = 2
 _Work: TypeAlias = Callable[[Sequence[int]], Awaitable[list[int]]]
@@ -45,10 +44,10 @@ class Held:
     """A state dict that may have some of a checkpoint's chunks.
 
     Args:
-        manifest: The checkpoint, which is not kept.
+        manifest: The manifest of the checkpoint; no reference to it is kept.
         backings: The state dict's memory, one per entry.
-        arena: That of the destination; its chunks must not have arrived yet.
-        ports: Finds the port of a device.
+        arena: The arena of the destination, before any chunk has arrived.
+        ports: Returns the port of a device.
     """
 
     def __init__(
@@ -74,10 +73,10 @@ class Held:
     def of(
         cls, manifest: Manifest, own: Survey, *, arena: Arena, ports: PortFor
     ) -> Held:
-        """Look for a checkpoint in what a state dict looks like.
+        """Find the memory of a state dict that may hold parts of a checkpoint.
 
         Raises:
-            RemoteProtocolError: the manifest's tree names a tensor that there is not.
+            RemoteProtocolError: the tree names a tensor that the manifest lacks.
         """
         return cls(manifest, alike(manifest, own), arena=arena, ports=ports)
 
@@ -85,36 +84,36 @@ class Held:
         return f"<Held chunks={len(self.grid) - len(self._unknown)}>"
 
     def known(self, chunks: Iterable[int]) -> list[int]:
-        """Return those chunks of which every byte may be there."""
+        """Return the chunks of which the state dict may have every byte."""
         return [chunk for chunk in chunks if chunk not in self._unknown]
 
     def fences(self) -> Fences:
-        """Mark on every device what the calling thread's producer has enqueued."""
+        """Mark the work that the calling thread has enqueued on every device."""
         return self._plan.fences()
 
     def stage(self, after: Fences) -> list[Event]:
-        """Stage what moves element by element."""
+        """Stage the parts that are copied element by element."""
         return self._plan.stage_parts(after)
 
     def stage_device(self, chunks: Sequence[int], after: Fences) -> list[Event]:
-        """Stage what devices have of some chunks."""
+        """Stage the bytes of some chunks that are on devices."""
         events = []
         for chunk in chunks:
             events += self._plan.stage_device(*self.grid.range(chunk), after)
         return events
 
     def drain(self) -> None:
-        """Block until nothing is in flight."""
+        """Block until all copies have ended."""
         self._plan.drain()
 
     def matching(self, chunks: Iterable[int]) -> list[int]:
-        """Return those chunks whose digests are those of the manifest."""
+        """Return the chunks whose digests match the manifest."""
         return [chunk for chunk in chunks if self._matches(chunk, self._memory)]
 
     def bring(self, chunks: Iterable[int], target: Memory | None) -> list[int]:
-        """Copy chunks to ``target`` (None: the arena); return those that are there.
+        """Copy chunks to ``target`` (None: the arena); return the verified ones.
 
-        The copy is verified: who changes the state dict meanwhile spoils nothing.
+        Each copy is verified, so a concurrent change of the state dict does no harm.
         """
         found = []
         for chunk in chunks:
@@ -136,9 +135,9 @@ class Held:
 
 
 class HeldInTemplate(Held):
-    """The template itself: what it has stays where it is.
+    """The template as the held state dict: its bytes stay where they are.
 
-    Values that no template is filled with are staged beside it.
+    The bytes of values that are not tensors are staged to the arena.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class HeldInTemplate(Held):
 
 
 class _Ranges:
-    """Ranges of the data segment, apart and ascending."""
+    """Ranges of the data segment, in ascending order, without overlap."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         found = [*ranges]
@@ -175,14 +174,14 @@ class _Ranges:
         self._stops = [stop for _, stop in found]
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield those that reach into ``[start, stop)``, cut to it."""
+        """Yield the ranges that overlap ``[start, stop)``, clipped to it."""
         near = slice(bisect_right(self._stops, start), bisect_left(self._starts, stop))
         for first, last in zip(self._starts[near], self._stops[near], strict=True):
             yield max(first, start), min(last, stop)
 
 
 def _merged(mine: Backings, others: Backings) -> tuple[Backings, list[int]]:
-    """Return the template's memory, and that of others where it has none; and where."""
+    """Return the template's memory, filled up from others, and the filled entries."""
     values = [
         entry
         for entry, size in enumerate(mine.sizes)
@@ -204,7 +203,7 @@ def _address_of(view: memoryview) -> int:
 
 
 def _copy(targets: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
-    """Copy bytes from views to views that hold as many, in other pieces."""
+    """Copy bytes from views to views of the same total size, split differently."""
     given = iter(sources)
     source = memoryview(b"")
     for target in targets:
@@ -215,18 +214,18 @@ def _copy(targets: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
             count = min(rest.nbytes, source.nbytes)
             to, origin = _address_of(rest), _address_of(source)
             if to != origin:
-                # Of a foreign function: the interpreter lock is free meanwhile.
+                # A foreign function, which releases the interpreter lock.
                 ctypes.memmove(to, origin, count)
             rest, source = rest[count:], source[count:]
 
 
 class Delta:
-    """Finds the chunks of one checkpoint that are there, and copies them.
+    """Finds the chunks of a checkpoint that the receiver has, and copies them.
 
     Args:
-        held: What there is.
-        bridge: Where digests are computed and bytes copied.
-        on_reuse: Called on the loop; must be quick and not raise.
+        held: The receiver's bytes.
+        bridge: Runs the threads that compute digests and copy bytes.
+        on_reuse: Called on the loop; must be quick and must not raise.
     """
 
     def __init__(self, held: Held, bridge: Bridge, on_reuse: OnReuse) -> None:
@@ -239,9 +238,9 @@ class Delta:
         return f"<Delta {self._held}>"
 
     async def plan(self, chunks: Sequence[int]) -> list[int]:
-        """Return those of the chunks that are there, ascending.
+        """Return the chunks that the receiver has, in ascending order.
 
-        If cancelled, waits for the thread that computes a digest.
+        If cancelled, this waits for the running threads.
         """
         try:
             if self._fences is None:
@@ -256,15 +255,15 @@ class Delta:
             raise
 
     async def copy(self, chunks: Sequence[int], target: Memory | None) -> list[int]:
-        """Copy chunks that are there to ``target``; return those that have arrived.
+        """Copy held chunks to ``target``; return the verified ones.
 
-        Without a target they go to the arena. The others have changed meanwhile. If
-        cancelled, any part of the target may have been written.
+        Without a target they go to the arena. The other chunks have changed meanwhile.
+        If cancelled, any part of the target may have been written.
         """
         return await self._each(chunks, self._keep(target))
 
     async def _each(self, chunks: Sequence[int], work: _Work) -> list[int]:
-        """Have work done on all chunks, a few at a time; return what it returns."""
+        """Do work on all chunks, a few at a time; return the joined results."""
         count = max(1, _SPAN // self._held.grid.chunk_bytes)
         parts = [chunks[at : at + count] for at in range(0, len(chunks), count)]
         waiting = iter(parts)

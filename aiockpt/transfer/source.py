@@ -1,4 +1,4 @@
-"""Where the bytes of a receive come from, and what they are put into."""
+"""The interfaces of a receive: the source of its bytes, and the target of them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = [
 OnProgress: TypeAlias = Callable[[int, int], None]
 """Is told of bytes that have arrived and of chunks that are whole, on the loop.
 
-The bytes are negative where some were thrown away. It must be quick.
+The number of bytes is negative if some were discarded. It must be quick.
 """
 
 Prepare: TypeAlias = Callable[[int, int], object]
-"""Has the memory of ``[start, stop)`` ready for its bytes. For threads."""
+"""Prepares the memory of ``[start, stop)`` for its bytes. For threads."""
 
 V = TypeVar("V")
 
 
 class Target(Protocol):
-    """What a source fills with chunks."""
+    """The memory that a source fills with chunks."""
 
     @property
     def memory(self) -> Memory:
@@ -43,18 +43,15 @@ class Target(Protocol):
 
     @property
     def prepare(self) -> Prepare | None:
-        """What has the memory of a range ready for its bytes; None if all is ready."""
+        """A function that prepares the memory of a range; None if none is needed."""
 
     def complete(self, chunk: int) -> None:
-        """Take note that a chunk is there and verified, and stays as it is.
-
-        On the loop.
-        """
+        """Note, on the loop, that a chunk is verified and will not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainTarget:
-    """Memory that is ready, and needs nothing but its bytes."""
+    """Memory that needs no preparation."""
 
     memory: Memory
     prepare: None = None
@@ -66,16 +63,16 @@ class PlainTarget:
 class Source(AbstractAsyncContextManager[object], Protocol):
     """One checkpoint that is received, from its manifest to its last chunk.
 
-    The receive is a block, in which the methods are called in this order. If the block
-    fails, its end tells the peer, if the peer can be told, also before the first call.
-    It also lets go of memory that is mapped.
+    The receive enters the source as a context, and calls the methods in this order. If
+    the block fails, even before the first call, its end tells the peer if it can. It
+    also releases mapped memory.
 
     Attributes:
-        name: Who is asked, without tokens.
-        medium: How the bytes come, for the event of the receive.
-        remark: Why the bytes do not come as they should, if so.
+        name: The peer's name, without tokens.
+        medium: How the bytes travel, for the event of the receive.
+        remark: Why the bytes do not travel in the best way, if so.
         arena: Memory that holds the data segment already, or from which it is copied
-            as a whole; None: the bytes are read into memory of the receiver.
+            as a whole; None: the bytes are read into the receiver's memory.
     """
 
     name: str
@@ -87,25 +84,25 @@ class Source(AbstractAsyncContextManager[object], Protocol):
         """Return the manifest, once the peer has the step."""
 
     async def map(self, outline: Outline, *, most: int | None) -> None:
-        """Set ``arena``, if the bytes are in memory of this host.
+        """Set ``arena`` if the bytes are in this host's memory.
 
         Raises:
-            LimitExceededError: they are more than ``most``.
+            LimitExceededError: there are more than ``most`` bytes.
         """
 
     def destination(
         self, manifest: Manifest, template: Template | None, terms: Terms
     ) -> Destination:
-        """Return where a whole checkpoint goes. For a thread.
+        """Return the destination of a whole checkpoint. For a thread.
 
-        Most sources return what `destination_of` does; see there for what it raises.
+        Most sources call `destination_of`, which documents the errors.
         """
 
     async def accept(self, step: int) -> None:
-        """Tell the peer that the checkpoint fits, if the peer waits for that."""
+        """Tell the peer that the checkpoint fits, if the protocol provides for it."""
 
     async def keep(self, step: int, work: Awaitable[V]) -> V:
-        """Await what asks the peer nothing; the peer keeps the checkpoint meanwhile."""
+        """Await local work; the peer keeps the checkpoint meanwhile."""
 
     async def read(
         self,
@@ -114,15 +111,15 @@ class Source(AbstractAsyncContextManager[object], Protocol):
         chunks: Sequence[int],
         on_progress: OnProgress,
     ) -> None:
-        """Have chunks in ``target``, each with the digest of the manifest.
+        """Read chunks into ``target``, and verify each with the manifest's digest.
 
         Raises:
-            AiockptError: they cannot be had. Any part of the target may have been
-                written.
+            AiockptError: the chunks cannot be read. Any part of the target may have
+                been written.
         """
 
     async def end(self, step: int) -> None:
-        """Tell the peer that everything has arrived, and is what the peer sent."""
+        """Tell the peer that everything has arrived and was verified."""
 
     def give_back(self) -> None:
-        """Give the mapped memory back, unless tensors lie in it. For threads."""
+        """Release the mapped memory, unless tensors lie in it. For threads."""

@@ -30,7 +30,7 @@ from aiockpt.state.flatten import Description, describe
 
 __all__ = ["Snapshot", "Stager", "StagerOptions"]
 
-# Copied at once where no digest is computed beside it: worth a thread, soon cancelled.
+# Bytes per copy if no digest is computed: enough for a thread, and soon cancelled.
 _SPAN: Final = 64 << 20
 
 # The digest finds a block in the cache that cores share. Smaller blocks would release
@@ -44,16 +44,16 @@ class StagerOptions:
     """How snapshots are made.
 
     Attributes:
-        threads: How many chunks are copied and sealed at once.
-        chunk_bytes: The chunk grid of what is staged.
-        limits: Nesting and counts that are accepted.
+        threads: How many chunks are copied and digested at once.
+        chunk_bytes: The size of a chunk.
+        limits: Bound the nesting and the counts of the state dict.
         allow_pickle: Let leaves without another encoding travel as pickles.
         zero_copy: Serve contiguous host tensors from their own memory.
         shared: Stage into memory that another process can map.
         kept: How many free arenas stay allocated for the next snapshots.
-        seal: Compute digests; else the manifest has none yet.
-        pin: Page-lock arenas where a device gains from it.
-        poll: Poll for the end of a device's copies; else a thread blocks until then.
+        seal: Compute digests. Otherwise the manifest has none yet.
+        pin: Page-lock arenas if a device benefits.
+        poll: Poll for the end of a device's copies. Otherwise a thread blocks.
     """
 
     threads: int
@@ -73,7 +73,7 @@ class StagerOptions:
 
 @dataclass(slots=True)
 class _Job:
-    """One staging: what is copied to where; ``live``: host memory is not copied."""
+    """The copies of one staging; with ``live``, host memory is not copied."""
 
     description: Description
     grid: ChunkGrid
@@ -106,7 +106,7 @@ class _Job:
         )
 
     def _map(self, start: int, stop: int) -> None:
-        """Map pages of a new arena, whose first touch may take longer than the copy."""
+        """Map pages of a new arena; the first touch may take longer than the copy."""
         if isinstance(self.memory, Arena) and self.memory.touched < stop:
             self.memory.populate(start, stop)
 
@@ -124,7 +124,7 @@ class Stager:
     Args:
         bridge: Where the threads that copy and digest come from.
         options: See `StagerOptions`.
-        ports: Finds the port of a device; tests pass a fake one.
+        ports: Returns the port of a device; tests pass a fake one.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Stager:
     async def stage(self, state_dict: object, *, step: int) -> Snapshot:
         """Return a snapshot; the caller may mutate the state dict afterwards.
 
-        If cancelled, this waits for the copies that run, and keeps nothing.
+        If cancelled, this waits for the running copies, and keeps no memory.
 
         Raises:
             UnsupportedLeafError: a leaf cannot travel; nothing was copied.
@@ -166,7 +166,7 @@ class Stager:
             if job is None:
                 self._give_back(arena)
             else:
-                # Not awaited, since a cancelled caller must not cut it short.
+                # Not awaited, because a cancelled caller must not interrupt it.
                 self._bridge.post(self._salvage, arena, job.plan)
             raise
         arena.touched = max(arena.touched, description.entries.nbytes)
@@ -183,11 +183,11 @@ class Stager:
         return snapshot.relabelled(manifest)
 
     def trim(self) -> None:
-        """Return to the system the memory that no snapshot uses."""
+        """Free the memory that no snapshot uses."""
         self._pool.trim()
 
     def close(self) -> None:
-        """Keep no arena from now on; released ones return to the system."""
+        """Free all arenas, also those that are released later."""
         self._pool.close()
 
     def _describe(self, state_dict: object) -> Description:
@@ -211,7 +211,7 @@ class Stager:
             self._pool.give_back(arena)
 
     def _salvage(self, arena: Arena, plan: CopyPlan) -> None:
-        """Take back an arena when no copy in flight writes to it any more."""
+        """Reuse an arena after all copies to it have ended."""
         plan.drain()
         self._give_back(arena)
 
@@ -226,7 +226,7 @@ class Stager:
             arena.pin(port.pin)
         memory = plan.in_place() if self._options.zero_copy else arena
         if isinstance(memory, InPlace) and not self._options.seal:
-            memory.watch()  # the process that computes the digests asks for changes
+            memory.watch()  # for the process that computes the digests
         grid = ChunkGrid(description.entries.nbytes, self._options.chunk_bytes)
         return _Job(description, grid, plan, memory, self._options.zero_copy)
 
@@ -274,7 +274,7 @@ class Stager:
 
 @contextmanager
 def _failing(step: int) -> Iterator[None]:
-    """Translate a foreign error into one that says that staging failed."""
+    """Translate a foreign error into `StagingError`."""
     try:
         yield
     except AiockptError:

@@ -147,7 +147,7 @@ class TestPeerProcess:
         """With its code, and what it wrote to stderr."""
         code = "import sys\nprint('word', file=sys.stderr)\nsys.exit(3)"
         async with PeerProcess(python(code), errors=tmp_path / "errors") as peer:
-            with pytest.raises(EOFError, match="says nothing more"):
+            with pytest.raises(EOFError, match="ended its output"):
                 await peer.line()
             assert await peer.ended() == 3
         assert (tmp_path / "errors").read_text() == "word\n"

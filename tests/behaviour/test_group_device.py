@@ -380,7 +380,7 @@ def test_a_placement_survives_the_way(own: set[int]) -> None:
     """A bit for each entry."""
     data = encode_placement(41, own)
     assert decode_placement(data, 41) == sorted(own)
-    with pytest.raises(RemoteProtocolError, match="which tensors are where"):
+    with pytest.raises(RemoteProtocolError, match="one bit for each tensor"):
         decode_placement(data, 49)
 
 

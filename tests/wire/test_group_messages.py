@@ -187,7 +187,7 @@ def test_a_failure_can_always_be_told() -> None:
 @pytest.mark.parametrize(
     ("at", "value", "words"),
     [
-        (0, b"torchft.", "no aiockpt.PGTransport"),
+        (0, b"torchft.", "not an aiockpt.PGTransport"),
         (8, b"\x02\x00", "version 2"),
         (10, b"\x63\x00", "malformed"),
         (20, b"\xff" * 8, "malformed"),

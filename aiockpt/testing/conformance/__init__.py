@@ -1,4 +1,4 @@
-"""The suites that every transport and every checkpointer passes; they need pytest."""
+"""Test suites that every transport and every checkpointer must pass; need pytest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suite that every checkpointer passes: subclass, make yours, run pytest.
+"""The test suite for checkpointers: subclass it, create yours, and run pytest.
 
 ::
 
@@ -47,14 +47,14 @@ _STEP: Final = 7
 
 
 class CheckpointerConformance(ABC, Generic[C]):
-    """Tests of a checkpointer: what is saved is there, whole, and nothing else is."""
+    """Tests of a checkpointer. Each saved checkpoint must be complete."""
 
     timeout: ClassVar[float] = 60.0
     """Seconds that a save which should succeed may take."""
 
     @abstractmethod
     def checkpointer(self) -> AbstractAsyncContextManager[C]:
-        """Give a checkpointer of one rank with default options; close it."""
+        """Yield a checkpointer of one rank with default options, then close it."""
 
     # ------------------------------------------------------------------- helpers
 
@@ -68,7 +68,7 @@ class CheckpointerConformance(ABC, Generic[C]):
         return await _outcome(checkpointer.save(state, path, **kw))
 
     async def settle(self, checkpointer: C, handle: Any) -> bool:
-        """Wait for the end of a save; return what its handle does."""
+        """Wait for the end of a save; return the result of its handle."""
         if handle is None:  # it has blocked until the end
             return True
         if inspect.iscoroutinefunction(checkpointer.save):
@@ -103,7 +103,7 @@ class CheckpointerConformance(ABC, Generic[C]):
             assert (found.name, found.step) == (f"step-{_STEP}", _STEP)
 
     async def test_the_step_may_be_given(self, tmp_path: Path) -> None:
-        """It does not have to be part of the name."""
+        """The name of the directory need not contain it."""
         async with self.checkpointer() as made:
             await self.save(made, sample(), tmp_path / "best", step=_STEP)
         assert checkpoint_at(tmp_path / "best").step == _STEP
@@ -121,7 +121,7 @@ class CheckpointerConformance(ABC, Generic[C]):
             assert_same(await self.load(made, tmp_path / "c"), sample())
 
     async def test_saves_are_written_in_order(self, tmp_path: Path) -> None:
-        """Each one is whole, and the last one is the latest."""
+        """Each checkpoint is complete, and the last one is the latest."""
         async with self.checkpointer() as made:
             handles = [
                 await self.begin(made, sample(step), tmp_path / f"step-{step}")
@@ -135,7 +135,7 @@ class CheckpointerConformance(ABC, Generic[C]):
                 assert_same(found, sample(step))
 
     async def test_a_save_replaces_what_was_there(self, tmp_path: Path) -> None:
-        """At one path there is one checkpoint, and nothing beside it."""
+        """A path has one checkpoint, and nothing is left beside it."""
         async with self.checkpointer() as made:
             await self.save(made, sample(1), tmp_path / "c")
             await self.save(made, sample(2), tmp_path / "c")
@@ -143,7 +143,7 @@ class CheckpointerConformance(ABC, Generic[C]):
         assert _names_in(tmp_path) == ["c"]
 
     async def test_closing_waits_for_what_was_saved(self, tmp_path: Path) -> None:
-        """A program may save and leave."""
+        """A program may exit right after a save."""
         async with self.checkpointer() as made:
             await self.begin(made, sample(), tmp_path / "c")
             await _outcome(made.close())
@@ -152,7 +152,7 @@ class CheckpointerConformance(ABC, Generic[C]):
     # -------------------------------------------------------------------- loading
 
     async def test_a_template_is_filled_in_place(self, tmp_path: Path) -> None:
-        """Its tensors keep their memory, and it is what is returned."""
+        """Its tensors keep their memory, and the load returns the template."""
         template = sample(1)
         weight = template["weight"]
         async with self.checkpointer() as made:
@@ -182,7 +182,7 @@ class CheckpointerConformance(ABC, Generic[C]):
     # -------------------------------------------------------------------- failures
 
     async def test_a_save_that_cannot_be_written(self, tmp_path: Path) -> None:
-        """The save or its handle raises; what is there stays; the next save works."""
+        """The save or its handle raises, old files stay, and the next save works."""
         (tmp_path / "taken").write_text("precious")
         async with self.checkpointer() as made:
             with pytest.raises(StorageError, match="taken"):
@@ -210,7 +210,7 @@ class CheckpointerConformance(ABC, Generic[C]):
     # ------------------------------------------------------------------ observation
 
     async def test_progress_comes_to_its_end(self, tmp_path: Path) -> None:
-        """It never goes back, and ends with all bytes."""
+        """The number of bytes never falls, and ends at the total."""
         seen: list[Progress] = []
         async with self.checkpointer() as made:
             await self.save(made, sample(), tmp_path / "c", progress=seen.append)
@@ -220,7 +220,7 @@ class CheckpointerConformance(ABC, Generic[C]):
         assert done[-1] == seen[-1].bytes_total > 300_000
 
     async def test_an_event_tells_of_a_save(self, tmp_path: Path) -> None:
-        """It has the step and the bytes; another one tells of equal tensors."""
+        """It has the step and the bytes. Another event reports unchanged tensors."""
         seen: list[TransferEvent] = []
         remove = add_hook(seen.append)
         try:
@@ -237,7 +237,7 @@ class CheckpointerConformance(ABC, Generic[C]):
         assert all(each.nbytes > 300_000 for each in written)
 
     async def test_statistics_count_saves(self, tmp_path: Path) -> None:
-        """Those that are written, and those that failed."""
+        """The counts include written and failed saves."""
         (tmp_path / "taken").write_text("precious")
         async with self.checkpointer() as made:
             await self.save(made, sample(), tmp_path / "c")
@@ -252,7 +252,7 @@ class CheckpointerConformance(ABC, Generic[C]):
     # ----------------------------------------------------------------------- the end
 
     async def test_a_closed_one_refuses(self, tmp_path: Path) -> None:
-        """Closing twice is fine; saving and loading afterwards is not."""
+        """Closing twice is allowed; saving and loading afterwards is an error."""
         async with self.checkpointer() as made:
             await self.save(made, sample(), tmp_path / "c")
             await _outcome(made.close())

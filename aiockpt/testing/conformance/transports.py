@@ -1,4 +1,4 @@
-"""The suite that every transport passes: subclass, say how to make yours, run pytest.
+"""The test suite for transports: subclass it, create yours, and run pytest.
 
 ::
 
@@ -61,27 +61,27 @@ __all__ = [
 T = TypeVar("T", bound=CheckpointTransport[Any])
 
 TURNS: Final = (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987)
-"""After how many turns of the event loop a call is cancelled."""
+"""The numbers of loop turns after which a call is cancelled."""
 
 PROMPT: Final = 0.5
-"""Seconds within which a call ends whose deadline has passed."""
+"""Seconds within which a call ends after its deadline."""
 
 
 class Conformance(ABC, Generic[T]):
-    """Tests of a transport: how to make it, and how to move a checkpoint with it."""
+    """The base of the suites: creates transports and moves checkpoints."""
 
     timeout: ClassVar[float] = 20.0
     """Seconds that a call which should succeed may take."""
 
     @abstractmethod
     def transports(self, count: int) -> AbstractAsyncContextManager[Sequence[T]]:
-        """Give ``count`` started transports that reach one another; shut them down.
+        """Yield ``count`` started, connected transports; shut them down at the end.
 
         The transport of rank k is at index k.
         """
 
     async def send(self, sender: T, state: object, *, step: int = 1) -> None:
-        """Send to everybody."""
+        """Send to all other ranks."""
         await sender.send_checkpoint([1], step, state, self.timeout)
 
     async def receive(
@@ -112,7 +112,7 @@ class Conformance(ABC, Generic[T]):
 
 
 def sample(seed: int = 0) -> dict[str, Any]:
-    """Return 360 kB of state dict, which differ from those of any other seed."""
+    """Return a state dict of 360 kB, different for each seed."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(300, 300, generator=generator)
     return {
@@ -128,7 +128,7 @@ def sample(seed: int = 0) -> dict[str, Any]:
 async def cancelled_after(turns: int, call: Coroutine[Any, Any, object]) -> None:
     """Cancel a call after some turns of the loop, and wait for its end.
 
-    A call that ends before is fine; one that fails raises here.
+    The call may end before that. If it fails, this raises its error.
     """
     task = asyncio.create_task(call)
     for _ in range(turns):
@@ -142,7 +142,7 @@ async def cancelled_after(turns: int, call: Coroutine[Any, Any, object]) -> None
 
 
 async def turn(count: int = 20) -> None:
-    """Let everything run that can run now."""
+    """Let the event loop run all ready callbacks."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -176,7 +176,7 @@ class RoundTrips(Conformance[T]):
             assert_same(await self.move(sender, receiver, state), state)
 
     async def test_what_arrives_is_independent(self) -> None:
-        """Writing to what was received changes neither the sender's nor another's."""
+        """Writing to a received state dict changes no other rank's."""
         state = sample()
         before = copy.deepcopy(state)
         async with self.transports(2) as (sender, receiver):
@@ -198,7 +198,7 @@ class RoundTrips(Conformance[T]):
 
 
 class _Training:
-    """A training loop with everything that has a state."""
+    """A training loop with a model, optimizer, scheduler and random state."""
 
     def __init__(self, *, seed: int) -> None:
         torch.manual_seed(seed)
@@ -236,7 +236,7 @@ class Offers(Conformance[T]):
     """For a transport whose checkpoint stays offered until it is disallowed."""
 
     async def test_metadata_is_short_and_stays_the_same(self) -> None:
-        """It is there before the first send, and works for the whole life."""
+        """It exists before the first send, and stays valid."""
         async with self.transports(2) as (sender, receiver):
             early = sender.metadata()
             await self.send(sender, sample())
@@ -254,7 +254,7 @@ class Offers(Conformance[T]):
             assert_same(await early, state)
 
     async def test_a_receive_waits_for_its_step(self) -> None:
-        """An older step that is offered meanwhile is not what it asked for."""
+        """An older step that is offered meanwhile does not satisfy it."""
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, sample(1), step=1)
             early = asyncio.create_task(self.receive(sender, receiver, step=2))
@@ -269,7 +269,7 @@ class Offers(Conformance[T]):
             assert_same(await self.receive(sender, receiver), sample())
 
     async def test_a_new_step_takes_the_place_of_the_old(self) -> None:
-        """The old one is refused at once, and the error says what is served."""
+        """The old step is refused at once, and the error names the served step."""
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, sample(1), step=1)
             await self.send(sender, sample(2), step=2)
@@ -293,7 +293,7 @@ class Offers(Conformance[T]):
             assert_same(await self.receive(sender, receiver, step=3), sample(3))
 
     async def test_several_receivers_get_it_at_once(self) -> None:
-        """None disturbs another, nor a second call of the same transport."""
+        """They do not disturb each other, or a second call of the same transport."""
         async with self.transports(4) as (sender, *receivers):
             calls = [self.receive(sender, receiver) for receiver in receivers * 2]
             tasks = [asyncio.create_task(call) for call in calls]
@@ -302,7 +302,7 @@ class Offers(Conformance[T]):
                 assert_same(await task, sample())
 
     async def test_a_receiver_that_leaves_disturbs_nobody(self) -> None:
-        """The others get theirs."""
+        """The other receivers get the checkpoint."""
         async with self.transports(3) as (sender, leaver, stayer):
             await self.send(sender, sample())
             leaving = asyncio.create_task(self.receive(sender, leaver))
@@ -313,7 +313,7 @@ class Offers(Conformance[T]):
             await asyncio.wait({leaving})
 
     async def test_the_state_may_change_after_the_send(self) -> None:
-        """What is received is what it was when it was sent."""
+        """Receivers get the values of the time of the send."""
         state = sample()
         sent = copy.deepcopy(state)
         async with self.transports(2) as (sender, receiver):
@@ -324,7 +324,7 @@ class Offers(Conformance[T]):
             assert_same(await self.receive(sender, receiver), sent)
 
     async def test_an_unsupported_leaf_is_named(self) -> None:
-        """The send fails with its path, and what was offered stays offered."""
+        """The send fails with its path, and the earlier offer stays."""
         bad = {"model": {"layers": [torch.ones(2), object()]}}
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, sample(), step=1)
@@ -345,7 +345,7 @@ class Offers(Conformance[T]):
             assert_same(await self.receive(sender, receiver), sample(2))
 
     async def test_disallow_is_idempotent_and_cheap(self) -> None:
-        """It may be called on every step, also by those who never sent."""
+        """It may be called at every step, even if nothing was ever sent."""
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, sample())
             await self.receive(sender, receiver)
@@ -370,14 +370,14 @@ class Endings(Conformance[T]):
             assert_same(await self.move(sender, receiver, sample()), sample())
 
     async def test_a_receive_without_time_does_not_look(self) -> None:
-        """A deadline of 0 has passed even if the checkpoint is there."""
+        """A timeout of 0 fails even if the checkpoint is available."""
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, sample())
             with _prompt(), pytest.raises(TimeoutError, match="timed out"):
                 await self.receive(sender, receiver, timeout=0)
 
     async def test_a_send_times_out_promptly(self) -> None:
-        """Nothing is offered, and the transport goes on."""
+        """Nothing is offered, and the transport stays usable."""
         async with self.transports(2) as (sender, receiver):
             with _prompt(), pytest.raises(TransferTimeoutError, match="timed out"):
                 await sender.send_checkpoint([1], 1, sample(1), 0)
@@ -385,7 +385,7 @@ class Endings(Conformance[T]):
 
     @pytest.mark.parametrize("timeout", [-1, float("nan")])
     async def test_a_senseless_timeout_is_refused(self, timeout: float) -> None:
-        """It is the caller's mistake, and nothing happens."""
+        """The call raises, and nothing else happens."""
         async with self.transports(2) as (sender, receiver):
             with pytest.raises(ValueError, match="timeout"):
                 await self.receive(sender, receiver, timeout=timeout)
@@ -393,7 +393,7 @@ class Endings(Conformance[T]):
                 await sender.send_checkpoint([1], 1, sample(), timeout)
 
     async def test_a_cancelled_receive_leaves_the_transport_usable(self) -> None:
-        """Wherever it was."""
+        """This holds for a cancel at any point."""
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, sample())
             for turns in TURNS:
@@ -421,7 +421,7 @@ class Endings(Conformance[T]):
                 )
 
     async def test_a_cancelled_disallow_can_be_repeated(self) -> None:
-        """Nothing is offered after the second."""
+        """Nothing is offered after the second call."""
         async with self.transports(2) as (sender, receiver):
             for turns in TURNS[:6]:
                 await self.send(sender, sample())
@@ -432,7 +432,7 @@ class Endings(Conformance[T]):
 
     @pytest.mark.parametrize("wait", [True, False])
     async def test_shutdown_is_idempotent(self, wait: bool) -> None:  # noqa: FBT001
-        """The second one finds nothing to do; no use is possible afterwards."""
+        """The second call does nothing, and any later use is an error."""
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, sample())
             metadata = sender.metadata()
@@ -445,7 +445,7 @@ class Endings(Conformance[T]):
                 await receiver.recv_checkpoint(0, metadata, 1, self.timeout)
 
     async def test_a_cancelled_shutdown_can_be_repeated(self) -> None:
-        """The second one finishes what the first began."""
+        """The second call completes the shutdown."""
         for turns in TURNS[:8]:
             async with self.transports(2) as (sender, receiver):
                 await self.move(sender, receiver, sample())
@@ -453,7 +453,7 @@ class Endings(Conformance[T]):
                 await sender.shutdown()
 
     async def test_a_receive_ends_with_its_transport(self) -> None:
-        """It does not wait for its deadline."""
+        """The receive does not wait for its deadline."""
         async with self.transports(2) as (sender, receiver):
             waiting = asyncio.create_task(self.receive(sender, receiver))
             await turn()
@@ -509,7 +509,7 @@ MISMATCHES: Final[dict[str, tuple[str, Change]]] = {
     "conjugated": ("complex", lambda state: state.update(complex=_conjugated())),
     "offset": ("window", lambda state: state.update(window=state["weight"][1:3])),
 }
-"""What is wrong with a template -> where that is, and how to do it."""
+"""Maps a defect of a template to its path and a function that makes it."""
 
 FILLED: Final = (
     "every dtype",
@@ -529,7 +529,7 @@ FILLED: Final = (
     "module state",
     "named tuple",
 )
-"""Kinds of leaves that a template receives in its own memory."""
+"""Kinds of leaves that are received into a template's own memory."""
 
 REFUSED: Final = ("dataclass",)
 """Kinds of leaves that are made of tensors, and so are never filled."""
@@ -537,11 +537,11 @@ REFUSED: Final = ("dataclass",)
 RETURNED: Final = tuple(
     kind for kind in ("numpy arrays", "bytes", "keys", "sets") if kind in LEAVES
 )
-"""Kinds of leaves that come back beside a template's tensors."""
+"""Kinds of leaves that are returned as new values in a template."""
 
 
 def rich(seed: int = 0) -> dict[str, Any]:
-    """Return the sample, and some tensors that invite mistakes."""
+    """Return the sample and some error-prone tensors."""
     state = sample(seed)
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -579,7 +579,7 @@ class Templates(Conformance[T]):
                 sender, receiver, rich(seed=1), into=template, direct=direct
             )
         assert_same(got, rich(seed=1))
-        template["seed"] = 1  # no tensor: only what is returned has it
+        template["seed"] = 1  # not a tensor: only the returned state has the new value
         assert_same(template, rich(seed=1))
         assert _addresses(template) == _addresses(got) == addresses
         assert got["parameter"] is template["parameter"]
@@ -600,7 +600,7 @@ class Templates(Conformance[T]):
     @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd tensors
     @pytest.mark.parametrize("kind", REFUSED)
     async def test_a_template_that_cannot_be_filled_is_refused(self, kind: str) -> None:
-        """What its caller would go on using must not stay as it was."""
+        """Otherwise its caller would go on with stale values."""
         state = {"leaf": LEAVES[kind]()}
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, state)
@@ -616,7 +616,7 @@ class Templates(Conformance[T]):
         kind: str,
         direct: bool,  # noqa: FBT001
     ) -> None:
-        """It is a value, made anew from what arrived."""
+        """The receiver makes a new value from the received bytes."""
         state = {"leaf": LEAVES[kind](), "weight": torch.ones(3)}
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, state)
@@ -627,7 +627,7 @@ class Templates(Conformance[T]):
 
     @pytest.mark.parametrize("kind", MISMATCHES)
     async def test_a_template_that_does_not_fit_is_untouched(self, kind: str) -> None:
-        """The error names the tensor, and no byte moves."""
+        """The error names the tensor, and no byte is transferred."""
         path, change = MISMATCHES[kind]
         template, before = rich(seed=2), rich(seed=2)
         change(template)
@@ -647,7 +647,7 @@ class Templates(Conformance[T]):
         step: int,
         direct: bool,  # noqa: FBT001
     ) -> None:
-        """Only the elements of its tensors are written, not what lies between."""
+        """Only the elements of its tensors are written, not the bytes between them."""
         theirs, ours = torch.ones(40, 16), torch.zeros(40, 16)
         async with self.transports(2) as (sender, receiver):
             await self.move(
@@ -693,7 +693,7 @@ class Templates(Conformance[T]):
         assert 0 < last.chunks_done == last.chunks_total
 
     async def test_a_progress_that_raises_disturbs_nothing(self) -> None:
-        """Somebody else's bug is logged."""
+        """The callback's error is logged."""
 
         def fail(_: Progress) -> None:
             raise ValueError("on purpose")
@@ -716,7 +716,7 @@ SELECTIONS: Final[dict[str, tuple[Any, list[str]]]] = {
     "a function": (lambda path: path in ("bias", "seed"), ["seed", "bias"]),
     "no path": (lambda path: False, []),
 }
-"""What is asked for -> how, and which keys of the sample come."""
+"""Maps a kind of selection to its value and the keys of the sample that it selects."""
 
 
 class Selections(Conformance[T]):
@@ -724,7 +724,7 @@ class Selections(Conformance[T]):
 
     @pytest.mark.parametrize("kind", SELECTIONS)
     async def test_what_is_selected_arrives(self, kind: str) -> None:
-        """And nothing else is returned."""
+        """Nothing else is returned."""
         select, keys = SELECTIONS[kind]
         async with self.transports(2) as (sender, receiver):
             got = await self.move(sender, receiver, sample(1), select=select)
@@ -741,14 +741,14 @@ class Selections(Conformance[T]):
         assert_same(got, {"layers": [None, *state["layers"][1:]]})
 
     async def test_a_single_path_is_no_list_of_paths(self) -> None:
-        """Its letters would be taken for paths."""
+        """Otherwise its characters would be taken for paths."""
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, sample())
             with pytest.raises(TypeError, match="list of paths"):
                 await self.receive(sender, receiver, select="bias")
 
     async def test_a_path_that_is_not_there_is_an_error(self) -> None:
-        """It names all of them."""
+        """The error names all missing paths."""
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, sample())
             with pytest.raises(MissingKeysError) as caught:
@@ -781,14 +781,14 @@ class Selections(Conformance[T]):
         assert_same(template, expected)
 
     async def test_a_template_may_have_only_what_is_selected(self) -> None:
-        """Other keys of the checkpoint are not looked for."""
+        """Other keys of the checkpoint are ignored."""
         template = {"bias": torch.zeros(3, dtype=torch.bfloat16)}
         async with self.transports(2) as (sender, receiver):
             await self.move(sender, receiver, sample(1), into=template, select=["bias"])
         assert_same(template, {"bias": sample(1)["bias"]})
 
     async def test_a_template_that_does_not_fit_there_is_untouched(self) -> None:
-        """No byte of what would fit is written either."""
+        """Nothing is written, even to the parts that fit."""
         template = {**sample(2), "weight": torch.zeros(3, 3)}
         before = {**sample(2), "weight": torch.zeros(3, 3)}
         async with self.transports(2) as (sender, receiver):
@@ -801,7 +801,7 @@ class Selections(Conformance[T]):
             assert_same(template, before)
 
     async def test_a_path_that_the_template_lacks_is_an_error(self) -> None:
-        """Or its caller would go on with what is nowhere."""
+        """Otherwise the caller would not notice that the value is missing."""
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, sample(1))
             with pytest.raises(AiockptError, match="bias"):
@@ -810,7 +810,7 @@ class Selections(Conformance[T]):
                 )
 
     async def test_progress_counts_what_is_selected(self) -> None:
-        """The totals are those of the chunks that hold it."""
+        """The totals count the chunks that contain the selection."""
         seen: list[Progress] = []
         state = {"small": torch.ones(3), "big": torch.ones(5 << 20)}
         async with self.transports(2) as (sender, receiver):
