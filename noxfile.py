@@ -316,7 +316,7 @@ def torchft_nightly(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """Run the suite on the wheel with the oldest dependencies that it claims."""
     claims = [*DEPENDENCIES, *EXTRAS["prometheus"], *EXTRAS["testing"]]
-    claims += EXTRAS["uvloop"]
+    claims += [*EXTRAS["delta"], *EXTRAS["uvloop"]]
     floors = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(claims), re.MULTILINE))
     torch = floors.pop("torch")
     try:  # of a torch that old only the CPU build is small

@@ -171,6 +171,13 @@ class ChunkRun:
                 self._bad.append(hashed)
         self._locate()
 
+    def complete(self) -> None:
+        """Note that a delta has brought the first chunk, which is verified."""
+        chunk = self._todo.popleft()
+        self.unverified -= self._size(chunk)
+        self._on_verified(chunk)
+        self._begin()
+
     def want_bad_again(self) -> tuple[int, IntegrityError] | None:
         """Want the bad chunks again; return how many bytes they have, and why.
 

@@ -73,7 +73,8 @@ class Request:
     Attributes:
         origin: The peer, its token and the lease of the receive.
         path: Below the origin's URL.
-        status: Of a good answer; with ``may_be_empty``, 204 is good, too.
+        status: The status of a good answer. With ``may_be_empty``, 204 is good, too,
+            and with ``may_be_delta``, 226.
         step: The step that is asked for, for errors.
         snapshot_id: The snapshot that is asked for, for errors.
         chunk: The first chunk that is asked for, for errors.
@@ -90,6 +91,7 @@ class Request:
     chunk: int | None = None
     wait: float = 0.0
     may_be_empty: bool = False
+    may_be_delta: bool = False
 
     @property
     def url(self) -> str:
@@ -314,6 +316,8 @@ class CheckpointClient:
         if status == request.status:
             return
         if request.may_be_empty and status == HTTPStatus.NO_CONTENT:
+            return
+        if request.may_be_delta and status == HTTPStatus.IM_USED:
             return
         if 200 <= status < 300:
             raise RemoteProtocolError(

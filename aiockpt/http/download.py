@@ -42,9 +42,12 @@ from aiockpt.http.client import Answer, Request
 from aiockpt.http.manifests import fetch_manifest
 from aiockpt.http.peers import Peer, Peers, verdict
 from aiockpt.http.protocol import (
+    DELTA,
+    DELTA_BASE_HEADER,
     Origin,
     Resource,
     ResourceKind,
+    format_delta,
     format_etag,
     format_prefer_wait,
     format_range,
@@ -55,6 +58,7 @@ from aiockpt.http.protocol import (
 from aiockpt.http.retry import Patience, Retries
 from aiockpt.runtime.system import failing_here, of_caller
 from aiockpt.runtime.tasks import Notifier, beside, task_group
+from aiockpt.transfer.deltas import HEAD_BYTES, is_available, split
 from aiockpt.transfer.source import OnProgress, PlainTarget, Prepare, Target
 
 __all__ = [
@@ -80,6 +84,7 @@ _ALL_PEERS = 4  # most connections to all peers, as a multiple of those to a sin
 _AHEAD = 64 << 20  # bytes of memory that all requests together prepare ahead
 _STEP = 8 << 20  # bytes that are prepared at a time, by whole strides of the arena
 _LOOK = 0.02  # seconds between two looks at how much has come
+_DELTAS = 64 << 20  # bytes of the longest range for which deltas are requested
 
 
 class _Closed:
@@ -268,6 +273,8 @@ class Download:
         self._joining: dict[Peer, anyio.CancelScope] = {}
         self._news = Notifier()
         self._looked = 0.0
+        self._patched = self._unpatched = 0
+        self._plain: set[int] = set()  # chunks whose delta did not fit the held bytes
         for peer, patience in self._patience.items():
             peer.given, patience.connected = 0, True
         self._set_alone()
@@ -350,6 +357,7 @@ class Download:
                     on_retry=self._all.on_retry,
                 )
                 peer.require(outline, found.manifest.outline)
+                peer.delta_base = found.delta_base
             except (ClosedError, StagingError):
                 raise  # not the peer's fault
             except AiockptError as error:
@@ -431,7 +439,7 @@ class Download:
                 while run.unverified:
                     try:
                         if run.chunk is not None:
-                            await self._request(run, peer.origin, patience)
+                            await self._request(run, peer, patience)
                         if run.chunk is None:
                             self._want_bad_again(run, peer.origin)
                         continue
@@ -467,11 +475,15 @@ class Download:
             self._forget(lost)
             raise error
 
-    async def _request(self, run: ChunkRun, origin: Origin, patience: Patience) -> None:
-        """Receive what one request can bring straight into the target."""
-        start, stop = run.begin_request()
-        outline = self._outline
+    async def _request(self, run: ChunkRun, peer: Peer, patience: Patience) -> None:
+        """Receive the bytes of one request directly into the target.
+
+        If the receiver holds bytes and the peer keeps a base, receive deltas instead.
+        """
+        start, stop, base = self._reach(run, peer)
+        outline, origin = self._outline, peer.origin
         head = outline.header_bytes
+        wanted = {} if base is None else format_delta(base)
         # A peer that has just come back may not have published again yet.
         wait = min(patience.reconnect_timeout, patience.stall_timeout / 2)
         request = Request(
@@ -481,19 +493,29 @@ class Download:
                 hdrs.RANGE: format_range(head + start, head + stop),
                 hdrs.IF_MATCH: format_etag(outline.snapshot_id),
                 "Prefer": format_prefer_wait(min(wait, origin.patience)),
+                **wanted,
             },
             status=HTTPStatus.PARTIAL_CONTENT,
+            may_be_delta=base is not None,
             step=outline.step,
             snapshot_id=outline.snapshot_id,
             chunk=run.chunk,
         )
 
+        is_delta = False
+
         def count(new: int) -> None:
             patience.heard(_now())
-            self._on_progress(new, 0)
+            if not is_delta:  # `_patch` counts those bytes
+                self._on_progress(new, 0)
 
         async with self._client.request(request, count) as answer:
             _check_range(answer, head + start, head + stop, outline.total_bytes)
+            if is_delta := answer.status == HTTPStatus.IM_USED:
+                deltas = await _read_deltas(answer, stop - start, base)
+                await self._patch(run, deltas, range(start, stop), answer)
+                return
+            _check_length(answer, stop - start)
             writer = BodySink(self._target.memory.buffers, start, stop, run)
             if (prepare := self._target.prepare) is None:
                 await answer.read_into(writer)
@@ -502,6 +524,49 @@ class Download:
             async with beside(partial(self._keep_ready, prepare, writer, start, read)):
                 await answer.read_into(writer)
                 read.notify()
+
+    def _reach(self, run: ChunkRun, peer: Peer) -> tuple[int, int, str | None]:
+        """Return the range to request, and the base of the deltas to ask for.
+
+        The base is None if only the bytes will do. An answer with deltas takes memory,
+        so a request covers only a part of a long run. If more deltas have failed than
+        succeeded, the receiver does not hold the base, so it asks for no more.
+        """
+        start, stop = run.begin_request()
+        vain = self._unpatched > self._patched + _VAIN
+        if peer.delta_base is None or self._target.patch is None or vain:
+            return start, stop, None
+        grid, chunk = self._outline.grid, run.chunk
+        assert chunk is not None
+        first, last = grid.range(chunk)
+        if start != first or chunk in self._plain:
+            return start, last, None
+        stop = min(stop, start + max(_DELTAS // grid.chunk_bytes, 1) * grid.chunk_bytes)
+        plain = (grid.range(each)[0] for each in self._plain)
+        ends = [stop, *(each for each in plain if start < each < stop)]
+        return start, min(ends), peer.delta_base if is_available() else None
+
+    async def _patch(
+        self, run: ChunkRun, deltas: memoryview, reach: range, answer: Answer
+    ) -> None:
+        """Apply deltas to the held chunks, until the first wrong digest."""
+        size = self._outline.grid.chunk_bytes
+        chunks = range(reach.start // size, -(-reach.stop // size))
+        assert self._target.patch is not None
+        with answer.blamed():
+            parts = split(deltas, len(chunks))
+        for chunk, (kind, body) in zip(chunks, parts, strict=True):
+            with answer.blamed():
+                right = await self._target.patch(chunk, kind, body)
+            if not right:
+                self._unpatched += 1
+                self._plain.add(chunk)
+                return
+            self._patched += 1
+            self._on_progress(
+                min(HEAD_BYTES + len(body), _size(self._outline, chunk)), 0
+            )
+            run.complete()
 
     async def _keep_ready(
         self, prepare: Prepare, writer: BodySink, start: int, read: Notifier
@@ -578,8 +643,31 @@ class Download:
             self._patience[peer].alone = len(left) == 1
 
 
+async def _read_deltas(answer: Answer, most: int, base: str | None) -> memoryview:
+    """Return the body of a 226 answer, of at most ``most`` bytes, for its ``base``."""
+    request = answer.request
+    named = parse_etag(answer.headers.get(DELTA_BASE_HEADER))
+    if named != base or answer.headers.get("IM", "").strip().lower() != DELTA:
+        raise RemoteProtocolError(
+            f"{request.url} answered with a delta that was not requested: the headers "
+            f"IM and Delta-Base must be {DELTA} and {format_etag(str(base))}"
+        )
+    if (length := answer.length()) > most:
+        raise RemoteProtocolError(
+            f"{request.url} sent deltas of {length} bytes for a range of {most} bytes"
+        )
+    body = memoryview(bytearray(length))
+    await answer.read_into(BodySink(lambda a, b: [body[a:b]], 0, length))
+    return body
+
+
+def _size(outline: Outline, chunk: int) -> int:
+    start, stop = outline.grid.range(chunk)
+    return stop - start
+
+
 def _check_range(answer: Answer, start: int, stop: int, size: int) -> None:
-    """Raise unless a 206 holds exactly the wanted ``[start, stop)`` of ``size``."""
+    """Raise unless an answer covers the requested ``[start, stop)`` of ``size``."""
     request = answer.request
     # The headers are no variable: a peer may repeat the request's token in them.
     tag = parse_etag(answer.headers.get(hdrs.ETAG))
@@ -594,10 +682,13 @@ def _check_range(answer: Answer, start: int, stop: int, size: int) -> None:
             f"{request.url} sent bytes {given[0]} to {given[1]} of {given[2]} "
             f"where {start} to {stop} of {size} were asked for"
         )
-    if (length := answer.length()) != stop - start:
+
+
+def _check_length(answer: Answer, nbytes: int) -> None:
+    if (length := answer.length()) != nbytes:
         raise RemoteProtocolError(
-            f"{request.url} sent Content-Length {length} for a range of "
-            f"{stop - start} bytes"
+            f"{answer.request.url} sent Content-Length {length} for a range of "
+            f"{nbytes} bytes"
         )
 
 

@@ -33,6 +33,7 @@ from aiockpt.http import sockets
 from aiockpt.http.audit import VISIT, Auditor
 from aiockpt.http.auth import admit
 from aiockpt.http.body_writer import BodySender, Outcome
+from aiockpt.http.deltas import DeltaBody, Deltas
 from aiockpt.http.lender import Lender
 from aiockpt.http.options import Server
 from aiockpt.http.problems import PeerBusy, RefusedError, to_problem
@@ -157,6 +158,7 @@ class CheckpointService:
         self._lender = lender
         self._own_sockets = own_sockets
         self._threads = Bridge(threads=sockets.IO_THREADS, name="aiockpt-serve")
+        self._deltas = Deltas(self._threads)
         self._rounds = _Rounds()
         self._bodies: set[BodySender] = set()
         self._readers = 0
@@ -288,9 +290,56 @@ class CheckpointService:
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._macs.headers_of(manifest))
             reply.headers.update(await self._offer(request, publication, lease))
+            if (base := self.store.base_of(publication)) is not None:
+                tag = http.format_etag(base.snapshot_id)
+                reply.headers[http.DELTA_BASE_HEADER] = tag
         if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
             return _Stream(status=reply.status, headers=reply.headers)
+        if (base := self._delta_base(request, publication, reply)) is not None:
+            delta = await self._delta(publication, base, reply, lease)
+            if delta is not None:
+                reply.status = HTTPStatus.IM_USED
+                reply.headers["IM"] = http.DELTA
+                tag = http.format_etag(base.snapshot_id)
+                reply.headers[http.DELTA_BASE_HEADER] = tag
+                reply.headers["Content-Length"] = str(delta.nbytes)
+                return await self._send_body(request, publication, reply, lease, delta)
         return await self._send_body(request, publication, reply, lease)
+
+    # ----------------------------------------------------------------- deltas
+
+    def _delta_base(
+        self, request: web.Request, publication: Publication, reply: Reply
+    ) -> Publication | None:
+        """Return the base of a delta if the request permits such an answer."""
+        base = self.store.base_of(publication)
+        if base is None or reply.status != HTTPStatus.PARTIAL_CONTENT:
+            return None
+        if not _chunks_of(publication, reply):
+            return None
+        asked = http.asks_for_delta(request.headers, base.snapshot_id)
+        return base if asked else None
+
+    async def _delta(
+        self,
+        publication: Publication,
+        base: Publication,
+        reply: Reply,
+        lease: http.Lease | None,
+    ) -> DeltaBody | None:
+        """Return the deltas of a range, or None if the range itself is better."""
+
+        def leave() -> None:
+            """Do nothing, because encoding takes only milliseconds."""
+
+        reading = self.store.reading
+        async with (
+            reading(publication, evict=leave, lease=lease),
+            reading(base, evict=leave),
+        ):
+            return await self._deltas.body(
+                publication, base, _chunks_of(publication, reply)
+            )
 
     async def _find(
         self,
@@ -350,14 +399,18 @@ class CheckpointService:
         publication: Publication,
         reply: Reply,
         lease: http.Lease | None,
+        delta: DeltaBody | None = None,
     ) -> web.StreamResponse:
-        """Send the reply's part of the file that a publication is."""
+        """Send the reply's range of the publication's file, or the delta of it."""
         if self._readers >= self.config.options.readers:
             raise PeerBusy(retry_after=_RETRY_AFTER)
         servable, nbytes = publication.servable, reply.stop - reply.start
 
         def views(start: int, stop: int) -> list[memoryview]:
             return _file_views(servable, reply.start + start, reply.start + stop)
+
+        if delta is not None:
+            nbytes, views = delta.nbytes, delta.views
 
         body = BodySender(
             _transport_of(request),
@@ -481,6 +534,17 @@ def _file_views(servable: Servable, start: int, stop: int) -> list[memoryview]:
     if stop > split:
         views += servable.views(max(start - split, 0), stop - split)
     return views
+
+
+def _chunks_of(publication: Publication, reply: Reply) -> range:
+    """Return the chunks of a range; none if the range is not made of whole chunks."""
+    manifest = publication.servable.manifest
+    start = reply.start - manifest.header_bytes
+    stop = reply.stop - manifest.header_bytes
+    size, whole = manifest.chunk_bytes, manifest.segment_bytes
+    if start < 0 or start % size or (stop % size and stop != whole):
+        return range(0)
+    return range(start // size, -(-stop // size))
 
 
 def _transport_of(request: web.Request) -> asyncio.Transport:

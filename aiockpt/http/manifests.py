@@ -35,6 +35,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.http.body_reader import BodySink
 from aiockpt.http.client import Answer, CheckpointClient, Request
 from aiockpt.http.protocol import (
+    DELTA_BASE_HEADER,
     INCARNATION_HEADER,
     STEP_HEADER,
     Origin,
@@ -85,10 +86,12 @@ class ManifestAnswer(NamedTuple):
 
     Attributes:
         offer: Where the sender lends the memory of the checkpoint; None if nowhere.
+        delta_base: The snapshot that the sender keeps as the base of deltas, or None.
     """
 
     manifest: Manifest
     offer: str | None
+    delta_base: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +202,8 @@ async def _ask_manifest(
         manifest = await client.bridge.run(decode)
     if manifest.step != step:
         raise RemoteProtocolError(f"{request.url} describes step {manifest.step}")
-    return ManifestAnswer(manifest, answer.headers.get(OFFER_HEADER))
+    base = parse_etag(answer.headers.get(DELTA_BASE_HEADER))
+    return ManifestAnswer(manifest, answer.headers.get(OFFER_HEADER), base)
 
 
 def room_for(size: int) -> bytearray | mmap.mmap:

@@ -60,6 +60,10 @@ class Server:
             still read them. Each takes the memory of one checkpoint for as long as it
             is read. If receivers read more than that, the snapshots that have been read
             longest stay, and the other receivers must start again.
+        keep_base: Keep the previous snapshot as the base of deltas. A receive with
+            ``have=`` from a receiver that holds that step then fetches only the changed
+            elements. This takes the memory of one more checkpoint. Both ends need the
+            extra ``aiockpt[delta]``; a receiver without it fetches whole chunks.
         keep_last: If the trainer dies, the server process lives on until this many
             seconds after its last request. A successor of the trainer can fetch the
             last checkpoint from the same URL. An orderly shutdown ends the process at
@@ -75,6 +79,7 @@ class Server:
     readers: int = 256
     grace: float = 5.0
     keep_superseded: int = 1
+    keep_base: bool = False
     keep_last: float = 0.0
     nice: int = _NICEST
 

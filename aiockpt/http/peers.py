@@ -80,6 +80,7 @@ class Peer:
         joined: Whether it is known to hold this checkpoint.
         given: Verified bytes that came from it, in the last download.
         error: Why it is not asked any more.
+        delta_base: The snapshot that it keeps as the base of deltas, or None.
     """
 
     origin: Origin
@@ -87,6 +88,7 @@ class Peer:
     joined: bool = False
     given: int = 0
     error: AiockptError | None = None
+    delta_base: str | None = None
 
     def has(self, run: ChunkRun) -> bool:
         """Say whether it holds the first chunk of a run."""
@@ -241,6 +243,7 @@ class Peers:
         answers = await _answers(self.all, ask, step=step)
         first = next(iter(answers.values()))
         for peer, other in answers.items():
+            peer.delta_base = other.delta_base
             try:
                 peer.require(first.manifest.outline, other.manifest.outline)
             except OtherSnapshotError as error:

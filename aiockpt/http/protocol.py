@@ -12,7 +12,7 @@ import enum
 import math
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
@@ -22,6 +22,8 @@ from aiockpt.runtime.secrets import Token, discreet
 
 __all__ = [
     "AFTER",
+    "DELTA",
+    "DELTA_BASE_HEADER",
     "DIGEST_HEADER",
     "INCARNATION_HEADER",
     "LATEST",
@@ -34,8 +36,10 @@ __all__ = [
     "RangeNotSatisfiable",
     "Resource",
     "ResourceKind",
+    "asks_for_delta",
     "check_incarnation",
     "format_content_range",
+    "format_delta",
     "format_digest",
     "format_etag",
     "format_latest",
@@ -67,6 +71,10 @@ LEASE_HEADER = "Aiockpt-Lease"
 INCARNATION_HEADER = "Aiockpt-Incarnation"
 """In an answer: which start of the sender gives it. In a request for `LATEST`: the
 start that the follower knows; another one answers at once."""
+DELTA = "aiockpt-delta"
+"""The name of our deltas as an instance manipulation (RFC 3229)."""
+DELTA_BASE_HEADER = "Delta-Base"
+"""The base of a delta. With a manifest: the base that the sender keeps."""
 LATEST = "latest"
 AFTER = "after"
 
@@ -391,6 +399,22 @@ def if_range(header: str | None, snapshot_id: str) -> bool:
     Strong comparison (RFC 9110 section 13.1.5); a date never matches.
     """
     return header is None or header.strip() == format_etag(snapshot_id)
+
+
+def format_delta(base: str) -> dict[str, str]:
+    """Return the headers that ask for a delta from the snapshot ``base``."""
+    return {"A-IM": DELTA, "If-None-Match": format_etag(base)}
+
+
+def asks_for_delta(headers: Mapping[str, str], base: str) -> bool:
+    """Say whether a request accepts a delta from the snapshot ``base``.
+
+    ``A-IM`` has the names of the deltas that the receiver knows, and ``If-None-Match``
+    has the snapshots that it may hold.
+    """
+    names = headers.get("A-IM", "").lower().split(",")
+    known = DELTA in (name.partition(";")[0].strip() for name in names)
+    return known and ("", base) in _entity_tags(headers.get("If-None-Match", ""))
 
 
 def _entity_tags(header: str) -> list[tuple[str, str]]:

@@ -52,7 +52,7 @@ _PAGE: Final = """\
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reply:
     """A response without its body, which is ``[start, stop)`` of the file."""
 

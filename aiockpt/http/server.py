@@ -74,7 +74,10 @@ class CheckpointServer:
         *,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        self.store = Store(keep_superseded=config.options.keep_superseded)
+        options = config.options
+        self.store = Store(
+            keep_superseded=options.keep_superseded, keep_base=options.keep_base
+        )
         self._config = config
         self._ssl_context = ssl_context
         self._lender: Lender | None = None

@@ -168,9 +168,10 @@ class Publication:
     Attributes:
         lock: Every request holds it for reading; the store drains readers by writing.
         reads: The requests that are reading the memory now.
+        deltas: The cache of `aiockpt.http.deltas`: by chunk, None for a raw chunk.
     """
 
-    __slots__ = ("_kept", "_leases", "lock", "reads", "servable")
+    __slots__ = ("_kept", "_leases", "deltas", "lock", "reads", "servable")
 
     def __init__(self, servable: Servable) -> None:
         servable.acquire()
@@ -179,6 +180,7 @@ class Publication:
         self.servable = servable
         self.lock = RWLock()
         self.reads: set[_Read] = set()
+        self.deltas: dict[int, bytes | None] = {}
 
     def __repr__(self) -> str:
         readers = self.lock.statistics().readers
@@ -276,8 +278,10 @@ class Store:
         withdrawals: How often a retraction took something away.
     """
 
-    def __init__(self, *, keep_superseded: int = 1) -> None:
+    def __init__(self, *, keep_superseded: int = 1, keep_base: bool = False) -> None:
         self.keep_superseded = keep_superseded
+        self._keep_base = keep_base
+        self._base: Publication | None = None
         self.retractions = 0
         self.withdrawals = 0
         self._current: Publication | None = None
@@ -297,13 +301,24 @@ class Store:
         """The checkpoint that is being served."""
         return self._current
 
+    def base_of(self, publication: Publication) -> Publication | None:
+        """Return the base of deltas to a publication, or None.
+
+        It is the previous publication, if both have the same entries and chunks.
+        """
+        if publication is not self._current or self._base is None:
+            return None
+        ours, theirs = self._base.servable.manifest, publication.servable.manifest
+        same = ours.entries == theirs.entries and ours.chunk_bytes == theirs.chunk_bytes
+        return self._base if same else None
+
     def statistics(self) -> StoreStatistics:
         """Return what the store holds now, as one immutable record."""
         locks = [each.lock.statistics() for each in self._held()]
         return StoreStatistics(
             step=self._current.step if self._current else None,
             readers=sum(lock.readers for lock in locks),
-            superseded=len(self._outgoing),
+            superseded=len(self._outgoing - {self._base}),
             oldest_reader=max((lock.oldest_reader for lock in locks), default=0.0),
             evicted=self._evicted,
         )
@@ -337,6 +352,8 @@ class Store:
         self._announce()
         if old is not None:
             self._outgoing.add(old)
+            if self._keep_base:
+                self._base = None if old.servable.live else old
             self._tidy()
 
     def fail(self, failure: Failure | None) -> None:
@@ -358,7 +375,7 @@ class Store:
         self.retractions += 1
         if self._failure is not None and self._failure.left is None:
             self._failure = None
-        old, self._current = self._current, None
+        old, self._current, self._base = self._current, None, None
         if old is not None:
             self.withdrawals += 1
             self._announce()
@@ -552,6 +569,8 @@ class Store:
         read = dict[Publication, float]()
         for each in tuple(self._outgoing):
             since = each.read_since()
+            if each is self._base:
+                continue
             if since is None and (not each.kept or not each.servable.live):
                 each.let_go()
                 self._outgoing.discard(each)

@@ -46,6 +46,7 @@ from aiockpt.memory.device import port_for
 from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.state.selection import Select, listed
+from aiockpt.transfer.deltas import check_available
 from aiockpt.transfer.destination import Terms
 from aiockpt.transfer.receive import Received, ReceiveOptions
 from aiockpt.transfer.receive import receive as receive_from
@@ -789,7 +790,14 @@ def _check_together(server: Server, auth: Auth, *, zero_copy: bool) -> None:
 
     Raises:
         LocalProtocolError: two options exclude each other.
+        MissingExtraError: a library for ``keep_base`` is not installed.
     """
+    if server.keep_base and zero_copy:
+        raise LocalProtocolError(
+            "keep_base=True needs a copy of the previous step: leave out zero_copy=True"
+        )
+    if server.keep_base:
+        check_available()
     if server.keep_last and not server.process:
         raise LocalProtocolError("keep_last= needs process=True")
     if server.process and zero_copy:

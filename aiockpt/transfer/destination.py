@@ -27,7 +27,7 @@ from aiockpt.state.load_plan import EverythingNew, IntoTemplate, Rule, Selected
 from aiockpt.state.rebuild import Frame, OnDevice, check_meshes
 from aiockpt.state.segment import Segment, check_memory
 from aiockpt.state.template import Match, Template
-from aiockpt.transfer.source import Prepare
+from aiockpt.transfer.source import Patch, Prepare
 
 __all__ = [
     "Destination",
@@ -213,11 +213,13 @@ class Destination:
         loaded: The chunks that are in the template already, or on their way. The
             receive adds the chunks that it finds there.
         touched: Whether a template may have been modified.
+        patch: Applies deltas, if the receiver holds a state dict.
     """
 
     backings: Backings | None = None
     copies: CopyPlan | None = None
     touched = False
+    patch: Patch | None = None
 
     def __init__(
         self,

@@ -260,6 +260,7 @@ def _make_room(
         else:
             held = Held.of(manifest, own, arena=goal.arena, ports=ports)
         delta = Delta(held, bridge, report.reuse)
+        goal.patch = partial(delta.patch, goal)
     del manifest, template, own
     if many:
         return_freed()

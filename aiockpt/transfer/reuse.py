@@ -27,6 +27,7 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Survey
 from aiockpt.state.pairing import alike
+from aiockpt.transfer.deltas import HEAD_BYTES, apply
 from aiockpt.transfer.destination import Destination
 
 __all__ = ["Delta", "Held", "HeldInTemplate", "OnReuse"]
@@ -59,6 +60,7 @@ class Held:
         self._plan = CopyPlan(backings, entries, arena=arena, port_for=ports)
         self._memory = self._plan.in_place()
         self._arena = arena
+        self._scratch: list[memoryview] = []
         shorter = [
             e for e, size in enumerate(entries.sizes()) if backings.sizes[e] < size
         ]
@@ -126,6 +128,35 @@ class Held:
             if self._matches(chunk, self._arena if target is None else target):
                 found.append(chunk)
         return found
+
+    def patched(
+        self, chunk: int, kind: int, body: memoryview, target: Memory | None
+    ) -> bool:
+        """Apply a delta to a chunk of the held bytes; say if the digest is right.
+
+        A right chunk is copied to ``target`` (None: the arena). Otherwise nothing is
+        written. Two threads may patch the same chunk at once. `matching` must have
+        been called for the chunk.
+
+        Raises:
+            RemoteProtocolError: the delta is malformed.
+        """
+        start, stop = self.grid.range(chunk)
+        try:
+            scratch = self._scratch.pop()
+        except IndexError:
+            scratch = memoryview(bytearray(self.grid.chunk_bytes))
+        try:
+            made = scratch[: stop - start]
+            _copy([made], self._memory.buffers(start, stop))
+            apply(kind, body, made)
+            if digest([made]) != self._digests[chunk]:
+                return False
+            there = self._arena if target is None else target
+            _copy(there.buffers(start, stop), [made])
+            return True
+        finally:
+            self._scratch.append(scratch)
 
     def _matches(self, chunk: int, memory: Memory) -> bool:
         start, stop = self.grid.range(chunk)
@@ -261,6 +292,20 @@ class Delta:
         If cancelled, any part of the target may have been written.
         """
         return await self._each(chunks, self._keep(target))
+
+    async def patch(
+        self, goal: Destination, chunk: int, kind: int, body: memoryview
+    ) -> bool:
+        """Apply a delta to a chunk that was planned; see `Held.patched`."""
+        held = self._held
+        if not held.known([chunk]):
+            return False
+        target = None if goal.memory is goal.arena else goal.memory
+        if not await self._bridge.run(held.patched, chunk, kind, body, target):
+            return False
+        start, stop = held.grid.range(chunk)
+        self._on_reuse(max(stop - start - HEAD_BYTES - len(body), 0), 0)
+        return True
 
     async def _each(self, chunks: Sequence[int], work: _Work) -> list[int]:
         """Do work on all chunks, a few at a time; return the joined results."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # a fetch into a file does without torch
 
 __all__ = [
     "OnProgress",
+    "Patch",
     "PlainTarget",
     "Prepare",
     "Source",
@@ -31,6 +32,12 @@ The number of bytes is negative if some were discarded. It must be quick.
 Prepare: TypeAlias = Callable[[int, int], object]
 """Prepares the memory of ``[start, stop)`` for its bytes. For threads."""
 
+Patch: TypeAlias = Callable[[int, int, memoryview], Awaitable[bool]]
+"""Applies a delta to the receiver's bytes: called with chunk, kind and body.
+
+Returns whether the digest is right, and so the chunk is in the target.
+"""
+
 V = TypeVar("V")
 
 
@@ -45,6 +52,10 @@ class Target(Protocol):
     def prepare(self) -> Prepare | None:
         """A function that prepares the memory of a range; None if none is needed."""
 
+    @property
+    def patch(self) -> Patch | None:
+        """A function that applies deltas; None if the receiver holds nothing."""
+
     def complete(self, chunk: int) -> None:
         """Note, on the loop, that a chunk is verified and will not change."""
 
@@ -55,6 +66,7 @@ class PlainTarget:
 
     memory: Memory
     prepare: None = None
+    patch: None = None
 
     def complete(self, chunk: int) -> None:
         """Do nothing."""

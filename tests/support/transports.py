@@ -352,3 +352,19 @@ def _after(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args)
 
     return wait_first
+
+
+def weights_of(step: int, *, count: int = 4, seed: int = 0) -> dict[str, Any]:
+    """Return ``count`` layers of 1 MiB in bfloat16 at a step of a made-up training.
+
+    Each step changes the last bit of one weight in a hundred, at other places.
+    """
+    noise = torch.Generator().manual_seed(seed)
+    layers = [torch.randn(MIB // 2, generator=noise).bfloat16() for _ in range(count)]
+    for done in range(step):
+        for layer in layers:
+            layer.view(torch.int16)[done::100] ^= 1
+    named: dict[str, Any] = {
+        f"layer{number}": each for number, each in enumerate(layers)
+    }
+    return {**named, "bias": torch.arange(7.0), "step": torch.tensor(step)}
