@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from aiockpt.pg.transport import PGTransport
     from aiockpt.state.flatten import register_leaf
     from aiockpt.storage.directory import latest, list_checkpoints
+    from aiockpt.transfer.prepared import Prepared
     from aiockpt.transport import CheckpointTransport
 
 __version__ = "0.1.0"
@@ -61,6 +62,7 @@ __all__ = [
     "IntegrityError",
     "Limits",
     "PGTransport",
+    "Prepared",
     "Progress",
     "Receive",
     "Server",
@@ -94,6 +96,7 @@ _HOMES = {
     "HTTPTransport": "aiockpt.http.transport",
     "Limits": "aiockpt.format.limits",
     "PGTransport": "aiockpt.pg.transport",
+    "Prepared": "aiockpt.transfer.prepared",
     "Progress": "aiockpt.events",
     "Receive": "aiockpt.http.options",
     "Server": "aiockpt.http.options",

@@ -16,7 +16,7 @@ from collections.abc import (
 )
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, Self, cast, overload
 
 import anyio
 import msgspec
@@ -48,6 +48,7 @@ from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.state.selection import Select, listed
 from aiockpt.transfer.deltas import check_available
 from aiockpt.transfer.destination import Terms
+from aiockpt.transfer.prepared import Prepared
 from aiockpt.transfer.receive import Received, ReceiveOptions
 from aiockpt.transfer.receive import receive as receive_from
 from aiockpt.transfer.repeats import Repeats, content_of
@@ -533,6 +534,67 @@ class HTTPTransport(CheckpointTransport[T]):
         limit = self._limit(timeout)
         return await self._receive(origins, step, options, sharing, limit)
 
+    async def prepare(
+        self,
+        metadata: str | Sequence[str],
+        step: int | None = None,
+        *,
+        into: T,
+        have: T | bool | None = None,
+        select: Select | None = None,
+        timeout: Timeout | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> Prepared[T]:
+        """Fetch and verify ``step`` beside the template ``into``, to apply it later.
+
+        The template is not touched, so a model may serve from it meanwhile. When you
+        can pause the model, call :meth:`.Prepared.apply`, which takes as long as a copy
+        of the changed chunks. The checkpoint takes the memory of one more copy of the
+        state until then. With ``Receive(keep_arena=True)``, the next call uses the same
+        memory.
+
+        If it fails or is cancelled, the template is unchanged, and nothing is kept.
+
+        Args:
+            metadata, step, timeout, progress: As in :meth:`recv_checkpoint`.
+            into: The template. The checkpoint must fit it.
+            have: A state dict that holds some of the bytes already. True: the template
+                does. Then :meth:`.Prepared.apply` copies only the chunks that differ,
+                and nobody may write to the template before it. None: fetch everything.
+            select: As in :meth:`recv_checkpoint`.
+
+        Raises:
+            AiockptError: as in :meth:`recv_checkpoint`.
+        """
+        try:
+            origins = origins_of(metadata)
+        finally:
+            del metadata  # a traceback with local variables would show the token
+        options, sharing = self._options(
+            into=into, have=have, select=select, progress=progress, hold=True
+        )
+        limit = self._limit(timeout)
+        return cast(
+            "Prepared[T]",
+            await self._receive(origins, step, options, sharing, limit),
+        )
+
+    @overload
+    def follow(
+        self,
+        metadata: str,
+        *,
+        after: int | None = None,
+        into: T,
+        have: T | bool | None = None,
+        select: Select | None = None,
+        prepare: Literal[True],
+        timeout: Timeout | None = None,
+        reconnect_timeout: Timeout | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> AsyncGenerator[Prepared[T]]: ...
+
+    @overload
     def follow(
         self,
         metadata: str,
@@ -542,10 +604,26 @@ class HTTPTransport(CheckpointTransport[T]):
         have: T | bool | None = None,
         select: Select | None = None,
         share: bool = False,
+        prepare: Literal[False] = False,
         timeout: Timeout | None = None,
         reconnect_timeout: Timeout | None = None,
         progress: Callable[[Progress], None] | None = None,
-    ) -> AsyncGenerator[tuple[int, T]]:
+    ) -> AsyncGenerator[tuple[int, T]]: ...
+
+    def follow(
+        self,
+        metadata: str,
+        *,
+        after: int | None = None,
+        into: T | None = None,
+        have: T | bool | None = None,
+        select: Select | None = None,
+        share: bool = False,
+        prepare: bool = False,
+        timeout: Timeout | None = None,
+        reconnect_timeout: Timeout | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> AsyncGenerator[tuple[int, T]] | AsyncGenerator[Prepared[T]]:
         """Yield each newer checkpoint of a sender as ``(step, state_dict)``, for ever.
 
         The iterator waits for a step newer than the last one, receives it and yields
@@ -570,6 +648,10 @@ class HTTPTransport(CheckpointTransport[T]):
             into, have, select, share, progress: As in :meth:`recv_checkpoint`.
                 ``progress`` starts again with each receive. ``into`` is filled and
                 yielded each time.
+            prepare: Yield a :class:`.Prepared` of each step instead, as
+                :meth:`prepare` returns it. ``into`` is then required, and you fill it
+                by :meth:`.Prepared.apply`. A step that you do not apply is freed when
+                the iterator goes on.
             timeout: The deadline of one receive, in seconds or as a ``timedelta``.
             reconnect_timeout: How long to ask a sender that does not answer, in seconds
                 or as a ``timedelta``. None: for ever.
@@ -586,7 +668,12 @@ class HTTPTransport(CheckpointTransport[T]):
             del metadata  # a traceback with local variables would show the token
         steps = self._steps(origin, after, reconnect_timeout)
         options, sharing = self._options(
-            into=into, have=have, select=select, progress=progress, share=share
+            into=into,
+            have=have,
+            select=select,
+            progress=progress,
+            share=share,
+            hold=prepare,
         )
         limit = self._limit(timeout)
         return self._follow(origin, steps, options, sharing, limit)
@@ -699,11 +786,11 @@ class HTTPTransport(CheckpointTransport[T]):
         options: ReceiveOptions,
         sharing: Sharing,
         limit: float,
-    ) -> AsyncGenerator[tuple[int, T]]:
+    ) -> AsyncGenerator[Any]:
         survives = (*SUPERSEDED, TransportError)
         origin = replace(origin, patience=PATIENCE)
 
-        async def attempt(step: int) -> T:
+        async def attempt(step: int) -> Any:
             try:
                 return await self._receive([origin], step, options, sharing, limit)
             except survives:
@@ -712,7 +799,17 @@ class HTTPTransport(CheckpointTransport[T]):
 
         pause = self._client.pause
         while True:
-            yield await chase(steps.__anext__, attempt, pause=pause, survives=survives)
+            found = await chase(
+                steps.__anext__, attempt, pause=pause, survives=survives
+            )
+            if not options.hold:
+                yield found
+                continue
+            _, prepared = found
+            del found
+            yield prepared
+            prepared.discard()
+            del prepared
 
     def _options(
         self,
@@ -721,10 +818,13 @@ class HTTPTransport(CheckpointTransport[T]):
         have: T | bool | None,
         select: Select | None,
         progress: Callable[[Progress], None] | None,
-        share: bool,
+        share: bool = False,
         direct: bool = False,
         verify_shared: bool = False,
+        hold: bool = False,
     ) -> tuple[ReceiveOptions, Sharing]:
+        if hold and into is None:
+            raise ValueError("prepare=True needs a template: pass into=")
         if share and into is not None:
             raise ValueError("share=True returns new tensors: leave out into=")
         if share and have is not None:
@@ -739,7 +839,7 @@ class HTTPTransport(CheckpointTransport[T]):
         sharing = Sharing(
             wanted=self._same_host is not False and have is None,
             keep=share,
-            through=into is not None and not direct,
+            through=into is not None and not (direct or hold),
             verify=verify_shared,
         )
         options = ReceiveOptions(
@@ -748,6 +848,7 @@ class HTTPTransport(CheckpointTransport[T]):
             select=listed(select),
             progress=progress,
             terms=terms,
+            hold=hold,
         )
         return options, sharing
 

@@ -196,6 +196,17 @@ def mark_changed(tensors: Iterable[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(counted[start : start + _SLICE])
 
 
+def write_counts(tensors: Iterable[torch.Tensor]) -> array[int]:
+    """Return how often torch has written to each tensor, except inference tensors."""
+    live, found = [*tensors], array("q")
+    for start in range(0, len(live), _SLICE):
+        some = live[start : start + _SLICE]
+        if any(map(torch.Tensor.is_inference, some)):  # they do not count writes
+            some = [tensor for tensor in some if not tensor.is_inference()]
+        found.extend(map(_VERSION, some))
+    return found
+
+
 def raw_bytes(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
     """Return bytes of a tensor's storage, counted from the storage's start."""
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -497,11 +508,4 @@ class InPlace:
 
     def _count_writes(self) -> array[int]:
         """Return how often torch has written to each tensor that is used in place."""
-        live = [*compress(self._backings.tensors, self._rows.addresses)]
-        found = array("q")
-        for start in range(0, len(live), _SLICE):
-            some = live[start : start + _SLICE]
-            if any(map(torch.Tensor.is_inference, some)):  # they do not count writes
-                some = [tensor for tensor in some if not tensor.is_inference()]
-            found.extend(map(_VERSION, some))
-        return found
+        return write_counts(compress(self._backings.tensors, self._rows.addresses))

@@ -15,11 +15,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 
+from aiockpt.errors import LocalProtocolError
 from aiockpt.format.chunks import ChunkGrid, chunks_over
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool, Loan, Memory, lend
-from aiockpt.memory.copies import Backings, CopyPlan, Fences, mark_changed
+from aiockpt.memory.copies import (
+    Backings,
+    CopyPlan,
+    Fences,
+    mark_changed,
+    write_counts,
+)
 from aiockpt.memory.device import Event, PortFor, completed, keep_until
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import beside
@@ -220,6 +227,7 @@ class Destination:
     copies: CopyPlan | None = None
     touched = False
     patch: Patch | None = None
+    _writes: Sequence[int] = ()
 
     def __init__(
         self,
@@ -339,6 +347,30 @@ class Destination:
             self._loan.finish()
         return await self._bridge.run(self._rule.assemble)
 
+    @property
+    def nbytes_to_load(self) -> int:
+        """How many bytes of chunks `load` will copy."""
+        if self._loading is None:
+            return 0
+        left = {*self.values, *self._chunks} - self.loaded
+        return sum(stop - start for start, stop in map(self._grid.range, left))
+
+    def watch_template(self) -> None:
+        """Remember how often the template was written to, for `check_template`."""
+        self._writes = write_counts(self._rule.changed())
+
+    def check_template(self, what: str) -> None:
+        """Check that chunks which were found in the template are still there.
+
+        Raises:
+            LocalProtocolError: torch has written to the template since then.
+        """
+        if self.loaded and self._writes != write_counts(self._rule.changed()):
+            raise LocalProtocolError(
+                f"the template was changed after {what} was compared with it: prepare "
+                "the step again"
+            )
+
     async def load(self) -> None:
         """Copy the bytes from the arena to the template, all of them or none.
 
@@ -352,8 +384,21 @@ class Destination:
         await completed(*fences.values())
         await completed(*await self._bridge.run(self._load, fences))
         self._loan.finish()
-        if self._terms.warm is None or self._bounded is not None:
+        if self._is_single_use:
             await self._bridge.run(self._let_go)
+
+    def load_now(self) -> None:
+        """Do what `load` does on the calling thread, which blocks."""
+        if self._loading is None:
+            return
+        fences = self._fences()
+        for event in fences.values():
+            event.synchronize()
+        for event in self._load(fences):
+            event.synchronize()
+        self._loan.finish()
+        if self._is_single_use:
+            self._bridge.post(self._let_go)  # it takes as long as a part of the copy
 
     def abandon(self) -> None:
         """Keep the memory until all copies from it have ended, and no longer.
@@ -400,6 +445,11 @@ class Destination:
             events += self._share.load(fences)
         self._rule.finish()
         return events
+
+    @property
+    def _is_single_use(self) -> bool:
+        """Whether the memory does not return to a pool."""
+        return self._terms.warm is None or self._bounded is not None
 
     def _let_go(self) -> None:
         used = self._rule.uses_arena

@@ -27,6 +27,7 @@ from aiockpt.state.segment import Segment
 from aiockpt.state.selection import Select
 from aiockpt.state.template import Template
 from aiockpt.transfer.destination import Destination, Terms, selected
+from aiockpt.transfer.prepared import Prepared
 from aiockpt.transfer.reuse import Delta, Held, HeldInTemplate
 from aiockpt.transfer.source import Source
 from aiockpt.transport import exact_step
@@ -52,6 +53,7 @@ class ReceiveOptions:
             keys than the checkpoint.
         strict: Whether every selected path must exist.
         device: The device for tensors that ``into`` lacks; None: host memory.
+        hold: Whether to stop before ``into`` is filled, and return a `Prepared`.
     """
 
     into: object | None
@@ -63,6 +65,7 @@ class ReceiveOptions:
     keys: bool = False
     strict: bool = True
     device: torch.device | None = None
+    hold: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -71,7 +74,10 @@ class ReceiveOptions:
 
 
 class Received(NamedTuple):
-    """A state dict, and the wanted paths that the checkpoint lacks."""
+    """A state dict, and the wanted paths that the checkpoint lacks.
+
+    With ``hold``, the state dict is a `Prepared`.
+    """
 
     state_dict: object
     missing: Sequence[str]
@@ -118,7 +124,7 @@ async def receive(
                 # The plan of a selection looks at values, so their chunks come first.
                 await _fetch(source, outline, room, room.goal.values, report)
                 report.at("allocate")
-                rest = await bridge.run(room.goal.place)
+                rest = await bridge.run(_place, room.goal, options)
                 # A rank cannot stop a send that it has begun, so the plan comes first.
                 await source.accept(step)
                 await _fetch(source, outline, room, rest, report)
@@ -128,8 +134,11 @@ async def receive(
                 state = await room.goal.assemble()
                 await source.end(step)
 
-                report.at("load")
-                await room.goal.load()
+                if options.hold:
+                    state = Prepared(step, state, room.goal)
+                else:
+                    report.at("load")
+                    await room.goal.load()
                 touched, missing = room.goal.touched, room.goal.missing
                 made.append(room)
                 room = None
@@ -146,11 +155,9 @@ async def receive(
         room = state = None
         made.clear()
         if into is not None:
-            done = "was modified" if touched else "was not modified"
-            error.add_note(f"the template {done}")
+            error.add_note(f"the template was {'' if touched else 'not '}modified")
         raise
-    found = f"found after {started - asked:.3f} s"
-    counts = report.state
+    counts, waited = report.state, f"found after {started - asked:.3f} s"
     emit(
         TransferEvent(
             stop="recv",
@@ -159,7 +166,7 @@ async def receive(
             nbytes=counts.bytes_total - counts.bytes_reused,
             reused=counts.bytes_reused,
             seconds=time.monotonic() - started,
-            detail=", ".join(filter(None, [found, source.remark])),
+            detail=", ".join(filter(None, [waited, source.remark])),
             level=logging.INFO,
             medium=source.medium,
         )
@@ -265,6 +272,14 @@ def _make_room(
     if many:
         return_freed()
     return _Room(goal, delta)
+
+
+def _place(goal: Destination, options: ReceiveOptions) -> Sequence[int]:
+    """Plan which chunks to receive; notice later changes of a template."""
+    chunks = goal.place()
+    if options.hold:
+        goal.watch_template()
+    return chunks
 
 
 async def _fetch(

@@ -48,6 +48,7 @@ from tests.support.transports import (
     SHARING,
     Gate,
     Transport,
+    begin,
     held_up,
     left,
     lends,
@@ -67,7 +68,7 @@ SLOW = Drip(rate=MIB / 2, burst=64 << 10)
 RECEIVES = [
     call
     for call in dict.fromkeys(call for call, _ in CELLS)
-    if "HTTPTransport.recv" in call and "torchft" not in call
+    if call.startswith(("HTTPTransport.recv", "HTTPTransport.prepare"))
 ]
 """The rows of all kinds of receives."""
 
@@ -186,11 +187,8 @@ async def under_way(
         begun = asyncio.Event()
         options = options_of(name)
         metadata = several if "metadata=[" in name else one
-        call = receiver.recv_checkpoint(
-            *(0, lending if lends(name) else metadata, 1),
-            **options,
-            progress=partial(_note, begun),
-        )
+        place = lending if lends(name) else metadata
+        call = begin(receiver, name, place, **options, progress=partial(_note, begun))
         found[name] = asyncio.create_task(call), options
         await begun.wait()
     await gate.entered.wait()
@@ -349,8 +347,8 @@ async def begun(
         following = asyncio.ensure_future(anext(follower))
         await some.wait()
         return following
-    call = receiver.recv_checkpoint(
-        *(0, metadata, 1),
+    call = begin(
+        *(receiver, name, metadata),
         **options_of(name, MIB_LARGE),
         progress=lambda now: some.set() if now.bytes_done else None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -269,7 +269,7 @@ SHARING: Places = ((EverythingNew, "assemble"),)
 def options_of(call: str, mib: float = MIB_SENT) -> dict[str, Any]:
     """Return the options of a receive that are in the name of its row."""
     options: dict[str, Any] = {}
-    if "into=" in call:
+    if "into=" in call or "prepare" in call:
         options["into"] = weights(0.0, mib=mib, count=COUNT)
     if "direct=" in call:
         options["direct"] = True
@@ -288,6 +288,15 @@ def _having(options: dict[str, Any], mib: float) -> dict[str, Any]:
     for name in _HELD:
         held[name].fill_(1.0)
     return {"have": "into" in options or held}
+
+
+def begin(
+    receiver: Transport, call: str, metadata: str | list[str], **options: Any
+) -> Coroutine[Any, Any, Any]:
+    """Return the coroutine of the receive that a row names."""
+    if "prepare" in call:
+        return receiver.prepare(metadata, 1, **options)
+    return receiver.recv_checkpoint(0, metadata, 1, **options)
 
 
 def lends(call: str) -> bool | None:

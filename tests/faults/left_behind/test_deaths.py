@@ -57,7 +57,10 @@ def test_a_sender_dies(cell: Cell, found: Mapping[str, str]) -> None:
 
 
 @killing(at_the_receivers)
-@each_cell("HTTPTransport.recv_checkpoint*: the other one dies")
+@each_cell(
+    "HTTPTransport.recv_checkpoint*: the other one dies",
+    "HTTPTransport.prepare: the other one dies",
+)
 def test_a_receive_outlives_its_sender(cell: Cell, found: Mapping[str, str]) -> None:
     """It ends, and says in a note what it has done to its template."""
     assert found[cell.call] == cell.left
@@ -66,6 +69,7 @@ def test_a_receive_outlives_its_sender(cell: Cell, found: Mapping[str, str]) -> 
 @killing(at_the_senders)
 @each_cell(
     "HTTPTransport.recv_checkpoint*: this process dies",
+    "HTTPTransport.prepare: this process dies",
     "HTTPTransport.steps: this process dies",
     "HTTPTransport.follow: this process dies",
     "torchft.HTTPTransport.recv_checkpoint: this process dies",

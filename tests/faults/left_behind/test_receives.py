@@ -22,6 +22,7 @@ from tests.support.transports import (
     SHARING,
     Transport,
     arenas,
+    begin,
     held_up,
     left,
     lends,
@@ -74,6 +75,7 @@ async def found_at(
     "HTTPTransport.recv_checkpoint, select=*: error",
     "HTTPTransport.recv_checkpoint, have=*: error",
     "HTTPTransport.recv_checkpoint, metadata=[...]: error",
+    "HTTPTransport.prepare: error",
 )
 async def test_an_error(cell: Cell) -> None:
     """The last bytes are not those of the manifest; the first ones have been here."""
@@ -85,7 +87,7 @@ async def test_an_error(cell: Cell) -> None:
         state[f"w{COUNT - 1}"].numpy()[:] = 9.0  # which nobody can see
         async with found_at(cell, sender) as metadata:
             with pytest.raises(IntegrityError) as caught:
-                await receiver.recv_checkpoint(0, metadata, 1, **options)
+                await begin(receiver, cell.call, metadata, **options)
         notes = list(getattr(caught.value, "__notes__", []))
         del caught
         here = await finally_left(options, before)
@@ -148,9 +150,10 @@ async def cut_half_way(
     limit = 0.5 if cell.ending == "timeout" else 30
     async with found_at(cell, sender, **stalling()) as metadata:
         task = asyncio.create_task(
-            receiver.recv_checkpoint(
-                *(0, metadata, 1, limit),
+            begin(
+                *(receiver, cell.call, metadata),
                 **options,
+                timeout=limit,
                 progress=lambda now: arrived.set() if now.chunks_done else None,
             )
         )
@@ -204,13 +207,13 @@ async def cut(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
         check(cell, seen, await at_the_sender(sender, receiver))
 
 
-@each_cell("HTTPTransport.recv_checkpoint*: timeout")
+@each_cell("HTTPTransport.recv_checkpoint*: timeout", "HTTPTransport.prepare: timeout")
 async def test_a_deadline(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """While bytes arrive, and while the template is filled."""
     await cut(cell, monkeypatch)
 
 
-@each_cell("HTTPTransport.recv_checkpoint*: cancel")
+@each_cell("HTTPTransport.recv_checkpoint*: cancel", "HTTPTransport.prepare: cancel")
 async def test_a_cancel(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same two moments."""
     await cut(cell, monkeypatch)

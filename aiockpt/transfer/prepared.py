@@ -1,0 +1,107 @@
+"""A received checkpoint that waits beside its template until it is applied."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar, cast
+
+from aiockpt.errors import LocalProtocolError
+from aiockpt.events import TransferEvent, emit
+from aiockpt.transfer.destination import Destination
+
+__all__ = ["Prepared"]
+
+T = TypeVar("T")
+
+
+class Prepared(Generic[T]):
+    """A verified checkpoint in host memory, to be copied into its template later.
+
+    `HTTPTransport.prepare` and ``follow(prepare=True)`` return it. Until it is applied,
+    the template is unchanged and may serve. After that, or after `discard`, the memory
+    is free again. It also becomes free if you drop the object.
+
+    Attributes:
+        step: The step of the checkpoint.
+        nbytes: The bytes that `apply` copies. Chunks that the template has already do
+            not count.
+    """
+
+    def __init__(self, step: int, template: object, goal: Destination) -> None:
+        self.step = step
+        self.nbytes = goal.nbytes_to_load
+        self._template = template
+        self._goal: Destination | None = goal
+        goal.patch = None  # frees the description of what the receiver held
+
+    def __repr__(self) -> str:
+        done = "" if self._goal is not None else " (applied or discarded)"
+        return f"<Prepared step={self.step} nbytes={self.nbytes}{done}>"
+
+    def apply(self) -> T:
+        """Copy the checkpoint into the template; return the template.
+
+        Blocks for about as long as a copy of `nbytes` takes, and waits for the copies
+        to devices. Call it from any thread while nothing uses the template. Nothing
+        interrupts it half way, except for a device that fails.
+
+        Raises:
+            LocalProtocolError: it was applied or discarded before; or the template was
+                changed since the checkpoint was prepared with ``have=``, so prepare it
+                again. The template is unchanged. PyTorch does not count the changes of
+                inference tensors, so they are not noticed.
+            StagingError: a device has failed during the copy.
+        """
+        with self._applying() as goal:
+            goal.load_now()
+        return cast("T", self._template)
+
+    async def apply_async(self) -> T:
+        """Do what `apply` does without blocking the event loop.
+
+        If cancelled while it waits for the devices' earlier work, the template is
+        unchanged and the checkpoint is discarded. If cancelled later, the copy goes on
+        to its end.
+
+        Raises:
+            ClosedError: the transport was shut down.
+            LocalProtocolError, StagingError: see `apply`.
+        """
+        with self._applying() as goal:
+            await goal.load()
+        return cast("T", self._template)
+
+    def discard(self) -> None:
+        """Free the memory; the template stays as it is. Idempotent."""
+        goal, self._goal = self._goal, None
+        if goal is not None:
+            goal.abandon()
+            goal.discard(late=False)
+
+    @contextmanager
+    def _applying(self) -> Iterator[Destination]:
+        if self._goal is None:
+            raise LocalProtocolError(f"{self!r} has nothing to apply any more")
+        self._goal.check_template(f"step {self.step}")
+        goal, self._goal = self._goal, None
+        started = time.monotonic()
+        try:
+            yield goal
+        except BaseException as error:
+            done = "was modified" if goal.touched else "was not modified"
+            error.add_note(f"the template {done}")
+            goal.abandon()
+            goal.discard(late=True)
+            raise
+        emit(
+            TransferEvent(
+                stop="apply",
+                step=self.step,
+                nbytes=self.nbytes,
+                seconds=time.monotonic() - started,
+                level=logging.INFO,
+            )
+        )
