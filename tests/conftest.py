@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 HAS_TORCH = find_spec("torch") is not None
 HAS_TORCHFT = HAS_TORCH and find_spec("torchft") is not None
+HAS_VLLM = HAS_TORCH and find_spec("vllm") is not None
 HAS_UVLOOP = find_spec("uvloop") is not None
 
 TORCH_FREE = (
@@ -83,6 +84,8 @@ def pytest_report_header() -> list[str]:
         lines.append("torch is not installed: only the torch-free rooms are tested")
     elif not HAS_TORCHFT:
         lines.append("torchft is not installed: tests/torchft runs in `nox -s torchft`")
+    if not HAS_VLLM:
+        lines.append("vLLM is not installed: tests/vllm runs in `nox -s vllm`")
     return lines
 
 
@@ -96,8 +99,9 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out what cannot be imported without torch, or without torchft."""
-    if not HAS_TORCHFT and collection_path == HERE / "torchft":
+    """Leave out what cannot be imported without torch, torchft or vLLM."""
+    absent = {"torchft": not HAS_TORCHFT, "vllm": not HAS_VLLM}
+    if collection_path.parent == HERE and absent.get(collection_path.name):
         return True
     if HAS_TORCH or not collection_path.name.startswith("test_"):
         return None

@@ -1,0 +1,311 @@
+"""The engines of a vLLM worker and of a trainer, for vLLM's four phases.
+
+The interface is that of vLLM 0.32 (``vllm.distributed.weight_transfer.base``). The
+trainer publishes a step over HTTP, and each worker pulls it: there is no process group
+and no pickle, and engines may come and go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+from vllm.distributed.weight_transfer import base
+
+from aiockpt.errors import LocalProtocolError, TemplateMismatchError
+from aiockpt.http.options import Auth, Server
+from aiockpt.http.transport import HTTPTransport
+from aiockpt.runtime.sync_facade import SyncFacade
+from aiockpt.state.flatten import ready_for_threads
+from aiockpt.vllm.mirror import HostMirror
+
+__all__ = [
+    "InitInfo",
+    "ReceivingEngine",
+    "TrainerEngine",
+    "TrainerInitInfo",
+    "UpdateInfo",
+]
+
+_CLOSING = 10.0  # seconds
+
+
+@dataclass
+class InitInfo(base.WeightTransferInitInfo):
+    """Where a worker gets the weights, as plain JSON.
+
+    Attributes:
+        metadata: The string that the trainer's transport returned.
+        timeout: Seconds that an update waits for its step.
+        token: The trainer's token, if the metadata does not contain it.
+    """
+
+    metadata: str
+    timeout: float = 300.0
+    token: str | None = None
+
+
+@dataclass
+class UpdateInfo(base.WeightTransferUpdateInfo):
+    """The step of one update, as plain JSON."""
+
+    step: int
+
+
+class ReceivingEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Prefetches each step while vLLM serves, and loads the step that is asked for.
+
+    The model is not touched before all of the step is in host memory, and verified. So
+    the old weights serve on after any failure before that, and the next update works.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(
+        self, config: Any, vllm_config: Any, device: torch.device, model: Any
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._facade: SyncFacade | None = None
+        self._mirror: HostMirror | None = None
+        self._timeout = 0.0
+        self._layouts: dict[int, dict[str, Any]] = {}  # by the `id` of a model
+        self._is_loading = False
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Begin to follow a trainer, in place of an earlier one. Returns at once.
+
+        Raises:
+            LocalProtocolError: the metadata is malformed.
+        """
+        self.shutdown()
+        self._mirror = HostMirror(init_info.metadata, token=init_info.token)
+        self._timeout = init_info.timeout
+        self._facade = SyncFacade("the weight transfer engine", at_exit=_nothing)
+        follow = partial(_begin, self._mirror)
+        self._task = self._facade.call(follow, timeout=_CLOSING, stop="start")
+
+    def start_weight_update(self) -> None:
+        """Do nothing: a model that waits for a step must be able to serve on."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Wait until the step is in host memory, and load it into the model.
+
+        Raises:
+            LocalProtocolError: `init_transfer_engine` was not called.
+            StepNotFoundError: the trainer has published a later step already.
+            TransferTimeoutError: the step has not arrived in time.
+            TemplateMismatchError: the step has other parameters than the step before.
+            AiockptError: the trainer cannot be followed any more.
+        """
+        from vllm.model_executor.model_loader.mtp_validation import (
+            disable_mtp_completeness_check,
+        )
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if self._facade is None or self._mirror is None:
+            raise LocalProtocolError(
+                "the weight transfer engine follows no trainer: call "
+                "init_weight_transfer_engine first"
+            )
+        wait = partial(self._mirror.wait_for, update_info.step, self._timeout)
+        state = self._facade.call(wait, timeout=self._timeout, stop="recv")
+        layout = {name: (each.dtype, each.shape) for name, each in state.items()}
+        known = self._layouts.get(id(self.model))
+        if known is not None and known != layout:
+            _refuse(known, layout)
+        self._is_loading = True
+        initialize_layerwise_reload(self.model)
+        with disable_mtp_completeness_check():
+            self.model.load_weights(iter(state.items()))
+        self._layouts[id(self.model)] = layout
+
+    def finish_weight_update(self) -> None:
+        """Complete the layers that vLLM processes last."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if self._is_loading:
+            self._is_loading = False
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Stop following the trainer, and free the host memory. Idempotent."""
+        facade, self._facade, self._mirror = self._facade, None, None
+        if facade is not None:
+            facade.close(_nothing, wait=_CLOSING)
+
+
+@dataclass
+class TrainerInitInfo(base.TrainerInitInfo):
+    """How a trainer publishes its weights.
+
+    Attributes:
+        server: Where to serve. ``keep_base=True`` sends only the changed elements.
+        auth: Who may read.
+        timeout: Seconds for staging a step, and for an update of a worker.
+        step: The step of the training so far; `TrainerEngine.send_weights` counts on.
+    """
+
+    backend: ClassVar[str] = "aiockpt"
+
+    server: Server = Server()  # noqa: RUF009 - frozen
+    auth: Auth = Auth()  # noqa: RUF009 - frozen
+    timeout: float = 300.0
+    step: int = 0
+
+
+class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
+    """Publishes the weights of a source, and drives the engines' update.
+
+    Attributes:
+        version: The last step that all engines have loaded; None: none yet.
+    """
+
+    init_info_cls = TrainerInitInfo
+
+    def __init__(
+        self, init_info: TrainerInitInfo, *, client: Any, source: base.WeightSource
+    ) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self.version: int | None = None
+        self._step, self._timeout = init_info.step, init_info.timeout
+        self._staged: dict[str, torch.Tensor] = {}
+        self._facade: SyncFacade | None = None
+        if self.is_sender:
+            self._transport: HTTPTransport[Any] = HTTPTransport(
+                timeout=init_info.timeout, server=init_info.server, auth=init_info.auth
+            )
+            abrupt = partial(self._transport.shutdown, wait=False)
+            self._facade = SyncFacade("the trainer's engine", at_exit=abrupt)
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: TrainerInitInfo,
+        *,
+        client: base.VLLMWeightSyncClient,
+        source: base.WeightSource | None = None,
+    ) -> Self:
+        """Serve, and let the engines follow; for every rank of the trainer.
+
+        Raises:
+            ValueError: there is no source.
+            OSError, AiockptError: the transport cannot serve.
+        """
+        if source is None:
+            raise ValueError("the backend aiockpt needs a WeightSource")
+        engine = cls(init_info, client=client, source=source)
+        try:
+            engine.announce()
+        except BaseException:
+            engine.shutdown()
+            raise
+        return engine
+
+    def announce(self) -> None:
+        """Let the engines of the client follow this trainer; also a new engine."""
+        if self._facade is not None:
+            metadata = self._facade.call(
+                self._start, timeout=self._timeout, stop="start"
+            )
+            info = {"metadata": metadata, "timeout": self._timeout}
+            self.client.init_weight_transfer_engine(info)
+
+    def send_weights(self, step: int | None = None) -> None:
+        """Publish the source's weights, and have all engines load them.
+
+        Every rank of the trainer calls this. A publication is whole or not at all. If
+        this raises, `version` and the engines' ``weight_version`` stay, and the next
+        call sends a later step.
+
+        Args:
+            step: The step of the training. None: one more than the last one.
+
+        Raises:
+            ValueError: the step is not later than the last one; or the source yields
+                other tensors than its ``metadata()`` says.
+            AiockptError: the weights cannot be published.
+            Exception: what the client raises.
+        """
+        assert self.source is not None
+        if step is not None and step <= self._step:
+            raise ValueError(f"step {step} is not later than step {self._step}")
+        if self._facade is None:  # materializing a tensor is a collective
+            for _ in self.source:
+                pass
+            return
+        state = self._collect(self.source)
+        self._step = self._step + 1 if step is None else step
+        ready = ready_for_threads(state)
+        send = partial(
+            self._transport.send_checkpoint, step=self._step, state_dict=ready
+        )
+        self._facade.call(send, timeout=self._timeout, stop="stage")
+        self.client.start_weight_update()
+        self.client.update_weights({"step": self._step})
+        self.client.finish_weight_update(weight_version=str(self._step))
+        self.version = self._step
+
+    def shutdown(self) -> None:
+        """Stop serving. Idempotent."""
+        if self._facade is not None:
+            self._facade.close(self._transport.shutdown, wait=_CLOSING)
+
+    async def _start(self) -> str:
+        await self._transport.start()
+        return self._transport.metadata()
+
+    def _collect(self, source: base.WeightSource) -> dict[str, torch.Tensor]:
+        """Return all weights; those of a device in host memory, one at a time.
+
+        A source may gather each tensor on the device, which has no memory for all.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in source:
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(
+                    f"the source does not hold {name}: aiockpt needs a source that "
+                    "yields every full tensor on rank 0"
+                )
+            weights = tensor.detach()
+            if weights.device.type != "cpu":
+                weights = self._to_host(name, weights)
+            found[name] = weights
+        _check_names([meta.name for meta in source.metadata()], found)
+        return found
+
+    def _to_host(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        staged = self._staged.get(name)
+        if staged is None or (staged.shape, staged.dtype) != (
+            tensor.shape,
+            tensor.dtype,
+        ):
+            staged = self._staged[name] = torch.empty_like(tensor, device="cpu")
+        return staged.copy_(tensor)
+
+
+async def _begin(mirror: HostMirror) -> asyncio.Task[None]:
+    """Run a mirror until its loop closes; the caller keeps the task."""
+    return asyncio.create_task(mirror.run())
+
+
+async def _nothing() -> None:
+    """Do nothing: the facade cancels the mirror's task."""
+
+
+def _refuse(known: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
+    """Raise the first difference of two layouts."""
+    for name in sorted({*known, *layout}):
+        if (old := known.get(name)) != (new := layout.get(name)):
+            raise TemplateMismatchError(name, expected=str(new), actual=str(old))
+
+
+def _check_names(expected: Collection[str], found: Mapping[str, Any]) -> None:
+    if missing := {*expected} - {*found}:
+        raise ValueError(f"the source has not yielded {min(missing)}")
+    if more := {*found} - {*expected}:
+        raise ValueError(f"the source has yielded {min(more)}, which is not declared")

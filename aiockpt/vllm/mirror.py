@@ -1,0 +1,220 @@
+"""Prefetches the steps of a sender once per host, into memory that processes share.
+
+The processes of one user on a host elect a leader by the lock of a file. The leader
+follows the sender, and publishes each step to this host (``same_host``). All of them,
+the leader too, map the published memory. If the leader dies, another process takes its
+place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from aiockpt.errors import (
+    AiockptError,
+    AuthenticationError,
+    StateDictError,
+    StepNotFoundError,
+    StorageError,
+    TransportError,
+)
+from aiockpt.http.options import Auth, Server
+from aiockpt.http.transport import HTTPTransport
+from aiockpt.runtime.lifetime import Deadline
+from aiockpt.runtime.secrets import Token
+from aiockpt.runtime.tasks import Notifier, task_group
+from aiockpt.storage import files
+
+__all__ = ["HostMirror"]
+
+logger = logging.getLogger("aiockpt")
+
+State = dict[str, Any]
+
+_LOST: Final = 2.0  # seconds that the other processes wait for a silent leader
+_PAUSE: Final = 0.1  # seconds between two attempts to find a leader
+_LONGEST: Final = 16 << 10  # bytes of the file with the leader's metadata
+
+
+class HostMirror:
+    """The newest checkpoint of a sender, in memory that processes of this host share.
+
+    Args:
+        metadata: The string that the sender's ``metadata()`` returned.
+        token: The sender's token, if the metadata does not contain it.
+        place: The directory of the lock files. It must belong to this user alone.
+            None: a directory in the system's temporary one.
+
+    Attributes:
+        step: The step that is there; None: none yet.
+        is_leader: Whether this process fetches for the others.
+    """
+
+    def __init__(
+        self, metadata: str, *, token: str | None = None, place: Path | None = None
+    ) -> None:
+        self._metadata = Token(metadata)
+        self._auth = Auth(token=token)
+        name = hashlib.sha256(metadata.encode()).hexdigest()[:32]
+        self._path = (place or _default_place()) / name
+        self._news = Notifier()
+        self._state: State | None = None
+        self._error: AiockptError | None = None
+        self.step: int | None = None
+        self.is_leader = False
+
+    def __repr__(self) -> str:
+        return f"<HostMirror step={self.step}{' leader' if self.is_leader else ''}>"
+
+    async def run(self) -> None:
+        """Follow the sender until cancelled; then everything is released.
+
+        An error that no retry can mend ends this. `wait_for` raises it.
+        """
+        try:
+            while True:
+                with suppress(TransportError):  # the leader is gone: elect another one
+                    await self._follow()
+                await asyncio.sleep(_PAUSE)
+        except AiockptError as error:
+            logger.warning("%s: %s", self, error)
+            self._error = error
+        finally:
+            self.is_leader = False
+            self._state = None
+            self._news.notify()
+
+    async def wait_for(self, step: int, timeout: float) -> State:
+        """Return the state dict of ``step``, in shared memory that never changes.
+
+        If cancelled, the mirror goes on.
+
+        Raises:
+            StepNotFoundError: the sender has published a later step already.
+            TransferTimeoutError: the step has not arrived within ``timeout`` seconds.
+            AiockptError: the sender cannot be followed any more.
+        """
+        async with Deadline(timeout, stop="recv", what=f"step {step}") as deadline:
+            while True:
+                if self._error is not None:
+                    raise self._error
+                if self.step == step and self._state is not None:
+                    return self._state
+                if self.step is not None and self.step > step:
+                    raise StepNotFoundError(step, serving=self.step)
+                deadline.what = f"step {step} after step {self.step}"
+                await self._news.wait(None)
+
+    async def _follow(self) -> None:
+        """Find the leader, or become it, and map what it publishes."""
+        _make_private(self._path.parent)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with files.named(self._path):
+            fd = os.open(self._path, flags, 0o600)
+        try:
+            if not files.lock(fd):
+                if leader := os.pread(fd, _LONGEST, 0).decode():
+                    await self._map(leader)
+            elif files.is_at(self._path, fd):  # else an old leader has removed it
+                async with self._leading(fd):
+                    pass
+        finally:
+            os.close(fd)
+
+    @asynccontextmanager
+    async def _leading(self, fd: int) -> AsyncIterator[None]:
+        """Fetch for this host until cancelled; ``fd`` holds the lock."""
+        async with AsyncExitStack() as stack:
+            local = HTTPTransport[State](
+                same_host=True, server=Server(host="127.0.0.1")
+            )
+            await stack.enter_async_context(local)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, local.metadata().encode(), 0)
+            stack.callback(self._path.unlink, missing_ok=True)
+            self.is_leader = True
+            async with task_group() as group:
+                group.create_task(self._fetch(local))
+                group.create_task(self._map(local.metadata()))
+        yield
+
+    async def _fetch(self, local: HTTPTransport[State]) -> None:
+        """Publish each step of the sender to this host."""
+        remote = HTTPTransport[State](auth=self._auth)
+        try:
+            while True:
+                # A step of another layout does not fit the mirror: begin again.
+                with suppress(StateDictError):
+                    await self._refresh(remote, local)
+                await asyncio.sleep(_PAUSE)
+        finally:
+            await remote.shutdown(wait=False)
+
+    async def _refresh(
+        self, remote: HTTPTransport[State], local: HTTPTransport[State]
+    ) -> None:
+        async with aclosing(remote.follow(self._metadata)) as newest:
+            step, mirror = await anext(newest)
+        await _publish(local, step, mirror)
+        steps = remote.follow(
+            self._metadata, after=step, into=mirror, have=True, prepare=True
+        )
+        async with aclosing(steps):
+            async for prepared in steps:
+                await prepared.apply_async()
+                await _publish(local, prepared.step, mirror)
+
+    async def _map(self, leader: str) -> None:
+        """Map each step that the leader publishes, until the leader is gone."""
+        here = HTTPTransport[State]()
+        try:
+            steps = here.follow(leader, share=True, reconnect_timeout=_LOST)
+            async with aclosing(steps):
+                async for step, state in steps:
+                    self.step, self._state = step, state
+                    self._news.notify()
+        except AuthenticationError as error:  # another process has the port now
+            raise TransportError(str(error)) from error
+        finally:
+            await here.shutdown(wait=False)
+
+
+async def _publish(local: HTTPTransport[State], step: int, state: State) -> None:
+    """Publish a step to this host.
+
+    Raises:
+        TransportError: the sender went back to an earlier step. The processes follow
+            only later steps of one leader, so there must be another one.
+    """
+    last = local.statistics().step
+    if last is not None and step <= last:
+        raise TransportError(f"the sender went back from step {last} to step {step}")
+    await local.send_checkpoint(step=step, state_dict=state)
+
+
+def _default_place() -> Path:
+    return Path(tempfile.gettempdir()) / f"aiockpt-{os.getuid()}"
+
+
+def _make_private(place: Path) -> None:
+    """Make a directory for this user alone, or check that it is one.
+
+    Raises:
+        StorageError: others can write to it, or own it.
+    """
+    with files.named(place):
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = place.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StorageError(str(place), "it is not a directory of this user")
+    if found.st_mode & 0o077:
+        raise StorageError(str(place), "others can enter it: chmod 700 it")

@@ -1,0 +1,161 @@
+"""``HostMirror``: the processes of a host fetch each step once and share it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from aiockpt.errors import (
+    AuthenticationError,
+    StepNotFoundError,
+    StorageError,
+    TransferTimeoutError,
+)
+from aiockpt.testing import PeerProcess, assert_same
+from aiockpt.vllm import HostMirror
+from tests.support.servers import settle
+from tests.support.transports import MIB, port_of, transport, weights_of
+
+pytestmark = pytest.mark.asyncio
+
+
+@asynccontextmanager
+async def mirroring(
+    metadata: str, place: Path, token: str | None = None
+) -> AsyncIterator[HostMirror]:
+    """Run a mirror as another process would."""
+    mirror = HostMirror(metadata, place=place, token=token)
+    task = asyncio.create_task(mirror.run())
+    try:
+        yield mirror
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_processes_of_a_host_fetch_once(tmp_path: Path) -> None:
+    """Each maps the same memory; later steps cost the changed elements."""
+    async with transport(keep_base=True, same_host=False) as sender:
+        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
+        metadata = sender.metadata()
+        async with (
+            mirroring(metadata, tmp_path / "locks") as one,
+            mirroring(metadata, tmp_path / "locks") as other,
+        ):
+            for step in range(1, 4):
+                before = sender.statistics().bytes_sent
+                if step > 1:
+                    await sender.send_checkpoint(step=step, state_dict=weights_of(step))
+                first = await one.wait_for(step, 30)
+                second = await other.wait_for(step, 30)
+                assert_same(first, weights_of(step))
+                assert_same(second, weights_of(step))
+                sent = sender.statistics().bytes_sent - before
+                assert sent < (4.1 if step == 1 else 0.1) * MIB
+                del first, second
+            assert one.is_leader != other.is_leader
+    assert not list((tmp_path / "locks").iterdir())
+
+
+async def test_a_wrong_step_is_an_error(tmp_path: Path) -> None:
+    """An earlier one is gone, a later one does not come; the right one works."""
+    async with transport() as sender:
+        await sender.send_checkpoint(step=5, state_dict=weights_of(1))
+        async with mirroring(sender.metadata(), tmp_path / "locks") as mirror:
+            await mirror.wait_for(5, 30)
+            with pytest.raises(StepNotFoundError, match="step 5"):
+                await mirror.wait_for(4, 30)
+            with pytest.raises(TransferTimeoutError, match="step 6 after step 5"):
+                await mirror.wait_for(6, 0.2)
+            assert_same(await mirror.wait_for(5, 30), weights_of(1))
+
+
+async def test_a_leader_that_leaves_is_replaced(tmp_path: Path) -> None:
+    """The other process follows the sender by itself."""
+    async with transport() as sender, AsyncExitStack() as stack:
+        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
+        metadata, place = sender.metadata(), tmp_path / "locks"
+        leader = await stack.enter_async_context(mirroring(metadata, place))
+        await leader.wait_for(1, 30)
+        async with mirroring(metadata, place) as heir:
+            await heir.wait_for(1, 30)
+            assert not heir.is_leader
+            await stack.aclose()
+            await sender.send_checkpoint(step=2, state_dict=weights_of(2))
+            assert_same(await heir.wait_for(2, 30), weights_of(2))
+            assert heir.is_leader
+
+
+PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+from aiockpt.vllm import HostMirror
+
+async def main():
+    mirror = HostMirror(sys.argv[1], place=Path(sys.argv[2]))
+    task = asyncio.create_task(mirror.run())
+    await mirror.wait_for(1, 60)
+    print("leader" if mirror.is_leader else "other", flush=True)
+    await task
+
+asyncio.run(main())
+"""
+
+
+async def test_a_leader_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    """What it has published stays mapped; the next step comes all the same."""
+    async with transport() as sender:
+        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
+        metadata, place = sender.metadata(), tmp_path / "locks"
+        command = [sys.executable, "-c", PROGRAM, metadata, str(place)]
+        async with PeerProcess(command) as leader:
+            assert await leader.line() == "leader"
+            async with mirroring(metadata, place) as mirror:
+                held = await mirror.wait_for(1, 30)
+                assert not mirror.is_leader
+                await leader.kill()
+                assert_same(held, weights_of(1))
+                del held
+                await sender.send_checkpoint(step=2, state_dict=weights_of(2))
+                assert_same(await mirror.wait_for(2, 60), weights_of(2))
+                assert mirror.is_leader
+
+
+async def test_a_sender_that_comes_back_is_followed(tmp_path: Path) -> None:
+    """It has the same token and port, an earlier step, and another layout."""
+    async with transport(token="t" * 20) as sender:
+        port, metadata = port_of(sender), sender.metadata()
+        await sender.send_checkpoint(step=5, state_dict=weights_of(1))
+        locks = tmp_path / "locks"
+        async with mirroring(metadata, locks, "t" * 20) as mirror:
+            await mirror.wait_for(5, 30)
+            await sender.shutdown()
+            async with transport(token="t" * 20, port=port) as again:
+                await again.send_checkpoint(step=2, state_dict=weights_of(2, count=3))
+                await settle(lambda: mirror.step == 2, patience=30)
+                assert_same(await mirror.wait_for(2, 30), weights_of(2, count=3))
+
+
+async def test_a_refused_token_is_told(tmp_path: Path) -> None:
+    """The error comes out of the wait, not of a log only."""
+    async with transport() as sender:
+        metadata = sender.metadata().partition("#")[0] + "#" + "x" * 20
+        async with mirroring(metadata, tmp_path / "locks") as mirror:
+            with pytest.raises(AuthenticationError):
+                await mirror.wait_for(1, 30)
+
+
+async def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
+    """Whoever can write to it could offer other weights."""
+    place = tmp_path / "locks"
+    os.mkdir(place)
+    os.chmod(place, 0o777)
+    async with transport() as sender, mirroring(sender.metadata(), place) as mirror:
+        with pytest.raises(StorageError, match="chmod 700"):
+            await mirror.wait_for(1, 30)

@@ -1,0 +1,238 @@
+"""Updates of the offline ``LLM`` class by a trainer in the same process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.weight_transfer.base import (
+    ModuleSource,
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from aiockpt import Server, StepNotFoundError, TemplateMismatchError
+from aiockpt.errors import TransferTimeoutError
+from aiockpt.runtime.sync_facade import SyncFacade
+from aiockpt.testing import Fault, FaultProxy
+from aiockpt.testing.faults import Pipe
+from aiockpt.vllm import TrainerInitInfo
+from tests.vllm.conftest import Engine, Make, Model, answers, checksums
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # vLLM's and torch's own
+    pytest.mark.timeout(600),
+]
+
+
+class Client:
+    """Drives engines of this process; remembers the versions."""
+
+    def __init__(self, *engines: Engine) -> None:
+        self.engines, self.versions = engines, list[str | None]()
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        for each in self.engines:
+            each.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    def start_weight_update(self) -> None:
+        for each in self.engines:
+            each.start_weight_update()
+
+    def update_weights(self, info: Any) -> None:
+        for each in self.engines:
+            each.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        for each in self.engines:
+            each.finish_weight_update()
+        self.versions.append(weight_version)
+
+
+def trainer(model: Model, client: Client, **options: Any) -> Any:
+    """Return a trainer's engine on loopback."""
+    server = Server(host="127.0.0.1", keep_base=True)
+    info = TrainerInitInfo(rank=0, server=server, timeout=10, **options)
+    source = ModuleSource(model.module)
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+
+def test_twenty_updates_equal_a_freshly_loaded_engine(
+    model: Model, make: Make, tmp_path: Path
+) -> None:
+    """Tokens and checksums, after each of them."""
+    engine = make(model.save(tmp_path / "old"))
+    client = Client(engine)
+    sender = trainer(model, client)
+    try:
+        for step in range(1, 21):
+            model.step(step)
+            sender.send_weights()
+            assert sender.version == step
+            fresh = make(model.save(tmp_path / f"step-{step}"))
+            assert checksums(engine) == checksums(fresh)
+            assert answers(engine) == answers(fresh)
+            del fresh
+        assert client.versions == [str(step) for step in range(1, 21)]
+    finally:
+        sender.shutdown()
+
+
+def test_two_engines_and_a_wrong_step(model: Model, make: Make, tmp_path: Path) -> None:
+    """An error leaves the old weights, and the next update reaches both engines."""
+    path = model.save(tmp_path / "old")
+    engines = make(path), make(path)
+    client = Client(*engines)
+    sender = trainer(model, client, step=6)
+    try:
+        model.step(1)
+        sender.send_weights()
+        assert client.versions == ["7"]
+        before = [answers(each) for each in engines]
+        assert before[0] == before[1]
+        assert checksums(engines[0]) == checksums(engines[1])
+        for step, error in ((6, StepNotFoundError), (99, TransferTimeoutError)):
+            client.start_weight_update()
+            with pytest.raises(error):
+                client.update_weights({"step": step})
+            client.engines = client.engines[::-1]
+            with suppress(RuntimeError):  # the first one has ended its session
+                client.finish_weight_update()
+            for each in engines:
+                with suppress(RuntimeError):
+                    each.finish_weight_update()
+            assert [answers(each) for each in engines] == before
+        model.step(2)
+        sender.send_weights(step=20)
+        fresh = make(model.save(tmp_path / "new"))
+        assert checksums(engines[0]) == checksums(engines[1]) == checksums(fresh)
+        with pytest.raises(ValueError, match="not later"):
+            sender.send_weights(step=20)
+        assert sender.version == 20
+    finally:
+        sender.shutdown()
+
+
+def test_other_parameters_are_refused(model: Model, make: Make, tmp_path: Path) -> None:
+    """A step of another model is refused before the live one is touched."""
+    engine = make(model.save(tmp_path / "old"))
+    client = Client(engine)
+    sender = trainer(model, client)
+    try:
+        sender.send_weights()
+        before = answers(engine)
+        right = sender.source
+        sender.source = ModuleSource(torch.nn.Linear(3, 3))
+        with pytest.raises(TemplateMismatchError):
+            sender.send_weights()
+        assert answers(engine) == before
+        assert sender.version == 1
+        sender.source = right
+        model.step(1)
+        sender.send_weights()
+        assert sender.version == 3
+        assert checksums(engine) == checksums(make(model.save(tmp_path / "new")))
+    finally:
+        sender.shutdown()
+
+
+def test_a_trainer_that_is_killed_in_the_middle_of_a_send(
+    model: Model, make: Make, tmp_path: Path
+) -> None:
+    """The old weights serve on, and a new trainer takes over."""
+    engine = make(model.save(tmp_path / "old"))
+    client = Client(engine)
+    killed_in_the_middle(client, model)
+    assert client.versions == ["1"]
+    sender = trainer(model, client)
+    try:
+        model.step(3)
+        sender.send_weights()
+        fresh = make(model.save(tmp_path / "new"))
+        assert checksums(engine) == checksums(fresh)
+        assert answers(engine) == answers(fresh)
+    finally:
+        sender.shutdown()
+
+
+def killed_in_the_middle(client: Client, model: Model) -> None:
+    """Load a step of a trainer, then kill it while the next one arrives."""
+    (engine,) = client.engines
+    with trainer_process() as process:
+        metadata = heard(process)
+        with stalling(metadata, after=150_000) as (slow, stall):
+            client.init_weight_transfer_engine({"metadata": slow, "timeout": 15.0})
+            assert told(process, "1") == "1"
+            client.start_weight_update()
+            client.update_weights({"step": 1})
+            client.finish_weight_update("1")
+            model.step(1)
+            before = checksums(engine), answers(engine)
+            stall.set()
+            assert told(process, "2") == "2"
+            time.sleep(1)  # the engine prefetches, until the bytes stop
+            process.kill()
+            client.start_weight_update()
+            with pytest.raises(TransferTimeoutError):
+                client.update_weights({"step": 2})
+            assert (checksums(engine), answers(engine)) == before
+
+
+def told(process: subprocess.Popen[str], line: str) -> str:
+    """Send a line to a trainer; return its answer."""
+    assert process.stdin is not None
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+    return heard(process)
+
+
+def heard(process: subprocess.Popen[str]) -> str:
+    """Return the trainer's next line, and leave out what libraries print."""
+    assert process.stdout is not None
+    while not (line := process.stdout.readline()).startswith("> "):
+        assert line, "the trainer has ended"
+    return line[2:].strip()
+
+
+@contextmanager
+def trainer_process() -> Iterator[subprocess.Popen[str]]:
+    """Run a trainer in a process of its own; kill it at the end."""
+    command = [sys.executable, "-m", "tests.vllm.trainer"]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def stalling(metadata: str, after: int) -> Iterator[tuple[str, threading.Event]]:
+    """Give metadata by way of a proxy, and an event that lets answers stall."""
+    stall = threading.Event()
+
+    class Stall(Fault):
+        left = after
+
+        async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+            self.left -= len(data) if stall.is_set() else 0
+            await (pipe.send(data) if self.left > 0 else pipe.stall())
+
+    host, _, path = metadata.removeprefix("http://").partition("/")
+    proxy = FaultProxy("127.0.0.1", int(host.rpartition(":")[2]), otherwise=Stall())
+    facade = SyncFacade("the proxy", at_exit=proxy.aclose)
+    facade.call(proxy.listen, timeout=10, stop="start")
+    try:
+        yield f"{proxy.url()}{path}", stall
+    finally:
+        facade.close(proxy.aclose, wait=10)
