@@ -25,6 +25,7 @@ NEEDS_TORCH = {
     "BackgroundCheckpointer",
     "HTTPTransport",
     "PGTransport",
+    "Prepared",
     "SyncCheckpointer",
     "load",
     "make_async_checkpointer",
