@@ -234,11 +234,14 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
         assert self.source is not None
         if step is not None and step <= self._step:
             raise ValueError(f"step {step} is not later than step {self._step}")
-        if self._facade is None:  # materializing a tensor is a collective
+        # Both are collectives for some sources, so every rank asks for both.
+        names = [meta.name for meta in self.source.metadata()]
+        if self._facade is None:
             for _ in self.source:
                 pass
             return
         state = self._collect(self.source)
+        _check_names(names, state)
         self._step = self._step + 1 if step is None else step
         ready = ready_for_threads(state)
         send = partial(
@@ -275,7 +278,6 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
             if weights.device.type != "cpu":
                 weights = self._to_host(name, weights)
             found[name] = weights
-        _check_names([meta.name for meta in source.metadata()], found)
         return found
 
     def _to_host(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

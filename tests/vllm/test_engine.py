@@ -25,7 +25,7 @@ from aiockpt.errors import TransferTimeoutError
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.testing import Fault, FaultProxy
 from aiockpt.testing.faults import Pipe
-from aiockpt.vllm import TrainerInitInfo
+from aiockpt.vllm import TrainerEngine, TrainerInitInfo
 from tests.vllm.conftest import Engine, Make, Model, answers, checksums
 
 pytestmark = [
@@ -143,6 +143,30 @@ def test_other_parameters_are_refused(model: Model, make: Make, tmp_path: Path) 
         assert checksums(engine) == checksums(make(model.save(tmp_path / "new")))
     finally:
         sender.shutdown()
+
+
+def test_every_rank_joins_the_collectives(model: Model) -> None:
+    """A rank that publishes nothing still asks for metadata and for each tensor."""
+    asked: list[str] = []
+
+    class Source(ModuleSource):
+        def metadata(self) -> list[Any]:
+            asked.append("metadata")
+            return super().metadata()
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for each in super().__iter__():
+                asked.append("tensor")
+                yield each
+
+    client = Client()
+    other = TrainerEngine.trainer_init(
+        TrainerInitInfo(rank=1), client=client, source=Source(model.module)
+    )
+    other.send_weights()
+    other.shutdown()
+    assert asked == ["metadata"] + ["tensor"] * len([*model.module.parameters()])
+    assert not client.versions
 
 
 def test_a_trainer_that_is_killed_in_the_middle_of_a_send(
