@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import secrets
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 from socket import create_server
 
 PARTS = Path(__file__).with_name("rl_refresh_parts")
+os.environ["PYTHONPATH"] = f"{PARTS}:{os.environ.get('PYTHONPATH', PARTS)}"
 TOKEN = secrets.token_urlsafe()  # all of them know it
 
 
@@ -50,9 +52,8 @@ async def losses(trainer: Process, count: int) -> tuple[int, float]:
 
 async def main() -> None:
     with create_server(("127.0.0.1", 0)) as free, tempfile.TemporaryDirectory() as tmp:
-        port, save = str(free.getsockname()[1]), f"{tmp}/save"
+        how = (str(free.getsockname()[1]), TOKEN, f"{tmp}/save")
         free.close()
-        how = (port, TOKEN, save)
         async with (
             running("trainer", *how) as (trainer, metadata),
             running("engine", metadata, TOKEN) as (kept, _),
@@ -62,17 +63,16 @@ async def main() -> None:
                 await until_version("engine 1", kept, version)
                 await until_version("engine 2", killed, version)
             async with running("engine", metadata, TOKEN) as (new, _):
-                print("engine 2 was killed, and came back")
                 version, _ = await losses(trainer, 2)
-                await until_version("engine 2", new, version)
+                await until_version("engine 2, which was killed", new, version)
                 trainer.kill()
                 print("the trainer was killed; version", version, "serves on")
                 await until_version("engine 1", kept, version)
                 async with running("trainer", *how) as (again, _):
                     version, last = await losses(again, 4)
                     print(f"it came back; loss {first:.2f} -> {last:.2f}")
-                    for name, engine in (("engine 1", kept), ("engine 2", new)):
-                        await until_version(name, engine, version)
+                    await until_version("engine 1", kept, version)
+                    await until_version("engine 2", new, version)
                     assert last < first
 
 
