@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final, NamedTuple
 
+import anyio
 from aiohttp import web
 
 from aiockpt.errors import (
@@ -64,6 +65,7 @@ SMALL_BYTES: Final = 64 << 10
 """A body up to this size is copied and handed to aiohttp whole."""
 
 _RETRY_AFTER: Final = 1.0  # seconds
+_DELTAS: Final = 64 << 20  # bytes of the longest range that is answered with deltas
 _PER_ROUND: Final = 16  # requests that begin in one round of the loop
 
 _LEVELS: Final = {
@@ -315,7 +317,9 @@ class CheckpointService:
         base = self.store.base_of(publication)
         if base is None or reply.status != HTTPStatus.PARTIAL_CONTENT:
             return None
-        if not _chunks_of(publication, reply):
+        # A long range would keep both snapshots for as long as it is encoded.
+        chunks = _chunks_of(publication, reply)
+        if not chunks or (len(chunks) > 1 and reply.stop - reply.start > _DELTAS):
             return None
         asked = http.asks_for_delta(request.headers, base.snapshot_id)
         return base if asked else None
@@ -327,19 +331,21 @@ class CheckpointService:
         reply: Reply,
         lease: http.Lease | None,
     ) -> DeltaBody | None:
-        """Return the deltas of a range, or None if the range itself is better."""
+        """Return the deltas of a range, or None if the range itself is better.
 
-        def leave() -> None:
-            """Do nothing, because encoding takes only milliseconds."""
-
+        If the store needs the memory of a snapshot, this ends after the chunks that are
+        being encoded, and returns None.
+        """
         reading = self.store.reading
-        async with (
-            reading(publication, evict=leave, lease=lease),
-            reading(base, evict=leave),
-        ):
-            return await self._deltas.body(
-                publication, base, _chunks_of(publication, reply)
-            )
+        with anyio.CancelScope() as scope:
+            async with (
+                reading(publication, evict=scope.cancel, lease=lease),
+                reading(base, evict=scope.cancel),
+            ):
+                return await self._deltas.body(
+                    publication, base, _chunks_of(publication, reply)
+                )
+        return None
 
     async def _find(
         self,

@@ -62,8 +62,10 @@ class Server:
             longest stay, and the other receivers must start again.
         keep_base: Keep the previous snapshot as the base of deltas. A receive with
             ``have=`` from a receiver that holds that step then fetches only the changed
-            elements. This takes the memory of one more checkpoint. Both ends need the
-            extra ``aiockpt[delta]``; a receiver without it fetches whole chunks.
+            elements. This takes the memory of one more checkpoint, and of the deltas:
+            at most half a checkpoint, and 1 % of one if few elements change. Both ends
+            need the extra ``aiockpt[delta]``; a receiver without it fetches whole
+            chunks.
         keep_last: If the trainer dies, the server process lives on until this many
             seconds after its last request. A successor of the trainer can fetch the
             last checkpoint from the same URL. An orderly shutdown ends the process at

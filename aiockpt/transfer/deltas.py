@@ -45,6 +45,7 @@ _WORD: Final = 2  # bytes
 _BLOCK: Final = 1 << 19  # words that are compared at once, in the cache
 _LONGEST_GAP: Final = 0xFFFF
 _MOST_CHANGED: Final = 0.3  # of the words; beyond that, a delta saves too little
+_MOST: Final = 0.5  # of the chunk; a longer delta is not worth its memory
 _SAMPLES: Final = 32
 _SAMPLE_BYTES: Final = 4096
 _LEVEL: Final = 1
@@ -96,7 +97,7 @@ def encode(base: memoryview, target: memoryview) -> bytes | None:
                 return head(SAME, 0)
             planes = _planes(np, *found)
             packed: bytes = zstandard.ZstdCompressor(level=_LEVEL).compress(planes)
-            if len(packed) < target.nbytes:
+            if len(packed) <= _MOST * target.nbytes:
                 body = _COUNT.pack(len(planes) // 4) + packed
                 return head(SPARSE, len(body)) + body
     return None

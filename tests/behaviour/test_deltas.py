@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from aiockpt import HTTPTransport, Progress, Server
 from aiockpt.errors import LocalProtocolError, MissingExtraError
 from aiockpt.http import deltas
 from aiockpt.testing import assert_same
+from tests.support.servers import settle
 from tests.support.transports import (
     MIB,
     Transport,
@@ -190,6 +192,35 @@ async def test_a_retraction_drops_the_base() -> None:
         got, nbytes = await link.receive(into=held, have=True)
         assert_same(got, weights_of(1))
         assert nbytes >= NBYTES
+
+
+async def test_a_retraction_does_not_wait_for_deltas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A chunk that is being encoded ends; those that wait are left out."""
+    calls: list[int] = []
+
+    def slow(*given: Any) -> None:
+        calls.append(given[2])
+        time.sleep(0.2)
+
+    monkeypatch.setattr(deltas, "_encoded", slow)
+    async with (
+        transport(chunk_bytes=64 << 10, grace=0.0, **SENDER) as sender,
+        transport(same_host=False, reconnect_timeout=0) as receiver,
+    ):
+        link = Exchange(sender, receiver)
+        await link.send(weights_of(0))
+        held, _ = await link.receive()
+        await link.send(weights_of(1))
+        task = asyncio.create_task(link.receive(into=held, have=True))
+        await settle(lambda: bool(calls))
+        began = time.monotonic()
+        await sender.disallow_checkpoint()
+        assert len(calls) < 32
+        assert time.monotonic() - began < 10
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_chunk_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
