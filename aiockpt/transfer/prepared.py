@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ class Prepared(Generic[T]):
         self.nbytes = goal.nbytes_to_load
         self._template = template
         self._goal: Destination | None = goal
+        self._turn = threading.Lock()  # two threads may apply it at once
         goal.patch = None  # frees the description of what the receiver held
 
     def __repr__(self) -> str:
@@ -76,17 +78,20 @@ class Prepared(Generic[T]):
 
     def discard(self) -> None:
         """Free the memory; the template stays as it is. Idempotent."""
-        goal, self._goal = self._goal, None
+        with self._turn:
+            goal, self._goal = self._goal, None
         if goal is not None:
             goal.abandon()
             goal.discard(late=False)
 
     @contextmanager
     def _applying(self) -> Iterator[Destination]:
-        if self._goal is None:
-            raise LocalProtocolError(f"{self!r} has nothing to apply any more")
-        self._goal.check_template(f"step {self.step}")
-        goal, self._goal = self._goal, None
+        with self._turn:
+            goal = self._goal
+            if goal is None:
+                raise LocalProtocolError(f"{self!r} has nothing to apply any more")
+            goal.check_template(f"step {self.step}")
+            self._goal = None
         started = time.monotonic()
         try:
             yield goal

@@ -229,6 +229,19 @@ async def test_a_dropped_or_discarded_step_frees_its_memory() -> None:
             await settle(lambda: arenas() <= before)
 
 
+async def test_two_threads_apply_a_step_once() -> None:
+    """One of them copies, the other one gets the error."""
+    live: Any = weights_of(0)
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
+        prepared = await receiver.prepare(sender.metadata(), 1, into=live)
+        calls = [asyncio.to_thread(prepared.apply) for _ in range(4)]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+    assert sum(each is live for each in found) == 1
+    assert sum(isinstance(each, LocalProtocolError) for each in found) == 3
+    assert_same(live, weights_of(1))
+
+
 async def test_a_step_outlives_its_transport() -> None:
     """What was prepared can be applied after a shutdown."""
     live: Any = weights_of(0)
