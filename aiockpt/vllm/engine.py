@@ -82,8 +82,9 @@ class ReceivingEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             LocalProtocolError: the metadata is malformed.
         """
+        mirror = HostMirror(init_info.metadata, token=init_info.token)
         self.shutdown()
-        self._mirror = HostMirror(init_info.metadata, token=init_info.token)
+        self._mirror = mirror
         self._timeout = init_info.timeout
         self._facade = SyncFacade("the weight transfer engine", at_exit=_nothing)
         follow = partial(_begin, self._mirror)

@@ -14,8 +14,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +27,7 @@ from aiockpt.errors import (
     TransportError,
 )
 from aiockpt.http.options import Auth, Server
+from aiockpt.http.protocol import parse_metadata
 from aiockpt.http.transport import HTTPTransport
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.secrets import Token
@@ -57,6 +57,9 @@ class HostMirror:
     Attributes:
         step: The step that is there; None: none yet.
         is_leader: Whether this process fetches for the others.
+
+    Raises:
+        LocalProtocolError: the metadata is malformed.
     """
 
     def __init__(
@@ -64,7 +67,9 @@ class HostMirror:
     ) -> None:
         self._metadata = Token(metadata)
         self._auth = Auth(token=token)
-        name = hashlib.sha256(metadata.encode()).hexdigest()[:32]
+        del metadata, token  # a traceback with local variables would show the token
+        parse_metadata(self._metadata)
+        name = hashlib.sha256(self._metadata.encode()).hexdigest()[:32]
         self._path = (place or _default_place()) / name
         self._news = Notifier()
         self._state: State | None = None
@@ -89,7 +94,6 @@ class HostMirror:
             logger.warning("%s: %s", self, error)
             self._error = error
         finally:
-            self.is_leader = False
             self._state = None
             self._news.notify()
 
@@ -125,27 +129,25 @@ class HostMirror:
                 if leader := os.pread(fd, _LONGEST, 0).decode():
                     await self._map(leader)
             elif files.is_at(self._path, fd):  # else an old leader has removed it
-                async with self._leading(fd):
-                    pass
+                await self._lead(fd)
         finally:
             os.close(fd)
 
-    @asynccontextmanager
-    async def _leading(self, fd: int) -> AsyncIterator[None]:
+    async def _lead(self, fd: int) -> None:
         """Fetch for this host until cancelled; ``fd`` holds the lock."""
-        async with AsyncExitStack() as stack:
-            local = HTTPTransport[State](
-                same_host=True, server=Server(host="127.0.0.1")
-            )
-            await stack.enter_async_context(local)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, local.metadata().encode(), 0)
-            stack.callback(self._path.unlink, missing_ok=True)
-            self.is_leader = True
-            async with task_group() as group:
-                group.create_task(self._fetch(local))
-                group.create_task(self._map(local.metadata()))
-        yield
+        server = Server(host="127.0.0.1")
+        async with HTTPTransport[State](same_host=True, server=server) as local:
+            try:
+                with files.named(self._path):
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, local.metadata().encode(), 0)
+                self.is_leader = True
+                async with task_group() as group:
+                    group.create_task(self._fetch(local))
+                    group.create_task(self._map(local.metadata()))
+            finally:
+                self.is_leader = False
+                self._path.unlink(missing_ok=True)
 
     async def _fetch(self, local: HTTPTransport[State]) -> None:
         """Publish each step of the sender to this host."""

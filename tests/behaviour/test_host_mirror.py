@@ -13,6 +13,7 @@ import pytest
 
 from aiockpt.errors import (
     AuthenticationError,
+    LocalProtocolError,
     StepNotFoundError,
     StorageError,
     TransferTimeoutError,
@@ -149,6 +150,12 @@ async def test_a_refused_token_is_told(tmp_path: Path) -> None:
         async with mirroring(metadata, tmp_path / "locks") as mirror:
             with pytest.raises(AuthenticationError):
                 await mirror.wait_for(1, 30)
+
+
+async def test_malformed_metadata_is_refused_at_once(tmp_path: Path) -> None:
+    """A typing error is not a trainer that is still to come."""
+    with pytest.raises(LocalProtocolError):
+        HostMirror("no address", place=tmp_path)
 
 
 async def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
