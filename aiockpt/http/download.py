@@ -552,12 +552,13 @@ class Download:
         """Apply deltas to the held chunks, until the first wrong digest."""
         size = self._outline.grid.chunk_bytes
         chunks = range(reach.start // size, -(-reach.stop // size))
-        assert self._target.patch is not None
+        patch = self._target.patch
+        assert patch is not None
         with answer.blamed():
             parts = split(deltas, len(chunks))
         for chunk, (kind, body) in zip(chunks, parts, strict=True):
             with answer.blamed():
-                right = await self._target.patch(chunk, kind, body)
+                right = await patch(self._target.memory, chunk, kind, body)
             if not right:
                 self._unpatched += 1
                 self._plain.add(chunk)

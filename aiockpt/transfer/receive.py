@@ -267,7 +267,7 @@ def _make_room(
         else:
             held = Held.of(manifest, own, arena=goal.arena, ports=ports)
         delta = Delta(held, bridge, report.reuse)
-        goal.patch = partial(delta.patch, goal)
+        goal.patch = delta.patch
     del manifest, template, own
     if many:
         return_freed()

@@ -129,12 +129,10 @@ class Held:
                 found.append(chunk)
         return found
 
-    def patched(
-        self, chunk: int, kind: int, body: memoryview, target: Memory | None
-    ) -> bool:
+    def patched(self, chunk: int, kind: int, body: memoryview, target: Memory) -> bool:
         """Apply a delta to a chunk of the held bytes; say if the digest is right.
 
-        A right chunk is copied to ``target`` (None: the arena). Otherwise nothing is
+        A right chunk is copied to ``target``. Otherwise nothing is
         written. Two threads may patch the same chunk at once. `matching` must have
         been called for the chunk.
 
@@ -152,8 +150,7 @@ class Held:
             apply(kind, body, made)
             if digest([made]) != self._digests[chunk]:
                 return False
-            there = self._arena if target is None else target
-            _copy(there.buffers(start, stop), [made])
+            _copy(target.buffers(start, stop), [made])
             return True
         finally:
             self._scratch.append(scratch)
@@ -182,12 +179,12 @@ class HeldInTemplate(Held):
         super().__init__(manifest, merged, arena=goal.arena, ports=ports)
         entries = manifest.entries
         self._values = _Ranges((entries.starts[e], entries.stops[e]) for e in values)
-        self._memory, self._goal = goal.copies.in_place(), goal
+        self._memory, self._loaded = goal.copies.in_place(), goal.loaded
 
     def bring(self, chunks: Iterable[int], target: Memory | None) -> list[int]:
         """Leave them where they are."""
         there = [*chunks]
-        self._goal.loaded.update(there)
+        self._loaded.update(there)
         return there
 
     def _matches(self, chunk: int, memory: Memory) -> bool:
@@ -294,13 +291,12 @@ class Delta:
         return await self._each(chunks, self._keep(target))
 
     async def patch(
-        self, goal: Destination, chunk: int, kind: int, body: memoryview
+        self, target: Memory, chunk: int, kind: int, body: memoryview
     ) -> bool:
         """Apply a delta to a chunk that was planned; see `Held.patched`."""
         held = self._held
         if not held.known([chunk]):
             return False
-        target = None if goal.memory is goal.arena else goal.memory
         if not await self._bridge.run(held.patched, chunk, kind, body, target):
             return False
         start, stop = held.grid.range(chunk)

@@ -32,8 +32,8 @@ The number of bytes is negative if some were discarded. It must be quick.
 Prepare: TypeAlias = Callable[[int, int], object]
 """Prepares the memory of ``[start, stop)`` for its bytes. For threads."""
 
-Patch: TypeAlias = Callable[[int, int, memoryview], Awaitable[bool]]
-"""Applies a delta to the receiver's bytes: called with chunk, kind and body.
+Patch: TypeAlias = Callable[[Memory, int, int, memoryview], Awaitable[bool]]
+"""Applies a delta to the receiver's bytes: called with target, chunk, kind and body.
 
 Returns whether the digest is right, and so the chunk is in the target.
 """

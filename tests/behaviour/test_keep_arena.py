@@ -70,16 +70,25 @@ async def test_memory_in_use_is_left_alone(kept: str) -> None:
         assert set(torch.as_tensor(held).tolist()) == {1.0}
 
 
-async def test_a_template_is_filled_by_way_of_it() -> None:
+@pytest.mark.parametrize("have", [None, True])
+async def test_a_template_is_filled_by_way_of_it(have: bool | None) -> None:
     """Without direct, the bytes wait in memory that is kept, too."""
     async with pair(keep_arena=True) as (sender, receiver):
         template = state(0)
-        for step in range(1, 4):
-            await sender.send_checkpoint([1], step, state(step))
-            await receive(sender, receiver, step, into=template)
-            assert_same(template, state(step))
         warm: ArenaPool = receiver._warm  # type: ignore[assignment]
-        [arena] = warm.free
+        used = set()
+        gc.collect()
+        gc.disable()
+        try:
+            for step in range(1, 4):
+                await sender.send_checkpoint([1], step, state(step))
+                await receive(sender, receiver, step, into=template, have=have)
+                assert_same(template, state(step))
+                [arena] = warm.free
+                used.add(arena)
+        finally:
+            gc.enable()
+        assert len(used) == 1
         assert arena.nbytes >= 600_000
 
 
