@@ -16,7 +16,8 @@ the format.
 from __future__ import annotations
 
 import struct
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, Final, TypeAlias
 
 from aiockpt.errors import MissingExtraError, RemoteProtocolError
@@ -26,7 +27,8 @@ __all__ = [
     "RAW",
     "SAME",
     "SPARSE",
-    "apply",
+    "Change",
+    "changer",
     "check_available",
     "encode",
     "head",
@@ -42,7 +44,8 @@ _HEAD: Final = struct.Struct("<BxxxI")  # the kind, and the length of the body
 HEAD_BYTES: Final = _HEAD.size
 _COUNT: Final = struct.Struct("<I")
 _WORD: Final = 2  # bytes
-_BLOCK: Final = 1 << 19  # words that are compared at once, in the cache
+_LONG: Final = 8  # bytes that are compared as one number
+_BLOCK: Final = 1 << 20  # bytes that are compared at once, in the cache
 _LONGEST_GAP: Final = 0xFFFF
 _MOST_CHANGED: Final = 0.3  # of the words; beyond that, a delta saves too little
 _MOST: Final = 0.5  # of the chunk; a longer delta is not worth its memory
@@ -51,6 +54,9 @@ _SAMPLE_BYTES: Final = 4096
 _LEVEL: Final = 1
 
 _Changes: TypeAlias = "tuple[Any, Any]"  # arrays: int64 positions, uint16 differences
+
+Change: TypeAlias = Callable[[int, memoryview], None]
+"""Changes a block of a chunk from base to target: called with position and block."""
 
 
 @cache
@@ -125,29 +131,31 @@ def split(deltas: memoryview, count: int) -> list[tuple[int, memoryview]]:
     return found
 
 
-def apply(kind: int, body: memoryview, chunk: memoryview) -> None:
-    """Change ``chunk`` from the base to the target, in place.
+def changer(kind: int, body: memoryview, nbytes: int) -> Change:
+    """Return a function that changes a chunk of ``nbytes`` from base to target.
+
+    It changes blocks in place, at even positions, each once and in any order. So the
+    caller can copy, change and digest a block while it is in the processor's cache.
 
     Raises:
-        RemoteProtocolError: the delta is malformed. The chunk may be partly changed.
+        RemoteProtocolError: the delta is malformed.
         MissingExtraError: numpy or zstandard is not installed.
     """
     if kind == SAME and not body.nbytes:
-        return
-    if kind == RAW and body.nbytes == chunk.nbytes:
-        chunk[:] = body
-        return
+        return _leave
+    if kind == RAW and body.nbytes == nbytes:
+        return partial(_replace, body)
     if kind != SPARSE or body.nbytes < _COUNT.size:
         raise RemoteProtocolError(
-            f"a delta of kind {kind} with {body.nbytes} bytes for {chunk.nbytes}"
+            f"a delta of kind {kind} with {body.nbytes} bytes for {nbytes}"
         )
     np, zstandard = _libraries()
     (count,) = _COUNT.unpack_from(body)
-    words = _words(np, chunk)
+    words = nbytes // _WORD
     packed = body[_COUNT.size :]
     size = 2 * _WORD * count
-    if count > len(words) // 2:  # bounds the memory that a peer can make this take
-        raise RemoteProtocolError(f"a delta of {count} changes for {len(words)} words")
+    if count > words // 2:  # bounds the memory that a peer can make this take
+        raise RemoteProtocolError(f"a delta of {count} changes for {words} words")
     try:
         # zstandard ignores max_output_size if the frame states its content size.
         if zstandard.get_frame_parameters(packed).content_size != size:
@@ -159,9 +167,23 @@ def apply(kind: int, body: memoryview, chunk: memoryview) -> None:
     if len(planes) != size:
         raise RemoteProtocolError(f"a delta without {count} changes")
     places, differences = _unplaned(np, planes, count)
-    if count and int(places[-1]) >= len(words):
-        raise RemoteProtocolError(f"a change after the last of {len(words)} words")
-    words[places] += differences
+    if count and int(places[-1]) >= words:
+        raise RemoteProtocolError(f"a change after the last of {words} words")
+
+    def change(at: int, block: memoryview) -> None:
+        first, last = at // _WORD, (at + block.nbytes) // _WORD
+        some = slice(*np.searchsorted(places, (first, last)))
+        _words(np, block)[places[some] - first] += differences[some]
+
+    return change
+
+
+def _leave(_: int, block: memoryview) -> None:
+    """Change nothing."""
+
+
+def _replace(body: memoryview, at: int, block: memoryview) -> None:
+    block[:] = body[at : at + block.nbytes]
 
 
 def _libraries() -> tuple[Any, Any]:
@@ -176,6 +198,13 @@ def _libraries() -> tuple[Any, Any]:
 def _words(np: Any, chunk: memoryview) -> Any:
     """Return the 16-bit words of a chunk, without an odd last byte."""
     return np.frombuffer(chunk, dtype=np.uint16, count=chunk.nbytes // _WORD)
+
+
+def _longs(np: Any, block: memoryview) -> Any:
+    """Return the 64-bit words of a block, the last one filled up with zeros."""
+    if rest := -block.nbytes % _LONG:
+        block = memoryview(bytes(block) + bytes(rest))
+    return np.frombuffer(block, dtype=np.uint64)
 
 
 def _changed_in_samples(np: Any, base: memoryview, target: memoryview) -> float:
@@ -198,16 +227,18 @@ def _changes(np: Any, base: memoryview, target: memoryview) -> _Changes | None:
     """
     if base.nbytes % _WORD and base[-1] != target[-1]:
         return None
-    old, new = _words(np, base), _words(np, target)
-    left = int(_MOST_CHANGED * len(old))
+    left = int(_MOST_CHANGED * (base.nbytes // _WORD))
     places, differences = [], []
-    for at in range(0, len(old), _BLOCK):
-        before, after = old[at : at + _BLOCK], new[at : at + _BLOCK]
+    for at in range(0, base.nbytes, _BLOCK):
+        old, new = (_longs(np, each[at : at + _BLOCK]) for each in (base, target))
+        longs = np.flatnonzero(old != new)
+        before, after = old[longs].view(np.uint16), new[longs].view(np.uint16)
         found = np.flatnonzero(before != after)
         left -= len(found)
         if left < 0:
             return None
-        places.append(found + at)
+        each = _LONG // _WORD
+        places.append((longs[found // each] * each + found % each) + at // _WORD)
         differences.append(after[found] - before[found])
     if not places:
         return np.empty(0, np.int64), np.empty(0, np.uint16)

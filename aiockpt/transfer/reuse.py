@@ -27,7 +27,7 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Survey
 from aiockpt.state.pairing import alike
-from aiockpt.transfer.deltas import HEAD_BYTES, apply
+from aiockpt.transfer.deltas import HEAD_BYTES, changer
 from aiockpt.transfer.destination import Destination
 
 __all__ = ["Delta", "Held", "HeldInTemplate", "OnReuse"]
@@ -38,6 +38,7 @@ OnReuse: TypeAlias = Callable[[int, int], None]
 # Bytes per call in a thread: enough that the switch to the thread costs nothing.
 _SPAN: Final = 32 << 20
 _THREADS: Final = 2
+_BLOCK: Final = 512 << 10  # bytes that are patched at once, in the cache
 _Work: TypeAlias = Callable[[Sequence[int]], Awaitable[list[int]]]
 
 
@@ -60,7 +61,6 @@ class Held:
         self._plan = CopyPlan(backings, entries, arena=arena, port_for=ports)
         self._memory = self._plan.in_place()
         self._arena = arena
-        self._scratch: list[memoryview] = []
         shorter = [
             e for e, size in enumerate(entries.sizes()) if backings.sizes[e] < size
         ]
@@ -132,28 +132,33 @@ class Held:
     def patched(self, chunk: int, kind: int, body: memoryview, target: Memory) -> bool:
         """Apply a delta to a chunk of the held bytes; say if the digest is right.
 
-        A right chunk is copied to ``target``. Otherwise nothing is
-        written. Two threads may patch the same chunk at once. `matching` must have
-        been called for the chunk.
+        If it is, the chunk is in ``target``. Otherwise only the arena may have been
+        written to, which is no one's template. `matching` must have been called for
+        the chunk, and only one thread at a time may patch it.
 
         Raises:
             RemoteProtocolError: the delta is malformed.
         """
         start, stop = self.grid.range(chunk)
-        try:
-            scratch = self._scratch.pop()
-        except IndexError:
-            scratch = memoryview(bytearray(self.grid.chunk_bytes))
-        try:
-            made = scratch[: stop - start]
-            _copy([made], self._memory.buffers(start, stop))
-            apply(kind, body, made)
-            if digest([made]) != self._digests[chunk]:
-                return False
+        change = changer(kind, body, stop - start)
+        if target is self._arena:
+            (made,) = target.buffers(start, stop)
+        else:
+            made = memoryview(bytearray(stop - start))
+
+        def blocks() -> Iterator[memoryview]:
+            for at in range(0, made.nbytes, _BLOCK):
+                block = made[at : at + _BLOCK]
+                first = start + at
+                _copy([block], self._memory.buffers(first, first + block.nbytes))
+                change(at, block)
+                yield block
+
+        if digest(blocks()) != self._digests[chunk]:
+            return False
+        if target is not self._arena:
             _copy(target.buffers(start, stop), [made])
-            return True
-        finally:
-            self._scratch.append(scratch)
+        return True
 
     def _matches(self, chunk: int, memory: Memory) -> bool:
         start, stop = self.grid.range(chunk)

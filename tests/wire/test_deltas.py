@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiockpt.errors import RemoteProtocolError
-from aiockpt.transfer.deltas import RAW, SAME, SPARSE, apply, encode, head, split
+from aiockpt.transfer.deltas import RAW, SAME, SPARSE, changer, encode, head, split
 
 HEAD = struct.Struct("<BxxxI")
 
@@ -21,8 +21,11 @@ HEAD = struct.Struct("<BxxxI")
 def patched(base: bytes, delta: bytes) -> bytes:
     """Return what a delta makes of a base."""
     [(kind, body)] = split(memoryview(delta), 1)
-    made = bytearray(base)
-    apply(kind, body, memoryview(made))
+    made = memoryview(bytearray(base))
+    change = changer(kind, body, len(base))
+    block = 6 + len(base) // 100 * 2  # changes fall before, on and after a border
+    for at in reversed(range(0, len(base), block)):
+        change(at, made[at : at + block])
     return bytes(made)
 
 
@@ -130,9 +133,8 @@ BOMB = zstandard.ZstdCompressor().compress(bytes(64 << 20))
 )
 def test_what_is_no_delta_is_refused(kind: int, body: bytes, fault: str) -> None:
     """Before more memory is taken than the chunk has."""
-    chunk = bytearray(64)
     with pytest.raises(RemoteProtocolError, match=fault):
-        apply(kind, memoryview(body), memoryview(chunk))
+        changer(kind, memoryview(body), 64)
 
 
 @pytest.mark.parametrize(
