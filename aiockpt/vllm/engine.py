@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -164,6 +165,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
 
     Attributes:
         version: The last step that all engines have loaded; None: none yet.
+        metadata: The string that engines follow. Empty on ranks that do not publish.
     """
 
     init_info_cls = TrainerInitInfo
@@ -173,6 +175,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self.version: int | None = None
+        self.metadata = ""
         self._step, self._timeout = init_info.step, init_info.timeout
         self._staged: dict[str, torch.Tensor] = {}
         self._facade: SyncFacade | None = None
@@ -210,10 +213,10 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
     def announce(self) -> None:
         """Let the engines of the client follow this trainer; also a new engine."""
         if self._facade is not None:
-            metadata = self._facade.call(
+            self.metadata = self._facade.call(
                 self._start, timeout=self._timeout, stop="start"
             )
-            info = {"metadata": metadata, "timeout": self._timeout}
+            info = {"metadata": self.metadata, "timeout": self._timeout}
             self.client.init_weight_transfer_engine(info)
 
     def send_weights(self, step: int | None = None) -> None:
@@ -249,9 +252,15 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
             self._transport.send_checkpoint, step=self._step, state_dict=ready
         )
         self._facade.call(send, timeout=self._timeout, stop="stage")
-        self.client.start_weight_update()
-        self.client.update_weights({"step": self._step})
-        self.client.finish_weight_update(weight_version=str(self._step))
+        try:
+            self.client.start_weight_update()
+            self.client.update_weights({"step": self._step})
+            self.client.finish_weight_update(weight_version=str(self._step))
+        except BaseException:
+            # Engines that have not failed wait for the end of this update.
+            with suppress(Exception):
+                self.client.finish_weight_update()
+            raise
         self.version = self._step
 
     def shutdown(self) -> None:

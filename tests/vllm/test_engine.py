@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from aiockpt import Server, StepNotFoundError, TemplateMismatchError
-from aiockpt.errors import TransferTimeoutError
+from aiockpt.errors import LocalProtocolError, TransferTimeoutError
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.testing import Fault, FaultProxy
 from aiockpt.testing.faults import Pipe
@@ -35,27 +35,35 @@ pytestmark = [
 
 
 class Client:
-    """Drives engines of this process; remembers the versions."""
+    """Drives all engines of this process, as the Ray client; remembers the versions."""
 
     def __init__(self, *engines: Engine) -> None:
         self.engines, self.versions = engines, list[str | None]()
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        for each in self.engines:
-            each.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        request = WeightTransferInitRequest(init_info=info)
+        self._call("init_weight_transfer_engine", request)
 
     def start_weight_update(self) -> None:
-        for each in self.engines:
-            each.start_weight_update()
+        self._call("start_weight_update")
 
     def update_weights(self, info: Any) -> None:
-        for each in self.engines:
-            each.update_weights(WeightTransferUpdateRequest(update_info=info))
+        request = WeightTransferUpdateRequest(update_info=info)
+        self._call("update_weights", request)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        for each in self.engines:
-            each.finish_weight_update()
+        self._call("finish_weight_update")
         self.versions.append(weight_version)
+
+    def _call(self, name: str, *args: Any) -> None:
+        errors = []
+        for each in self.engines:
+            try:
+                getattr(each, name)(*args)
+            except Exception as error:  # noqa: BLE001 - whichever it is, raised below
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def trainer(model: Model, client: Client, **options: Any) -> Any:
@@ -104,12 +112,6 @@ def test_two_engines_and_a_wrong_step(model: Model, make: Make, tmp_path: Path) 
             client.start_weight_update()
             with pytest.raises(error):
                 client.update_weights({"step": step})
-            client.engines = client.engines[::-1]
-            with suppress(RuntimeError):  # the first one has ended its session
-                client.finish_weight_update()
-            for each in engines:
-                with suppress(RuntimeError):
-                    each.finish_weight_update()
             assert [answers(each) for each in engines] == before
         model.step(2)
         sender.send_weights(step=20)
@@ -118,6 +120,15 @@ def test_two_engines_and_a_wrong_step(model: Model, make: Make, tmp_path: Path) 
         with pytest.raises(ValueError, match="not later"):
             sender.send_weights(step=20)
         assert sender.version == 20
+        engines[0].collective_rpc("shutdown_weight_transfer_engine")
+        with pytest.raises(LocalProtocolError, match="follows no trainer"):
+            sender.send_weights()
+        assert sender.version == 20
+        sender.announce()
+        sender.send_weights()
+        assert sender.version == 22
+        assert client.versions[-1] == "22"
+        assert checksums(engines[0]) == checksums(engines[1]) == checksums(fresh)
     finally:
         sender.shutdown()
 
