@@ -16,7 +16,7 @@ from typing import Final
 from aiockpt.http.store import Publication
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import run_all
-from aiockpt.transfer.deltas import RAW, encode, head
+from aiockpt.transfer.deltas import RAW, SAME, encode, head
 
 __all__ = ["DeltaBody", "Deltas"]
 
@@ -109,7 +109,10 @@ class Deltas:
 
 
 def _encoded(target: Publication, base: Publication, chunk: int) -> bytes | None:
-    start, stop = target.servable.manifest.grid.range(chunk)
+    manifest = target.servable.manifest
+    if base.servable.manifest.digests[chunk] == manifest.digests[chunk]:
+        return head(SAME, 0)
+    start, stop = manifest.grid.range(chunk)
     old, new = (_whole(each.servable.views(start, stop)) for each in (base, target))
     return encode(old, new)
 

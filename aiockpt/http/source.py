@@ -34,6 +34,7 @@ from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import Over, map_in_threads
 from aiockpt.state.template import Template
+from aiockpt.transfer.deltas import is_available
 from aiockpt.transfer.destination import Destination, Terms, destination_of
 from aiockpt.transfer.source import OnProgress, Target
 
@@ -140,6 +141,12 @@ class HttpSource:
             self.close()
         else:
             self.medium = _MEMORY
+
+    @property
+    def sends_deltas(self) -> bool:
+        """Whether a peer has the base of deltas, and this process can apply them."""
+        bases = (peer.delta_base for peer in self._peers.all)
+        return self.medium == _HTTP and any(bases) and is_available()
 
     def destination(
         self, manifest: Manifest, template: Template | None, terms: Terms

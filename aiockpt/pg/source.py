@@ -55,6 +55,7 @@ class GroupSource:
 
     medium = remark = ""
     arena: Arena | None = None
+    sends_deltas = False
 
     def __init__(
         self,

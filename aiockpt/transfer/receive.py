@@ -295,24 +295,27 @@ async def _fetch(
     goal, delta = room
     nbytes = sum(stop - start for start, stop in map(outline.grid.range, chunks))
     report.expect(nbytes, len(chunks))
-    there = list[int]()
-    if delta is not None:
-        report.at("plan")
-        there = await source.keep(outline.step, delta.plan(chunks))
-    report.at("fetch_chunk")
-    async with goal.receiving():
-        missing = _without(chunks, there)
-        read = partial(source.read, outline, goal, missing, report.add)
-        if delta is None:
-            await read()
-        else:
-            target = None if goal.memory is goal.arena else goal.memory
-            _, copied = await run_all([read, partial(delta.copy, there, target)])
-            # Chunks that have changed since their digests were computed.
-            changed = _without(there, copied)
-            await source.read(outline, goal, changed, report.add)
-        if goal.is_early:
-            report.at("load")  # only the copies to devices are left
+    # The first chunk shows whether the receiver holds the base of deltas.
+    first = delta is not None and source.sends_deltas
+    for part in filter(None, (chunks[:first], chunks[first:])):
+        there = list[int]()
+        if delta is not None and not delta.has_base:
+            report.at("plan")
+            there = await source.keep(outline.step, delta.plan(part))
+        report.at("fetch_chunk")
+        async with goal.receiving():
+            missing = _without(part, there)
+            read = partial(source.read, outline, goal, missing, report.add)
+            if delta is None:
+                await read()
+            else:
+                copy = partial(delta.copy, there, goal.memory)
+                _, copied = await run_all([read, copy])
+                # Chunks that have changed since their digests were computed.
+                changed = _without(there, copied)
+                await source.read(outline, goal, changed, report.add)
+            if goal.is_early:
+                report.at("load")  # only the copies to devices are left
 
 
 def _release(source: Source, made: list[_Room]) -> None:

@@ -27,7 +27,7 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Survey
 from aiockpt.state.pairing import alike
-from aiockpt.transfer.deltas import HEAD_BYTES, changer
+from aiockpt.transfer.deltas import HEAD_BYTES, SAME, SPARSE, changer
 from aiockpt.transfer.destination import Destination
 
 __all__ = ["Delta", "Held", "HeldInTemplate", "OnReuse"]
@@ -112,20 +112,16 @@ class Held:
         """Return the chunks whose digests match the manifest."""
         return [chunk for chunk in chunks if self._matches(chunk, self._memory)]
 
-    def bring(self, chunks: Iterable[int], target: Memory | None) -> list[int]:
-        """Copy chunks to ``target`` (None: the arena); return the verified ones.
+    def bring(self, chunks: Iterable[int], target: Memory) -> list[int]:
+        """Copy chunks to ``target``; return the verified ones.
 
         Each copy is verified, so a concurrent change of the state dict does no harm.
         """
         found = []
         for chunk in chunks:
             start, stop = self.grid.range(chunk)
-            if target is None:
-                self._plan.stage_host(start, stop)
-            else:
-                there = target.buffers(start, stop)
-                _copy(there, self._memory.buffers(start, stop))
-            if self._matches(chunk, self._arena if target is None else target):
+            _copy(target.buffers(start, stop), self._memory.buffers(start, stop))
+            if self._matches(chunk, target):
                 found.append(chunk)
         return found
 
@@ -133,13 +129,13 @@ class Held:
         """Apply a delta to a chunk of the held bytes; say if the digest is right.
 
         If it is, the chunk is in ``target``. Otherwise only the arena may have been
-        written to, which is no one's template. `matching` must have been called for
-        the chunk, and only one thread at a time may patch it.
+        written to, which is no one's template. Bytes of devices must have been staged.
+        Only one thread at a time may patch a chunk.
 
         Raises:
             RemoteProtocolError: the delta is malformed.
         """
-        start, stop = self.grid.range(chunk)
+        start, stop = self._completed(chunk)
         change = changer(kind, body, stop - start)
         if target is self._arena:
             (made,) = target.buffers(start, stop)
@@ -161,10 +157,15 @@ class Held:
         return True
 
     def _matches(self, chunk: int, memory: Memory) -> bool:
+        found = digest(memory.buffers(*self._completed(chunk)))
+        return found == self._digests[chunk]
+
+    def _completed(self, chunk: int) -> tuple[int, int]:
+        """Write to the arena what no tensor has; return the range of the chunk."""
         start, stop = self.grid.range(chunk)
         for first, last in self._padding.within(start, stop):
             ctypes.memset(self._arena.address + first, 0, last - first)
-        return digest(memory.buffers(start, stop)) == self._digests[chunk]
+        return start, stop
 
 
 class HeldInTemplate(Held):
@@ -186,16 +187,16 @@ class HeldInTemplate(Held):
         self._values = _Ranges((entries.starts[e], entries.stops[e]) for e in values)
         self._memory, self._loaded = goal.copies.in_place(), goal.loaded
 
-    def bring(self, chunks: Iterable[int], target: Memory | None) -> list[int]:
+    def bring(self, chunks: Iterable[int], target: Memory) -> list[int]:
         """Leave them where they are."""
         there = [*chunks]
         self._loaded.update(there)
         return there
 
-    def _matches(self, chunk: int, memory: Memory) -> bool:
+    def _completed(self, chunk: int) -> tuple[int, int]:
         for start, stop in self._values.within(*self.grid.range(chunk)):
             self._plan.stage_host(start, stop)
-        return super()._matches(chunk, memory)
+        return super()._completed(chunk)
 
 
 class _Ranges:
@@ -259,9 +260,14 @@ class Delta:
         held: The receiver's bytes.
         bridge: Runs the threads that compute digests and copy bytes.
         on_reuse: Called on the loop; must be quick and must not raise.
+
+    Attributes:
+        has_base: Whether the receiver seems to hold the base of the sender's deltas.
+            Then they find the unchanged chunks, so no `plan` is needed.
     """
 
     def __init__(self, held: Held, bridge: Bridge, on_reuse: OnReuse) -> None:
+        self.has_base = False
         self._held = held
         self._bridge = bridge
         self._on_reuse = on_reuse
@@ -287,23 +293,32 @@ class Delta:
                 keep_until(self._held.drain)
             raise
 
-    async def copy(self, chunks: Sequence[int], target: Memory | None) -> list[int]:
+    async def copy(self, chunks: Sequence[int], target: Memory) -> list[int]:
         """Copy held chunks to ``target``; return the verified ones.
 
-        Without a target they go to the arena. The other chunks have changed meanwhile.
-        If cancelled, any part of the target may have been written.
+        The other chunks have changed meanwhile. If cancelled, any part of the target
+        may have been written.
         """
         return await self._each(chunks, self._keep(target))
 
     async def patch(
         self, target: Memory, chunk: int, kind: int, body: memoryview
     ) -> bool:
-        """Apply a delta to a chunk that was planned; see `Held.patched`."""
+        """Apply a delta; see `Held.patched`. An unchanged chunk stays where it is.
+
+        If bytes are on devices, the chunk must have been planned.
+        """
         held = self._held
         if not held.known([chunk]):
             return False
-        if not await self._bridge.run(held.patched, chunk, kind, body, target):
+        if kind == SAME and not body.nbytes:
+            there = await self.plan([chunk])
+            right = bool(await self._bridge.run(held.bring, there, target))
+        else:
+            right = await self._bridge.run(held.patched, chunk, kind, body, target)
+        if not right:
             return False
+        self.has_base |= kind == SPARSE and not self._fences
         start, stop = held.grid.range(chunk)
         self._on_reuse(max(stop - start - HEAD_BYTES - len(body), 0), 0)
         return True
@@ -328,7 +343,7 @@ class Delta:
             await completed(*await run(held.stage_device, chunks, self._fences))
         return await self._bridge.run(self._held.matching, chunks)
 
-    def _keep(self, target: Memory | None) -> _Work:
+    def _keep(self, target: Memory) -> _Work:
         async def keep(chunks: Sequence[int]) -> list[int]:
             found = await self._bridge.run(self._held.bring, chunks, target)
             ranges = map(self._held.grid.range, found)

@@ -92,6 +92,10 @@ class Source(AbstractAsyncContextManager[object], Protocol):
     remark: str
     arena: Arena | None
 
+    @property
+    def sends_deltas(self) -> bool:
+        """Whether a peer that has answered may send deltas."""
+
     async def manifest(self, step: int) -> Manifest:
         """Return the manifest, once the peer has the step."""
 

@@ -129,6 +129,29 @@ async def test_a_receiver_of_another_model_gets_the_bytes() -> None:
         assert NBYTES <= nbytes < 1.05 * NBYTES
 
 
+@pytest.mark.parametrize("missed", [False, True])
+async def test_unchanged_chunks_are_left_alone(missed: bool) -> None:
+    """Those of a frozen layer, also if the receiver does not hold the base."""
+    async with (
+        transport(chunk_bytes=64 << 10, **SENDER) as sender,
+        transport(same_host=False) as receiver,
+    ):
+        link = Exchange(sender, receiver)
+        state = weights_of(0)
+        await link.send(state)
+        held, _ = await link.receive()
+        frozen = {name: state[name] for name in ("layer1", "layer3")}
+        for step in (1, 2) if missed else (1,):
+            state = {**weights_of(step), **frozen}
+            await link.send(state)
+        metadata = sender.metadata()
+        prepared = await receiver.prepare(metadata, into=held, have=True)
+        thawed = sum(each.nbytes for name, each in state.items() if name not in frozen)
+        assert prepared.nbytes <= thawed + (2 * len(frozen) << 16)
+        prepared.apply()
+        assert_same(held, state)
+
+
 async def test_everything_changed_costs_no_more_than_a_full_receive() -> None:
     """The sender answers with the range itself."""
     async with transport(**SENDER) as sender, transport(same_host=False) as receiver:
