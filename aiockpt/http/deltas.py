@@ -15,6 +15,7 @@ from typing import Final
 
 from aiockpt.http.store import Publication
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.system import usable_cores
 from aiockpt.runtime.tasks import run_all
 from aiockpt.transfer.deltas import RAW, SAME, encode, head
 
@@ -56,6 +57,8 @@ class Deltas:
 
     def __init__(self, threads: Bridge) -> None:
         self._threads = threads
+        # More threads than cores would only compete for the caches.
+        self._cores = asyncio.Semaphore(max(2, usable_cores()))
         self._turns: dict[tuple[Publication, int], asyncio.Future[None]] = {}
 
     def __repr__(self) -> str:
@@ -102,7 +105,8 @@ class Deltas:
             self._turns[key] = turn = asyncio.get_running_loop().create_future()
             try:
                 run = self._threads.run
-                target.deltas[chunk] = await run(_encoded, target, base, chunk)
+                async with self._cores:
+                    target.deltas[chunk] = await run(_encoded, target, base, chunk)
             finally:
                 del self._turns[key]
                 turn.set_result(None)

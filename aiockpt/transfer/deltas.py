@@ -45,6 +45,7 @@ HEAD_BYTES: Final = _HEAD.size
 _COUNT: Final = struct.Struct("<I")
 _WORD: Final = 2  # bytes
 _LONG: Final = 8  # bytes that are compared as one number
+_SHIFT: Final = 2  # 4 words in one number
 _BLOCK: Final = 1 << 20  # bytes that are compared at once, in the cache
 _LONGEST_GAP: Final = 0xFFFF
 _MOST_CHANGED: Final = 0.3  # of the words; beyond that, a delta saves too little
@@ -237,8 +238,9 @@ def _changes(np: Any, base: memoryview, target: memoryview) -> _Changes | None:
         left -= len(found)
         if left < 0:
             return None
-        each = _LONG // _WORD
-        places.append((longs[found // each] * each + found % each) + at // _WORD)
+        # Shifts, because a division takes as long as the comparison.
+        first = (longs[found >> _SHIFT] << _SHIFT) + at // _WORD
+        places.append(first + (found & (1 << _SHIFT) - 1))
         differences.append(after[found] - before[found])
     if not places:
         return np.empty(0, np.int64), np.empty(0, np.uint16)
@@ -282,6 +284,7 @@ def _unplaned(np: Any, planes: bytes, count: int) -> _Changes:
     pairs = np.empty((2, count, _WORD), np.uint8)
     pairs[0, :, 0], pairs[0, :, 1], pairs[1, :, 0], pairs[1, :, 1] = rows
     gaps, folded = pairs.reshape(2, -1).view("<u2")
-    places = np.cumsum(gaps, dtype=np.int64) + np.arange(count)
-    differences = (folded >> 1) ^ (-(folded & 1).astype(np.int16)).view(np.uint16)
+    places = np.cumsum(gaps, dtype=np.int64)
+    places += np.arange(count)
+    differences = (folded >> 1) ^ -(folded & 1)
     return places, differences
