@@ -5,9 +5,9 @@ executors differ: a cancelled await returns while the thread goes on. A thread t
 fills a buffer would then write into memory that its caller has already given back.
 
 `obtain` gets a resource from a thread, and releases it if the caller is cancelled.
-`Inline` stands in for a bridge where the caller may block. `SerialThread` is for code
-without an event loop. `leave_behind` lets the interpreter exit beside a thread that
-waits for something that nothing can end.
+`Inline` stands in for a bridge where the caller may block. `SerialThread` and
+`share_out` are for callers that block. `leave_behind` lets the interpreter exit beside
+a thread that waits for something that nothing can end.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ import anyio
 
 from aiockpt.errors import ClosedError, StagingError
 from aiockpt.format.limits import IS_CANCELLED
+from aiockpt.runtime.system import usable_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 __all__ = [
     "Bridge",
@@ -43,6 +44,7 @@ __all__ = [
     "leave_behind",
     "obtain",
     "run_in_thread",
+    "share_out",
     "start_daemon",
 ]
 
@@ -52,6 +54,7 @@ Args = TypeVarTuple("Args")
 logger = logging.getLogger(__name__)
 
 _NO_THREAD: Final = "can't start new thread"
+_SHARERS: Final = 4  # threads; more hardly copy memory faster
 
 _PATIENT: Final = sys.version_info >= (3, 14)  # such a thread sleeps by itself
 
@@ -470,6 +473,35 @@ class SerialThread:
     def close(self) -> None:
         """Drop the calls that have not begun, and end the thread. Idempotent."""
         self._pool.shutdown(cancel_futures=True)
+
+
+def share_out(work: Callable[[T], object], items: Sequence[T]) -> None:
+    """Call ``work(item)`` for every item, on this thread and up to three others.
+
+    It is for a caller that may block, and for work that releases the interpreter lock.
+    If the system refuses another thread, fewer threads do all the work.
+
+    Raises:
+        BaseException: the first one that ``work`` raised, when all threads have ended.
+    """
+    waiting, errors = iter(items), list[BaseException]()
+
+    def run() -> None:
+        try:
+            for item in waiting:
+                work(item)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = []
+    for _ in range(min(_SHARERS, usable_cores(), len(items)) - 1):
+        with suppress(StagingError, RuntimeError):
+            threads.append(start_daemon("aiockpt-share", run))
+    run()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _no_thread(error: RuntimeError) -> StagingError | None:

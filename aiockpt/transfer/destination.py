@@ -28,7 +28,7 @@ from aiockpt.memory.copies import (
     write_counts,
 )
 from aiockpt.memory.device import Event, PortFor, completed, keep_until
-from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.bridge import Bridge, share_out
 from aiockpt.runtime.tasks import beside
 from aiockpt.state.load_plan import EverythingNew, IntoTemplate, Rule, Selected
 from aiockpt.state.rebuild import Frame, OnDevice, check_meshes
@@ -549,13 +549,11 @@ class _Loading:
         left = None if self._parts is None else self._parts.left()
         self._copies.load_parts(left, fences)
         early = {*before}
-        for chunk in (*before, *chunks):
-            if chunk in self._loaded:
-                continue
-            start, stop = self._grid.range(chunk)
-            if not self._direct or chunk in early:
-                self._copies.load_host(start, stop)
-            self._copies.load_device(start, stop, fences)
+        rest = [each for each in (*before, *chunks) if each not in self._loaded]
+        host = [each for each in rest if not self._direct or each in early]
+        for chunk in rest:
+            self._copies.load_device(*self._grid.range(chunk), fences)
+        share_out(lambda chunk: self._copies.load_host(*self._grid.range(chunk)), host)
         return [port.mark() for port in self._copies.ports.values()]
 
     async def _send_all(self, fences: Fences) -> None:

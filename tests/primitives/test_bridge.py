@@ -18,7 +18,7 @@ import pytest
 import uvloop
 
 from aiockpt.errors import ClosedError
-from aiockpt.runtime.bridge import Bridge, BridgeStatistics
+from aiockpt.runtime.bridge import Bridge, BridgeStatistics, share_out
 
 pytestmark = pytest.mark.every_loop
 
@@ -555,3 +555,34 @@ class TestAwaitedClosing:
 
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(refuse())
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_work_is_shared_out(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each item is done once, also if the system refuses another thread."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if refused:
+        monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    done: list[int] = []
+    share_out(done.append, range(1000))
+    assert sorted(done) == [*range(1000)]
+    share_out(done.append, [])
+
+
+def test_an_error_of_shared_work_comes_after_all_threads_have_ended() -> None:
+    """Nothing works on when the caller has the error."""
+    running: list[int] = []
+
+    def fail(item: int) -> None:
+        running.append(item)
+        time.sleep(0.01)
+        running.remove(item)
+        if item == 3:
+            raise ValueError(item)
+
+    with pytest.raises(ValueError, match="3"):
+        share_out(fail, range(100))
+    assert not running
