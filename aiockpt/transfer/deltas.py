@@ -46,7 +46,9 @@ _COUNT: Final = struct.Struct("<I")
 _WORD: Final = 2  # bytes
 _LONG: Final = 8  # bytes that are compared as one number
 _SHIFT: Final = 2  # 4 words in one number
-_BLOCK: Final = 1 << 20  # bytes that are compared at once, in the cache
+# Bytes that are compared at once, in the cache. Smaller blocks give up the interpreter
+# lock too often, which comes back only after 5 ms if another thread runs Python.
+_BLOCK: Final = 2 << 20
 _LONGEST_GAP: Final = 0xFFFF
 _MOST_CHANGED: Final = 0.3  # of the words; beyond that, a delta saves too little
 _MOST: Final = 0.5  # of the chunk; a longer delta is not worth its memory
@@ -202,7 +204,7 @@ def _words(np: Any, chunk: memoryview) -> Any:
 
 
 def _longs(np: Any, block: memoryview) -> Any:
-    """Return the 64-bit words of a block, the last one filled up with zeros."""
+    """Return the 64-bit numbers of a block, the last one filled up with zeros."""
     if rest := -block.nbytes % _LONG:
         block = memoryview(bytes(block) + bytes(rest))
     return np.frombuffer(block, dtype=np.uint64)
@@ -228,23 +230,25 @@ def _changes(np: Any, base: memoryview, target: memoryview) -> _Changes | None:
     """
     if base.nbytes % _WORD and base[-1] != target[-1]:
         return None
-    left = int(_MOST_CHANGED * (base.nbytes // _WORD))
-    places, differences = [], []
+    most = _MOST_CHANGED * (base.nbytes // _WORD)
+    parts, count = [], 0
     for at in range(0, base.nbytes, _BLOCK):
         old, new = (_longs(np, each[at : at + _BLOCK]) for each in (base, target))
-        longs = np.flatnonzero(old != new)
-        before, after = old[longs].view(np.uint16), new[longs].view(np.uint16)
-        found = np.flatnonzero(before != after)
-        left -= len(found)
-        if left < 0:
+        found = np.flatnonzero(old != new)
+        count += len(found)
+        if count > most:
             return None
-        # Shifts, because a division takes as long as the comparison.
-        first = (longs[found >> _SHIFT] << _SHIFT) + at // _WORD
-        places.append(first + (found & (1 << _SHIFT) - 1))
-        differences.append(after[found] - before[found])
-    if not places:
+        parts.append((found + at // _LONG, old[found], new[found]))
+    if not count:
         return np.empty(0, np.int64), np.empty(0, np.uint16)
-    return np.concatenate(places), np.concatenate(differences)
+    longs, *both = map(np.concatenate, zip(*parts, strict=True))
+    before, after = (each.view(np.uint16) for each in both)
+    found = np.flatnonzero(before != after)
+    if len(found) > most:
+        return None
+    # Shifts, because a division takes as long as the comparison.
+    places = (longs[found >> _SHIFT] << _SHIFT) + (found & (1 << _SHIFT) - 1)
+    return places, after[found] - before[found]
 
 
 def _planes(np: Any, places: Any, differences: Any) -> Any:

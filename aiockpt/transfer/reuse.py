@@ -38,7 +38,9 @@ OnReuse: TypeAlias = Callable[[int, int], None]
 # Bytes per call in a thread: enough that the switch to the thread costs nothing.
 _SPAN: Final = 32 << 20
 _THREADS: Final = 2
-_BLOCK: Final = 512 << 10  # bytes that are patched at once, in the cache
+# Bytes that are patched at once, in the cache. Smaller blocks give up the interpreter
+# lock too often, which comes back only after 5 ms if another thread runs Python.
+_BLOCK: Final = 2 << 20
 _Work: TypeAlias = Callable[[Sequence[int]], Awaitable[list[int]]]
 
 
