@@ -19,11 +19,11 @@ from benchmarks.report import as_text, rows_of, write_page
 
 _ROUNDS = 6  # the first one is discarded, and five pairs are the fewest for an interval
 _QUICK = 0.125
-_COPIES = 6  # of the largest state dict, in all processes of a tree together, at most
+_COPIES = 7  # of the largest state dict, in all processes of a tree together, at most
 _PAGE = Path("docs/reference")
 _MEASURED = ("rounds", "rivals", "against")  # options that a case needs
 _KEPT = ("cases", "rounds", "scale", "rivals")  # options that a report keeps
-_NEED_ROOT = ("10g", "25g", "lossy", "cold", "delta")
+_LINES = ("10g", "25g", "lossy", "cold", "delta", "elements-1g", "elements-10g")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -137,7 +137,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown := [name for name in given.cases if name not in CASES]:
         parser.error(f"unknown case {unknown[0]!r}: choose from {', '.join(CASES)}")
     if not given.cases:
-        left_out = _NEED_ROOT if hindrance() else ()
+        left_out = _LINES if hindrance() else ()
         given.cases = [name for name in CASES if name not in left_out]
     given.scale = _QUICK if given.quick else given.scale
     if not 1e-4 <= given.scale <= 1e3:

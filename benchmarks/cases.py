@@ -346,6 +346,77 @@ def _delta(setup: Setup) -> Phases:
     ]
 
 
+def _elements(rate: str, setup: Setup) -> Phases:
+    """Yield refreshes of two receivers that hold the step before."""
+    line = setup.stack.enter_context(shaped(rate))
+    with line.near():
+        sender = setup.worker()
+    with line.far():
+        both = [setup.worker(inside=line.inside) for _ in range(2)]
+    source = sender.call("offer", by="aiockpt", host=line.address, base=True)
+    sender.call("improve", changed=1.0)
+    for each in both:
+        each.call("refresh", source=source, have=False)
+
+    def run(
+        changed: float,
+        *,
+        have: bool = True,
+        second: bool = False,
+        how: str = "step",
+    ) -> Sample:
+        sent = sender.call("improve", changed=changed, how=how)
+        receivers = both[::-1] if second else both
+        if second:  # the sender has encoded everything for the first one
+            receivers[1].call("refresh", source=source, have=True)
+        sender.call("watch")
+        cost, moved, pause = receivers[0].call("refresh", source=source, have=have)
+        theirs = sender.call("watched")
+        if not second:
+            receivers[1].call("refresh", source=source, have=True)
+        found = _sample(setup.nbytes, [cost], theirs)
+        return found | {
+            "share": 100 * moved / setup.nbytes,
+            "cpu, receiver": cost["cpu"] / (setup.nbytes / 1e9),
+            "pause": pause,
+            "serving": sent["seconds"] + cost["seconds"] + pause / 1e3,
+        }
+
+    yield [
+        Candidate("all", partial(run, 0.01, have=False), ours=True),
+        Candidate("1 %", partial(run, 0.01), ours=True),
+        Candidate("1 %, second", partial(run, 0.01, second=True), ours=True),
+        Candidate("0.1 %", partial(run, 0.001), ours=True),
+        Candidate("3 %", partial(run, 0.03), ours=True),
+        Candidate("every", partial(run, 1.0), ours=True),
+        Candidate("redrawn", partial(run, 0.01, how="redraw"), ours=True),
+        Candidate("adapter", partial(run, 0.01, how="adapter"), ours=True),
+    ]
+
+
+def _base(setup: Setup) -> Phases:
+    """Yield sends with and without a base, and the pause of a prepared step."""
+    plain, keeping, receiver = (setup.worker() for _ in range(3))
+    offer = {"by": "aiockpt", "host": "127.0.0.1"}
+    plain.call("offer", **offer)
+    source = keeping.call("offer", **offer, base=True)
+
+    def send(sender: Worker) -> Sample:
+        return _sample(setup.nbytes, [sender.call("improve", changed=0.01)])
+
+    def pause(*, beside: bool) -> Sample:
+        keeping.call("improve", changed=0.01)
+        applied, _, copied = receiver.call("pause", source=source)
+        return _sample(setup.nbytes, [copied if beside else applied])
+
+    yield [
+        Candidate("send", partial(send, plain), ours=True),
+        Candidate("send, base", partial(send, keeping), ours=True),
+        Candidate("apply", partial(pause, beside=False), ours=True),
+        Candidate("copy", partial(pause, beside=True), ours=True),
+    ]
+
+
 # ---------------------------------------------------------------- beside other work
 
 
@@ -598,6 +669,9 @@ CASES: Mapping[str, Case] = {
         ("lossy", 32, _lossy, "receives over 20 ms and 1 % loss; as root"),
         ("cold", 512, _cold, "over 10 Gb/s into memory that the host took; as root"),
         ("delta", 512, _delta, "of what has changed, over 1 Gb/s; as root"),
+        ("elements-1g", 1024, partial(_elements, "1gbit"), "deltas, 1 Gb/s; as root"),
+        ("elements-10g", 2048, partial(_elements, "10gbit"), "10 Gb/s; as root"),
+        ("base", 1024, _base, "sends that keep a base, and the pause of an engine"),
         ("trainer", 256, _trainer, "what serving costs a training loop"),
         ("followers", 256, _followers, "followers of a trainer that publishes"),
         ("saving", 512, _saving, "saves and loads below the working directory"),

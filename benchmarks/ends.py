@@ -36,12 +36,18 @@ _TIMEOUT = 600.0
 _HERE = "127.0.0.1"
 _WARM_SENDS = 2  # until both of the arenas that take turns have been used
 _SENDER, _RECEIVER = 0, 1  # ranks of a group
+_DRAWN = 1 << 24  # weights that are drawn at random, before they repeat
 
 
 def _transport(
-    host: str | None = None, *, process: bool = False, **options: Any
+    host: str | None = None,
+    *,
+    process: bool = False,
+    base: bool = False,
+    **options: Any,
 ) -> aiockpt.HTTPTransport[Any]:
-    server = aiockpt.Server(host=host, process=process)
+    kept: dict[str, Any] = {"keep_base": True} if base else {}  # new, for other trees
+    server = aiockpt.Server(host=host, process=process, **kept)
     return aiockpt.HTTPTransport(_TIMEOUT, server=server, **options)
 
 
@@ -165,6 +171,31 @@ class End:
             found.append({"step": self._sends, "began": began, "published": now})
         return found
 
+    async def improve(self, *, changed: float, how: str = "step") -> Cost:
+        """Change a share of the elements of bfloat16, and publish them.
+
+        They are scattered, and move by one unit in the last place, as by a ``"step"``
+        of an optimizer; or they get other values (``"redraw"``). Those of an
+        ``"adapter"`` get other values, and lie together.
+        """
+        assert self._transport is not None
+        words = self._flat.view(torch.int16)
+        count = int(changed * words.numel())
+        drawn = torch.randn(min(count, _DRAWN)).bfloat16().view(torch.int16)
+        if how == "adapter" or changed == 1:
+            for at in range(0, count, len(drawn)):
+                part = words[at : min(at + len(drawn), count)]
+                part.copy_(drawn[: len(part)])
+        elif how == "redraw":
+            found = torch.randint(words.numel(), (count,))
+            words[found] = drawn.repeat(-(-count // len(drawn)))[:count]
+        else:
+            found = torch.randint(words.numel(), (count,))
+            words[found] += torch.randint(2, (count,), dtype=torch.int16) * 2 - 1
+        self._sends += 1
+        send = partial(self._transport.send_checkpoint, state_dict=self._state)
+        return (await timed(partial(send, step=self._sends)))[1]
+
     async def step(self) -> int:
         """Return the step that is offered."""
         return self._sends
@@ -247,6 +278,49 @@ class End:
             yield lambda: in_thread(end.receive, source)
         finally:
             end.close()
+
+    async def refresh(self, *, source: str, have: bool) -> tuple[Cost, int, float]:
+        """Receive what is served into host memory, verify it, and apply it.
+
+        Returns the cost until it is verified, how many bytes of the data segment were
+        moved, and the milliseconds that applying them took.
+        """
+        if self._transport is None:
+            warm = aiockpt.Receive(keep_arena=True)
+            self._transport = _transport(receive=warm, same_host=False)
+            self._offers.push_async_callback(self._transport.shutdown)
+        events: list[TransferEvent] = []
+        remove = add_hook(events.append)
+        prepare = partial(self._transport.prepare, source, into=self._state)
+        try:
+            prepared, cost = await timed(partial(prepare, have=True if have else None))
+        finally:
+            remove()
+        began = time.perf_counter()
+        prepared.apply()
+        pause = 1e3 * (time.perf_counter() - began)
+        return cost, next(e.nbytes for e in events if e.stop == "recv"), pause
+
+    async def pause(self, *, source: str) -> tuple[Cost, int, Cost]:
+        """Prepare what is served, apply it, and copy as many bytes beside that.
+
+        Returns the cost of applying, the bytes that it copied, and that of the copy.
+        """
+        transport = _transport(same_host=False)
+        async with transport:
+            prepared = await transport.prepare(source, into=self._state, have=True)
+
+            async def apply() -> None:
+                prepared.apply()
+
+            _, cost = await timed(apply)
+        copying = torch.empty(prepared.nbytes, dtype=torch.uint8), self._flat
+
+        async def copy() -> None:
+            copying[0].copy_(copying[1][: prepared.nbytes])
+
+        await copy()  # the first one maps pages
+        return cost, prepared.nbytes, (await timed(copy))[1]
 
     async def follow(self, *, source: str, until: int) -> list[dict[str, float]]:
         """Follow a sender in place until a step.
