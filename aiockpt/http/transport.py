@@ -654,7 +654,8 @@ class HTTPTransport(CheckpointTransport[T]):
                 the iterator goes on.
             timeout: The deadline of one receive, in seconds or as a ``timedelta``.
             reconnect_timeout: How long to ask a sender that does not answer, in seconds
-                or as a ``timedelta``. None: for ever.
+                or as a ``timedelta``. None: for ever. A receive that has begun asks for
+                ``Receive(reconnect_timeout=)`` first.
 
         Raises:
             ClosedError: after, or because of, :meth:`shutdown`.

@@ -26,7 +26,7 @@ from aiockpt.errors import (
     StorageError,
     TransportError,
 )
-from aiockpt.http.options import Auth, Server
+from aiockpt.http.options import Auth, Receive, Server
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.http.transport import HTTPTransport
 from aiockpt.runtime.lifetime import Deadline
@@ -177,7 +177,8 @@ class HostMirror:
 
     async def _map(self, leader: str) -> None:
         """Map each step that the leader publishes, until the leader is gone."""
-        here = HTTPTransport[State]()
+        # A leader is here or gone, so a receive from it does not ask again.
+        here = HTTPTransport[State](receive=Receive(reconnect_timeout=0.0))
         try:
             steps = here.follow(leader, share=True, reconnect_timeout=_LOST)
             async with aclosing(steps):

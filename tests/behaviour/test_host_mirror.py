@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -18,10 +19,18 @@ from aiockpt.errors import (
     StorageError,
     TransferTimeoutError,
 )
-from aiockpt.testing import PeerProcess, assert_same
+from aiockpt.testing import Fault, PeerProcess, assert_same
+from aiockpt.testing.faults import Pipe
 from aiockpt.vllm import HostMirror
 from tests.support.servers import settle
-from tests.support.transports import MIB, port_of, transport, weights_of
+from tests.support.transports import (
+    MIB,
+    port_of,
+    proxied,
+    through,
+    transport,
+    weights_of,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -91,6 +100,52 @@ async def test_a_leader_that_leaves_is_replaced(tmp_path: Path) -> None:
             await sender.send_checkpoint(step=2, state_dict=weights_of(2))
             assert_same(await heir.wait_for(2, 30), weights_of(2))
             assert heir.is_leader
+
+
+class FirstAnswer(Fault):
+    """Deliver one answer, and hold the next one back."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self._answers = 0
+
+    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+        self._answers += 1
+        if self._answers == 1:
+            await pipe.send(data)
+        else:
+            self.reached.set()
+            await pipe.stall()
+
+
+async def test_a_leader_that_leaves_while_a_step_is_mapped_is_replaced(
+    tmp_path: Path,
+) -> None:
+    """The process knows of the step, but cannot get it from this leader any more."""
+    fault = FirstAnswer()
+    async with (
+        transport() as sender,
+        transport(same_host=True) as leader,
+        proxied(leader, otherwise=fault) as proxy,
+    ):
+        for each in (sender, leader):
+            await each.send_checkpoint(step=1, state_dict=weights_of(1))
+        metadata, place = sender.metadata(), tmp_path / "locks"
+        async with mirroring(metadata, place) as mirror:
+            await settle(lambda: mirror.is_leader)
+            [path] = place.iterdir()
+        place.mkdir(exist_ok=True)
+        path.write_text(through(proxy, leader))
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            async with mirroring(metadata, place) as mirror:
+                await fault.reached.wait()
+                proxy.refuse()
+                await proxy.cut_all()
+                path.unlink()
+                # It gives the leader up after 2 seconds. A receive would ask for 10.
+                assert_same(await mirror.wait_for(1, 9), weights_of(1))
+                assert mirror.is_leader
 
 
 PROGRAM = """
