@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -35,8 +36,11 @@ def is_left_out(example: Path) -> bool:
 )
 def test_example_runs(example: Path, tmp_path: Path) -> None:
     """It ends by itself, without an error and without a warning."""
+    # A user's Python finds the modules beside a program; the suite's must not.
+    env = {name: os.environ[name] for name in os.environ if name != "PYTHONSAFEPATH"}
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", example],
+        env=env,
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
         capture_output=True,
