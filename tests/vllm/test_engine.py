@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -20,13 +21,15 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from aiockpt import Server, StepNotFoundError, TemplateMismatchError
+from aiockpt import HTTPTransport, Server, StepNotFoundError, TemplateMismatchError
 from aiockpt.errors import LocalProtocolError, TransferTimeoutError
 from aiockpt.runtime.sync_facade import SyncFacade
-from aiockpt.testing import Fault, FaultProxy
+from aiockpt.testing import Fault, FaultProxy, assert_same
 from aiockpt.testing.faults import Pipe
 from aiockpt.vllm import TrainerEngine, TrainerInitInfo
+from tests.support.servers import listening_port
 from tests.vllm.conftest import Engine, Make, Model, answers, checksums
+from tests.vllm.trainer import double
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's and torch's own
@@ -180,6 +183,25 @@ def test_every_rank_joins_the_collectives(model: Model) -> None:
     assert not client.versions
 
 
+def test_the_shards_of_fsdp_are_gathered(model: Model) -> None:
+    """Both ranks gather each tensor, and rank 0 publishes it whole."""
+
+    async def received(metadata: str) -> dict[str, torch.Tensor]:
+        async with HTTPTransport[dict[str, torch.Tensor]]() as receiver:
+            return await receiver.recv_checkpoint(metadata=metadata, step=1)
+
+    port = listening_port()
+    with trainer_process(0, port) as first, trainer_process(1, port) as second:
+        metadata = heard(first)
+        assert second.stdin is not None
+        second.stdin.write("1\n")
+        second.stdin.flush()
+        assert told(first, "1") == "1"
+        found = asyncio.run(received(metadata))
+    double(model.module)
+    assert_same(found, {n: p.detach() for n, p in model.module.named_parameters()})
+
+
 def test_a_trainer_that_is_killed_in_the_middle_of_a_send(
     model: Model, make: Make, tmp_path: Path
 ) -> None:
@@ -239,9 +261,9 @@ def heard(process: subprocess.Popen[str]) -> str:
 
 
 @contextmanager
-def trainer_process() -> Iterator[subprocess.Popen[str]]:
+def trainer_process(*args: int) -> Iterator[subprocess.Popen[str]]:
     """Run a trainer in a process of its own; kill it at the end."""
-    command = [sys.executable, "-m", "tests.vllm.trainer"]
+    command = [sys.executable, "-m", "tests.vllm.trainer", *map(str, args)]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, **pipes)
     try:

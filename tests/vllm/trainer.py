@@ -1,10 +1,17 @@
-"""A trainer in a process of its own: publishes a step for each line that it reads."""
+"""A trainer in a process of its own: publishes a step for each line that it reads.
+
+With a rank and a port, it is one of two ranks that share the weights by FSDP.
+"""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from vllm.distributed.weight_transfer.base import ModuleSource
 
 from aiockpt import Server
@@ -28,17 +35,31 @@ class Printing:
         """The test asks its own engine."""
 
 
-def main() -> None:
+def main(rank: int = 0, port: int = 0) -> None:
     """Serve until killed."""
     model = Model()
-    info = TrainerInitInfo(rank=0, server=Server(host="127.0.0.1"), timeout=60)
+    if port:
+        at = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=at, rank=rank, world_size=2)
+        fully_shard(model.module, mesh=init_device_mesh("cpu", (2,)))
+    info = TrainerInitInfo(rank=rank, server=Server(host="127.0.0.1"), timeout=60)
     engine = TrainerEngine.trainer_init(
         info, client=Printing(), source=ModuleSource(model.module)
     )
     for line in sys.stdin:
-        model.step(int(line))
+        if port:
+            double(model.module)
+        else:
+            model.step(int(line))
         engine.send_weights()
 
 
+def double(module: torch.nn.Module) -> None:
+    """Take a step that each rank takes alone."""
+    with torch.no_grad():
+        for each in module.parameters():
+            each.mul_(2)
+
+
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))
