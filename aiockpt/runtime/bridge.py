@@ -476,32 +476,49 @@ class SerialThread:
 
 
 def share_out(work: Callable[[T], object], items: Sequence[T]) -> None:
-    """Call ``work(item)`` for every item, on this thread and up to three others.
+    """Call ``work(item)`` for every item in up to four threads, and wait for them.
 
     It is for a caller that may block, and for work that releases the interpreter lock.
-    If the system refuses another thread, fewer threads do all the work.
+    If the system refuses threads, fewer of them do all the work, or the caller does.
 
     Raises:
-        BaseException: the first one that ``work`` raised, when all threads have ended.
+        BaseException: what ``work`` raised, or an interrupt of the caller. No thread
+            works any more then. After an interrupt all items are done, unless it came
+            while threads were being started.
     """
     waiting, errors = iter(items), list[BaseException]()
+    threads = list[threading.Thread]()
+    called_off = threading.Event()
 
     def run() -> None:
         try:
             for item in waiting:
+                if called_off.is_set():
+                    return
                 work(item)
         except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
 
-    threads = []
-    for _ in range(min(_SHARERS, usable_cores(), len(items)) - 1):
-        with suppress(StagingError, RuntimeError):
-            threads.append(start_daemon("aiockpt-share", run))
-    run()
+    try:
+        for _ in range(min(_SHARERS, usable_cores(), len(items))):
+            with suppress(StagingError, RuntimeError):
+                threads.append(start_daemon("aiockpt-share", run))
+    except BaseException as interrupt:  # noqa: BLE001 - raised below
+        called_off.set()  # for a thread that has just begun, and is not in the list
+        errors.append(interrupt)
+    if not threads and not errors:
+        run()
     for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as interrupt:  # noqa: BLE001 - raised below
+                errors.append(interrupt)
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # or its traceback and this frame would keep each other
 
 
 def _no_thread(error: RuntimeError) -> StagingError | None:

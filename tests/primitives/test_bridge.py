@@ -586,3 +586,24 @@ def test_an_error_of_shared_work_comes_after_all_threads_have_ended() -> None:
     with pytest.raises(ValueError, match="3"):
         share_out(fail, range(100))
     assert not running
+
+
+def test_an_interrupt_waits_for_shared_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All items are done when the caller gets it."""
+    join, interrupts = threading.Thread.join, [KeyboardInterrupt(), KeyboardInterrupt()]
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        join(thread, timeout)
+
+    done: list[int] = []
+
+    def work(item: int) -> None:
+        time.sleep(0.005)
+        done.append(item)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        share_out(work, range(100))
+    assert sorted(done) == [*range(100)]
