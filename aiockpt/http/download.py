@@ -557,12 +557,14 @@ class Download:
         with answer.blamed():
             parts = split(deltas, len(chunks))
         for chunk, (kind, body) in zip(chunks, parts, strict=True):
+            # A patch that is cut short may have changed the bytes that it would need.
+            self._plain.add(chunk)
             with answer.blamed():
                 right = await patch(self._target.memory, chunk, kind, body)
             if not right:
                 self._unpatched += 1
-                self._plain.add(chunk)
                 return
+            self._plain.discard(chunk)
             self._patched += 1
             self._on_progress(
                 min(HEAD_BYTES + len(body), _size(self._outline, chunk)), 0

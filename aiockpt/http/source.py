@@ -144,9 +144,9 @@ class HttpSource:
 
     @property
     def sends_deltas(self) -> bool:
-        """Whether a peer has the base of deltas, and this process can apply them."""
-        bases = (peer.delta_base for peer in self._peers.all)
-        return self.medium == _HTTP and any(bases) and is_available()
+        """Whether all peers have a base of deltas, and this process can apply them."""
+        bases = (peer.delta_base for peer in self._peers.left())
+        return self.medium == _HTTP and all(bases) and is_available()
 
     def destination(
         self, manifest: Manifest, template: Template | None, terms: Terms

@@ -35,6 +35,7 @@ from aiockpt.transport import exact_step
 __all__ = ["ReceiveOptions", "receive"]
 
 _MANY = 1 << 20  # bytes of a header: thousands of tensors
+_SAMPLE = 8  # chunks that show whether many are unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,8 +296,12 @@ async def _fetch(
     goal, delta = room
     nbytes = sum(stop - start for start, stop in map(outline.grid.range, chunks))
     report.expect(nbytes, len(chunks))
-    # The first chunk shows whether the receiver holds the base of deltas.
+    # If no chunk of a sample is unchanged, deltas find the few that are. The first
+    # chunk then shows whether the receiver holds their base.
     first = delta is not None and source.sends_deltas
+    if first and delta is not None:
+        sample = delta.plan(chunks[:: len(chunks) // _SAMPLE + 1])
+        first = not await source.keep(outline.step, sample)
     for part in filter(None, (chunks[:first], chunks[first:])):
         there = list[int]()
         if delta is not None and not delta.has_base:

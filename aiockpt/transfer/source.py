@@ -94,7 +94,7 @@ class Source(AbstractAsyncContextManager[object], Protocol):
 
     @property
     def sends_deltas(self) -> bool:
-        """Whether a peer that has answered may send deltas."""
+        """Whether the peers may send deltas."""
 
     async def manifest(self, step: int) -> Manifest:
         """Return the manifest, once the peer has the step."""
