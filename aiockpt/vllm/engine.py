@@ -223,8 +223,9 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
         """Publish the source's weights, and have all engines load them.
 
         Every rank of the trainer calls this. A publication is whole or not at all. If
-        this raises, `version` and the engines' ``weight_version`` stay, and the next
-        call sends a later step.
+        this raises, `version` stays, and the next call sends a later step. Engines that
+        did not fail may serve the new step already, most often under its predecessor's
+        ``weight_version``.
 
         Args:
             step: The step of the training. None: one more than the last one.

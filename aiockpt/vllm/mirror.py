@@ -177,8 +177,7 @@ class HostMirror:
 
     async def _map(self, leader: str) -> None:
         """Map each step that the leader publishes, until the leader is gone."""
-        # A leader is here or gone, so a receive from it does not ask again.
-        here = HTTPTransport[State](receive=Receive(reconnect_timeout=0.0))
+        here = HTTPTransport[State](receive=Receive(reconnect_timeout=_LOST))
         try:
             steps = here.follow(leader, share=True, reconnect_timeout=_LOST)
             async with aclosing(steps):

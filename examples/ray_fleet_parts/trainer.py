@@ -1,5 +1,6 @@
 """A trainer that refreshes engines, which are Ray actors, after some steps."""
 
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -40,7 +41,9 @@ class Trainer:
             loss.backward()
             self.optimizer.step()
         self.sender.client = RayVLLMWeightSyncClient(engines)
-        while True:
-            with suppress(ActorUnavailableError):  # Ray is restarting an engine
+        for _ in range(60):
+            with suppress(ActorUnavailableError):
                 self.sender.send_weights()
                 return f"version {self.sender.version} has a loss of {loss:.2f}"
+            time.sleep(1)  # Ray is restarting an engine
+        raise TimeoutError("an engine has not come back")
