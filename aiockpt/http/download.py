@@ -557,14 +557,16 @@ class Download:
         with answer.blamed():
             parts = split(deltas, len(chunks))
         for chunk, (kind, body) in zip(chunks, parts, strict=True):
-            # A patch that is cut short may have changed the bytes that it would need.
-            self._plain.add(chunk)
-            with answer.blamed():
-                right = await patch(self._target.memory, chunk, kind, body)
+            try:
+                with answer.blamed():
+                    right = await patch(self._target.memory, chunk, kind, body)
+            except asyncio.CancelledError:
+                self._plain.add(chunk)  # the bytes that a delta needs may have changed
+                raise
             if not right:
                 self._unpatched += 1
+                self._plain.add(chunk)
                 return
-            self._plain.discard(chunk)
             self._patched += 1
             self._on_progress(
                 min(HEAD_BYTES + len(body), _size(self._outline, chunk)), 0

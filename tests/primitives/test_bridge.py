@@ -565,7 +565,7 @@ def test_work_is_shared_out(refused: bool, monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("can't start new thread")
 
     if refused:
-        monkeypatch.setattr(threading, "_start_new_thread", refuse)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
     done: list[int] = []
     share_out(done.append, range(1000))
     assert sorted(done) == [*range(1000)]
