@@ -47,8 +47,9 @@ class Prepared(Generic[T]):
         """Copy the checkpoint into the template; return the template.
 
         Blocks for about as long as a copy of `nbytes` takes, and waits for the copies
-        to devices. Call it from any thread while nothing uses the template. Nothing
-        interrupts it half way, except for a device that fails.
+        to devices. Call it from any thread while nothing uses the template. Only a
+        device that fails can interrupt it half way, or an exception that a signal's
+        handler raises, as Ctrl-C does; a note of the error says so.
 
         Raises:
             LocalProtocolError: it was applied or discarded before; or the template was
