@@ -192,7 +192,7 @@ def _rebuilt(
     whole = memoryview(held)
     for chunk, expected in enumerate(manifest.digests):
         start, stop = manifest.grid.range(chunk)
-        actual = digest([whole[start:stop]])
+        actual = digest([whole[start:stop]], manifest.algorithm)
         if actual != expected:
             raise IntegrityError(
                 chunk=chunk, expected=expected, actual=actual, url=directory

@@ -6,45 +6,82 @@ they pass, since a digest costs half as much while its bytes are in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from hashlib import sha256
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from xxhash import xxh3_128
 
-from aiockpt.errors import IntegrityError, LocalProtocolError
+from aiockpt.errors import IntegrityError, LocalProtocolError, MissingExtraError
 
 __all__ = [
     "ALGORITHM",
+    "ALGORITHMS",
     "CHUNK_ALIGNMENT",
     "DEVICE_ALGORITHM",
-    "DIGEST_DIGITS",
     "MIN_CHUNK_BYTES",
-    "UNSEALED",
+    "Algorithm",
     "ChunkGrid",
     "ChunkHasher",
     "HashedChunk",
+    "check_algorithm",
     "check_chunk_bytes",
     "chunks_over",
     "digest",
+    "digits_of",
 ]
 
-ALGORITHM: Final = "xxh3-128"
+Algorithm: TypeAlias = Literal["xxh3-128", "sha256", "blake3"]
+"""A digest algorithm that a sender may choose, and that every receiver accepts."""
+
+ALGORITHMS: Final[tuple[str, ...]] = get_args(Algorithm)
+ALGORITHM: Final[Algorithm] = "xxh3-128"
 DEVICE_ALGORITHM: Final = "multilinear-xxh3-128"  # aiockpt.pg.device computes it
-DIGEST_DIGITS: Final = 32
 CHUNK_ALIGNMENT: Final = 64
 MIN_CHUNK_BYTES: Final = 64 * 1024
 
-UNSEALED: Final = "0" * DIGEST_DIGITS
-"""Stands for a digest that is not known yet."""
+
+class _Hasher(Protocol):
+    """The state of a digest, as in `hashlib`; both calls release the GIL."""
+
+    def update(self, data: memoryview | bytes | bytearray, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def _blake3() -> _Hasher:
+    try:
+        from blake3 import blake3
+    except ImportError as error:
+        raise MissingExtraError("blake3", extra="blake3") from error
+    return blake3()
+
+
+_HASHES: Final[dict[str, tuple[int, Callable[[], _Hasher]]]] = {
+    "xxh3-128": (32, xxh3_128),
+    DEVICE_ALGORITHM: (32, xxh3_128),  # of what the device has folded
+    "sha256": (64, sha256),
+    "blake3": (64, _blake3),
+}
+"""How many hexadecimal digits a digest has, and what computes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkGrid:
-    """Equal slices of ``segment_bytes`` bytes; the last one may be shorter."""
+    """Equal slices of ``segment_bytes`` bytes; the last one may be shorter.
+
+    ``algorithm`` is the algorithm of the chunks' digests.
+    """
 
     segment_bytes: int
     chunk_bytes: int
+    algorithm: str = ALGORITHM
+
+    @property
+    def unsealed(self) -> str:
+        """The zeros that stand for a digest that is not known yet."""
+        return "0" * digits_of(self.algorithm)
 
     def __len__(self) -> int:
         return (self.segment_bytes + self.chunk_bytes - 1) // self.chunk_bytes
@@ -72,6 +109,24 @@ def check_chunk_bytes(chunk_bytes: int) -> None:
         )
 
 
+def check_algorithm(algorithm: str) -> None:
+    """Check that this process can compute digests of the algorithm.
+
+    Raises:
+        ValueError: no sender may choose it.
+        MissingExtraError: its library is not installed.
+    """
+    if algorithm not in ALGORITHMS:
+        known = ", ".join(map(repr, ALGORITHMS))
+        raise ValueError(f"digest must be one of {known}, got {algorithm!r}")
+    _HASHES[algorithm][1]()
+
+
+def digits_of(algorithm: str) -> int:
+    """Return how many hexadecimal digits a digest of a known algorithm has."""
+    return _HASHES[algorithm][0]
+
+
 def chunks_over(grid: ChunkGrid, ranges: Iterable[tuple[int, int]]) -> list[int]:
     """Return the chunks that hold bytes of these ranges, ascending."""
     found = {
@@ -83,9 +138,15 @@ def chunks_over(grid: ChunkGrid, ranges: Iterable[tuple[int, int]]) -> list[int]
     return sorted(found)
 
 
-def digest(views: Iterable[memoryview | bytes | bytearray]) -> str:
-    """Return the hex digest of the concatenated views (the GIL is released)."""
-    state = xxh3_128()
+def digest(
+    views: Iterable[memoryview | bytes | bytearray], algorithm: str = ALGORITHM
+) -> str:
+    """Return the hex digest of the concatenated views (the GIL is released).
+
+    Raises:
+        MissingExtraError: the algorithm's library is not installed.
+    """
+    state = _HASHES[algorithm][1]()
     for view in views:
         state.update(view)
     return state.hexdigest()
@@ -126,18 +187,22 @@ class ChunkHasher:
     thread may use a hasher at a time.
 
     Args:
-        grid: The chunks of the data segment.
+        grid: The chunks of the data segment, and the algorithm of their digests.
         expected: The digest of every chunk, where a manifest says it.
 
     Attributes:
         position: The byte at which the last update ended.
+
+    Raises:
+        MissingExtraError: the algorithm's library is not installed.
     """
 
     def __init__(self, grid: ChunkGrid, expected: Sequence[str] | None = None) -> None:
         self.position = 0
         self._grid = grid
         self._expected = expected
-        self._state = xxh3_128()
+        self._new = _HASHES[grid.algorithm][1]
+        self._state = self._new()
 
     def __repr__(self) -> str:
         return f"<ChunkHasher position={self.position} of {self._grid.segment_bytes}>"
@@ -157,7 +222,7 @@ class ChunkHasher:
                     f"byte {start} neither follows byte {self.position} nor begins a "
                     f"chunk of {self._grid.chunk_bytes} bytes"
                 )
-            self._state.reset()
+            self._state = self._new()
             self.position = start
         hashed: list[HashedChunk] = []
         for view in views:
@@ -172,5 +237,5 @@ class ChunkHasher:
                 if self.position == stop:
                     expected = self._expected[index] if self._expected else None
                     hashed.append(HashedChunk(index, self._state.hexdigest(), expected))
-                    self._state.reset()
+                    self._state = self._new()
         return hashed

@@ -2,9 +2,13 @@
 
 A file is 8 bytes (little endian: the header's length), the header (JSON, padded with
 spaces so that the data segment starts at a multiple of 64), and the data segment. The
-header starts with a fixed prefix. The 32 digits after it are the snapshot id: the
-digest of the whole padded header in which these digits are zeros. So a flipped bit
-anywhere in the header is noticed, and equal checkpoints have equal ids.
+header starts with a fixed prefix. The 32 digits after it are the check digits: the
+xxh3-128 digest of the whole padded header in which these digits are zeros. So a flipped
+bit anywhere in the header is noticed.
+
+The snapshot id is the digest of the same bytes, by the algorithm of the manifest. With
+xxh3-128 it is the check digits. With a cryptographic algorithm, nobody can make another
+header with the same id. Equal checkpoints have equal ids.
 
 Long JSON is encoded and decoded in pieces. One call for a header of 100,000 entries
 would hold the interpreter lock for a tenth of a second, and stop every event loop.
@@ -21,7 +25,7 @@ from typing import Final
 import msgspec
 
 from aiockpt.errors import IntegrityError, LocalProtocolError, RemoteProtocolError
-from aiockpt.format.chunks import ALGORITHM, DIGEST_DIGITS, digest
+from aiockpt.format.chunks import ALGORITHM, ALGORITHMS, digest, digits_of
 from aiockpt.format.entries import (
     Bytes,
     Entries,
@@ -42,7 +46,7 @@ from aiockpt.format.validate import fault_of, foreign_fault
 
 __all__ = [
     "ALIGNMENT",
-    "ID_SLICE",
+    "CHECK_SLICE",
     "LENGTH_BYTES",
     "PREFIX",
     "build_manifest",
@@ -56,7 +60,8 @@ __all__ = [
 ALIGNMENT: Final = 64
 LENGTH_BYTES: Final = 8
 PREFIX: Final = b'{"__metadata__":{"aiockpt.snapshot":"'
-ID_SLICE: Final = slice(len(PREFIX), len(PREFIX) + DIGEST_DIGITS)
+_CHECK_DIGITS: Final = digits_of(ALGORITHM)
+CHECK_SLICE: Final = slice(len(PREFIX), len(PREFIX) + _CHECK_DIGITS)
 
 _AFTER_ID: Final = b'","format":"pt","aiockpt":"'
 _END_OF_METADATA: Final = b'}"}'
@@ -99,12 +104,12 @@ def build_manifest(
         views=msgspec.Raw(encode(views)) if views else msgspec.UNSET,
         tree=msgspec.Raw(encode(tree)),
     )
-    if fault := fault_of(document, views, entries, algorithm):
+    if fault := fault_of(document, views, entries, [algorithm]):
         raise LocalProtocolError(f"cannot describe step {step}: {fault}")
     # The text of the manifest is a JSON string; the order of the keys is normative.
     text = encode(encode(document).decode())
     file = bytearray(LENGTH_BYTES)
-    file += PREFIX + b"0" * DIGEST_DIGITS + _AFTER_ID + text[1:] + b"}"
+    file += PREFIX + b"0" * _CHECK_DIGITS + _AFTER_ID + text[1:] + b"}"
     try:
         for piece in encode_entries(entries):
             file += piece
@@ -114,7 +119,7 @@ def build_manifest(
     file += b" " * (-len(file) % ALIGNMENT)
     file[:LENGTH_BYTES] = (len(file) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
     header = memoryview(file)[LENGTH_BYTES:]
-    header[ID_SLICE] = snapshot_id_of(header).encode()
+    header[CHECK_SLICE] = snapshot_id_of(header).encode()
     return _manifest(document, views, entries, tree, bytes(file))
 
 
@@ -135,31 +140,37 @@ def with_digests(manifest: Manifest, digests: Sequence[str]) -> Manifest:
     """Return the manifest with the chunks' digests filled in.
 
     A snapshot that is staged in a hurry gets its digests later, perhaps in another
-    process. Until then its manifest has `UNSEALED` in their place, so the header is as
-    long as it will be, and differs only in the digests and the snapshot id.
+    process. Until then its manifest has zeros in their place (`ChunkGrid.unsealed`), so
+    the header is as long as it will be, and differs only in the digests and the id.
     """
     header = bytearray(manifest.header)
     # What stands before the digests, in canonical form, is numbers and an algorithm.
     start = header.find(_BEFORE_DIGESTS)
     assert start >= 0, "a manifest without its header"
     start += len(_BEFORE_DIGESTS)
-    stop = start + DIGEST_DIGITS * len(manifest.digests)
+    stop = start + digits_of(manifest.algorithm) * len(manifest.digests)
     header[start:stop] = "".join(digests).encode()
     text = memoryview(header)[LENGTH_BYTES:]
-    snapshot_id = snapshot_id_of(text)
-    text[ID_SLICE] = snapshot_id.encode()
+    text[CHECK_SLICE] = snapshot_id_of(text).encode()
     return replace(
         manifest,
-        snapshot_id=snapshot_id,
+        snapshot_id=_snapshot_id(text, manifest.algorithm),
         digests=tuple(digests),
         header=bytes(header),
     )
 
 
-def snapshot_id_of(header: bytes | memoryview) -> str:
-    """Return the snapshot id that belongs to a header (without its 8 length bytes)."""
-    view = memoryview(header)
-    return digest((view[: ID_SLICE.start], b"0" * 32, view[ID_SLICE.stop :]))
+def snapshot_id_of(header: bytes | memoryview, algorithm: str = ALGORITHM) -> str:
+    """Return the snapshot id that belongs to a header (without its 8 length bytes).
+
+    That of the default algorithm is the check digits of every header.
+
+    Raises:
+        MissingExtraError: the algorithm's library is not installed.
+    """
+    view, zeros = memoryview(header), b"0" * _CHECK_DIGITS
+    parts = (view[: CHECK_SLICE.start], zeros, view[CHECK_SLICE.stop :])
+    return digest(parts, algorithm)
 
 
 def header_length(first8: bytes | memoryview, *, limits: Limits) -> int:
@@ -180,7 +191,7 @@ def decode_header(
     data: bytes | bytearray | memoryview | mmap,
     *,
     limits: Limits,
-    algorithm: str = ALGORITHM,
+    algorithms: Sequence[str] = ALGORITHMS,
     ours: bool = False,
 ) -> Manifest | ForeignHeader:
     """Decode and validate a complete header (its 8 length bytes included).
@@ -192,12 +203,13 @@ def decode_header(
     Args:
         data: The header. A map is not copied, so nobody may write to it any more.
         limits: What this side accepts.
-        algorithm: The digests that this side can compute.
+        algorithms: The algorithms of digests that are accepted.
         ours: Refuse another tool's header before it is decoded.
 
     Raises:
-        IntegrityError: the snapshot id is not the header's digest.
+        IntegrityError: the check digits are not the header's digest.
         RemoteProtocolError: malformed, inconsistent, or of another version.
+        MissingExtraError: the library of the manifest's algorithm is not installed.
         LimitExceededError: larger than ``limits`` allow.
     """
     raw: Bytes = data if isinstance(data, mmap) else bytes(data)
@@ -211,7 +223,7 @@ def decode_header(
     )
     header = memoryview(raw)[LENGTH_BYTES:]
     if bytes(header[: len(PREFIX)]) == PREFIX:
-        return _decode_own(raw, header, limits, algorithm)
+        return _decode_own(raw, header, limits, algorithms)
     if ours:
         raise RemoteProtocolError("it has no manifest of aiockpt")
     return _decode_foreign(raw, header, limits)
@@ -224,20 +236,27 @@ def _manifest(
     tree: Node,
     header: Bytes,
 ) -> Manifest:
-    digits = document.digests
-    starts = range(0, len(digits), DIGEST_DIGITS)
+    digits, length = document.digests, digits_of(document.algorithm)
+    starts = range(0, len(digits), length)
     return Manifest(
         step=document.step,
-        snapshot_id=bytes(memoryview(header)[LENGTH_BYTES:][ID_SLICE]).decode(),
+        snapshot_id=_snapshot_id(memoryview(header)[LENGTH_BYTES:], document.algorithm),
         chunk_bytes=document.chunk_bytes,
         algorithm=document.algorithm,
-        digests=tuple(digits[start : start + DIGEST_DIGITS] for start in starts),
+        digests=tuple(digits[start : start + length] for start in starts),
         entries=entries,
         views=tuple(views),
         tree=tree,
         header=header,
         header_bytes=len(header),
     )
+
+
+def _snapshot_id(header: memoryview, algorithm: str) -> str:
+    """Return the snapshot id of a header whose check digits are right."""
+    if digits_of(algorithm) == _CHECK_DIGITS:  # xxh3-128: it is known already
+        return bytes(header[CHECK_SLICE]).decode()
+    return snapshot_id_of(header, algorithm)
 
 
 # ------------------------------------------------------------------------- decode
@@ -257,13 +276,13 @@ _STRINGS: Final = msgspec.json.Decoder(dict[str, str])
 
 
 def _decode_own(
-    raw: Bytes, header: memoryview, limits: Limits, algorithm: str
+    raw: Bytes, header: memoryview, limits: Limits, algorithms: Sequence[str]
 ) -> Manifest:
-    claimed = bytes(header[ID_SLICE]).decode("ascii", "replace")
+    claimed = bytes(header[CHECK_SLICE]).decode("ascii", "replace")
     if (actual := snapshot_id_of(header)) != claimed:
         raise IntegrityError(expected=claimed, actual=actual)
     # In a string a quote is escaped, so nothing before the end looks like the end.
-    start = LENGTH_BYTES + ID_SLICE.stop + len(_AFTER_ID)
+    start = LENGTH_BYTES + CHECK_SLICE.stop + len(_AFTER_ID)
     stop = raw.find(_END_OF_METADATA, LENGTH_BYTES)
     padded = len(raw) % ALIGNMENT == 0 and raw[-ALIGNMENT:] != b" " * ALIGNMENT
     if not padded or stop < start or raw[start - len(_AFTER_ID) : start] != _AFTER_ID:
@@ -276,7 +295,7 @@ def _decode_own(
         entries = decode_entries(raw, stop + len(_END_OF_METADATA))
     tensors = len(entries) + len(views)
     enforce("the number of tensors", tensors, limits.max_tensors)
-    if fault := fault_of(document, views, entries, algorithm):
+    if fault := fault_of(document, views, entries, algorithms):
         raise RemoteProtocolError(f"the header is inconsistent: {fault}")
     nodes = bytes(document.tree)
     enforce_values("the number of nodes in the tree", nodes, limits.max_nodes)

@@ -163,7 +163,7 @@ class Manifest:
     @property
     def grid(self) -> ChunkGrid:
         """The chunks of the data segment."""
-        return ChunkGrid(self.segment_bytes, self.chunk_bytes)
+        return ChunkGrid(self.segment_bytes, self.chunk_bytes, self.algorithm)
 
     def storage_of(self, index: int) -> int:
         """Return the entry that holds tensor ``index``, which must exist."""

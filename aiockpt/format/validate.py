@@ -17,9 +17,9 @@ from typing import Final
 
 from aiockpt.format.chunks import (
     CHUNK_ALIGNMENT,
-    DIGEST_DIGITS,
     MIN_CHUNK_BYTES,
     ChunkGrid,
+    digits_of,
 )
 from aiockpt.format.dtypes import CODE_BITS, COMPLEX, DIFFERENTIABLE, DTYPES
 from aiockpt.format.entries import INT64_MAX, Entries
@@ -42,9 +42,12 @@ def fault_of(
     document: ManifestDocument,
     views: Sequence[TensorSpec],
     entries: Entries,
-    algorithm: str,
+    algorithms: Sequence[str],
 ) -> str | None:
-    """Return the first inconsistency within one of our headers."""
+    """Return the first inconsistency within one of our headers.
+
+    ``algorithms`` are those of the digests that are accepted.
+    """
     if not 0 <= document.step <= INT64_MAX:
         return f"step {document.step} is not between 0 and 2**63 - 1"
     if document.entries != len(entries):
@@ -53,7 +56,7 @@ def fault_of(
         _names_fault(entries)
         or _tiling_fault(entries, _WRITTEN_BYTES, 1)
         or _alignment_fault(entries)
-        or _grid_fault(document, entries.nbytes, algorithm)
+        or _grid_fault(document, entries.nbytes, algorithms)
         or views_fault(views, entries)
     )
 
@@ -109,17 +112,19 @@ def _alignment_fault(entries: Entries) -> str | None:
 
 
 def _grid_fault(
-    document: ManifestDocument, segment_bytes: int, algorithm: str
+    document: ManifestDocument, segment_bytes: int, algorithms: Sequence[str]
 ) -> str | None:
     """The chunks have a size that is allowed, and one digest each."""
-    if document.algorithm != algorithm:
-        return f"digest algorithm {document.algorithm[:40]!r}; known: {algorithm!r}"
+    if document.algorithm not in algorithms:
+        known = ", ".join(map(repr, algorithms))
+        return f"digest algorithm {document.algorithm[:40]!r}; known: {known}"
     chunk_bytes = document.chunk_bytes
     if chunk_bytes <= 0 or chunk_bytes % CHUNK_ALIGNMENT:
         return f"chunks of {chunk_bytes} bytes, no multiple of {CHUNK_ALIGNMENT}"
     if chunk_bytes < min(MIN_CHUNK_BYTES, segment_bytes):
         return f"chunks of {chunk_bytes} bytes, less than {MIN_CHUNK_BYTES}"
-    digits = len(ChunkGrid(segment_bytes, chunk_bytes)) * DIGEST_DIGITS
+    count = len(ChunkGrid(segment_bytes, chunk_bytes))
+    digits = count * digits_of(document.algorithm)
     if len(document.digests) != digits:
         return f"{len(document.digests)} digits of digests instead of {digits}"
     if re.fullmatch("[0-9a-f]*", document.digests) is None:

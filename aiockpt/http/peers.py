@@ -24,6 +24,7 @@ from aiockpt.errors import (
     AiockptError,
     CheckpointChangedError,
     ClosedError,
+    MissingExtraError,
     StagingError,
     StepNotFoundError,
     TransportError,
@@ -335,7 +336,7 @@ async def _answers(
     async def hear(peer: Peer) -> None:
         try:
             answers[peer] = await ask(peer)
-        except (ClosedError, StagingError):
+        except (ClosedError, MissingExtraError, StagingError):
             raise  # not the peer's fault
         except AiockptError as error:
             if step is None:

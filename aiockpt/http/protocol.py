@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
 from aiockpt.errors import LocalProtocolError, RemoteProtocolError
-from aiockpt.format.chunks import ALGORITHM, DIGEST_DIGITS
+from aiockpt.format.chunks import ALGORITHMS, digits_of
 from aiockpt.runtime.secrets import Token, discreet
 
 __all__ = [
@@ -98,7 +98,9 @@ _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 _URL_OF_STEP = re.compile(r"(.*/)(0|[1-9][0-9]{0,18})(?:/(?:full|metadata))?/")
 _URL_OF_LATEST = re.compile(r"(.*/)latest(?:/(?:full|metadata))?/")
 _BARE_URL = re.compile(r"[a-z]+://[^/]+")
-_DIGEST = re.compile(rf"{ALGORITHM}=([0-9a-f]{{{DIGEST_DIGITS}}})")
+_DIGEST = re.compile(
+    "|".join(f"({name})=([0-9a-f]{{{digits_of(name)}}})" for name in ALGORITHMS)
+)
 
 
 class ResourceKind(enum.Enum):
@@ -349,15 +351,21 @@ def format_prefer_wait(seconds: float) -> str:
     return f"wait={wait:.0f}" if wait >= 10 else f"wait={wait:.3f}"
 
 
-def format_digest(digest: str) -> str:
+def format_digest(algorithm: str, digest: str) -> str:
     """Return the value of `DIGEST_HEADER`."""
-    return f"{ALGORITHM}={digest}"
+    return f"{algorithm}={digest}"
 
 
-def parse_digest(value: str | None) -> str | None:
-    """Return the hex digest in `DIGEST_HEADER`; None if absent or of another kind."""
+def parse_digest(value: str | None) -> tuple[str, str] | None:
+    """Return the algorithm and the hex digest in `DIGEST_HEADER`.
+
+    None if the header is absent or of another kind.
+    """
     match = _DIGEST.fullmatch(value or "")
-    return match and match[1]
+    if match is None:
+        return None
+    algorithm, digest = filter(None, match.groups())
+    return algorithm, digest
 
 
 def format_etag(snapshot_id: str) -> str:

@@ -156,7 +156,7 @@ def _headers(resource: http.Resource, manifest: Manifest) -> dict[str, str]:
     if resource.chunk is not None and resource.chunk < len(manifest.digests):
         # The digest of the whole chunk, whatever range of it is asked for.
         digest = manifest.digests[resource.chunk]
-        answer[http.DIGEST_HEADER] = http.format_digest(digest)
+        answer[http.DIGEST_HEADER] = http.format_digest(manifest.algorithm, digest)
     return answer
 
 

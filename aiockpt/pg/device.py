@@ -46,7 +46,6 @@ from aiockpt.errors import (
 )
 from aiockpt.format.chunks import (
     DEVICE_ALGORITHM,
-    UNSEALED,
     ChunkGrid,
     check_chunk_bytes,
     digest,
@@ -642,7 +641,7 @@ class DeviceMedium:
         length = header_length(offer[:LENGTH_BYTES], limits=limits)
         header, placement = memoryview(offer)[:length], memoryview(offer)[length:]
         found = decode_header(
-            header, limits=limits, algorithm=DEVICE_ALGORITHM, ours=True
+            header, limits=limits, algorithms=[DEVICE_ALGORITHM], ours=True
         )
         return found, decode_placement(placement, len(found.entries))
 
@@ -686,13 +685,15 @@ class DeviceMedium:
 
     def _manifest(self, staging: _Staging, step: int) -> Manifest:
         description = staging.description
-        grid = ChunkGrid(description.entries.nbytes, self._chunk_bytes)
+        grid = ChunkGrid(
+            description.entries.nbytes, self._chunk_bytes, DEVICE_ALGORITHM
+        )
         return build_manifest(
             step=step,
             chunk_bytes=self._chunk_bytes,
             entries=description.entries,
             views=description.views,
             tree=description.tree,
-            digests=[UNSEALED] * len(grid),  # they are sent last
-            algorithm=DEVICE_ALGORITHM,
+            digests=[grid.unsealed] * len(grid),  # they are sent last
+            algorithm=grid.algorithm,
         )

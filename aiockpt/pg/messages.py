@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 
 from aiockpt.errors import IntegrityError, ProcessGroupError
-from aiockpt.format.chunks import DIGEST_DIGITS, UNSEALED, ChunkGrid, ChunkHasher
+from aiockpt.format.chunks import ALGORITHM, ChunkGrid, ChunkHasher, digits_of
 from aiockpt.format.header import decode_header
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, Manifest
@@ -290,7 +290,7 @@ class HostDigests:
             self._digests += [each.digest for each in hashed]
             complete = len(self._digests) == len(self._grid)
             if complete and self._changed is not None and self._changed():
-                self._digests = [UNSEALED] * len(self._grid)
+                self._digests = [self._grid.unsealed] * len(self._grid)
             if self._on_chunk is not None:
                 for each in hashed:
                     first, stop = self._grid.range(each.chunk)
@@ -306,8 +306,9 @@ def compare(sent: bytearray, found: bytearray) -> None:
     """Raise ``IntegrityError`` for the first chunk whose digests differ."""
     if sent == found:
         return
-    for chunk, at in enumerate(range(0, len(found), DIGEST_DIGITS)):
-        digests = (digits[at : at + DIGEST_DIGITS] for digits in (sent, found))
+    length = digits_of(ALGORITHM)  # as that of digests of a device
+    for chunk, at in enumerate(range(0, len(found), length)):
+        digests = (digits[at : at + length] for digits in (sent, found))
         expected, actual = (each.decode("ascii", "replace") for each in digests)
         if expected != actual:
             raise IntegrityError(expected=expected, actual=actual, chunk=chunk)
@@ -677,7 +678,9 @@ class HostMedium:
         self, offer: mmap, limits: Limits
     ) -> tuple[Manifest | ForeignHeader, Sequence[int]]:
         """Return the manifest; no entry is on a device."""
-        return decode_header(offer, limits=limits, ours=True), ()
+        # A sender of a process group cannot choose the algorithm.
+        algorithms = [ALGORITHM]
+        return decode_header(offer, limits=limits, algorithms=algorithms, ours=True), ()
 
     def destination(
         self,

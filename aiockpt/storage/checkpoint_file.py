@@ -121,7 +121,8 @@ def digest_of(path: Path, fd: int, manifest: Manifest, chunk: int) -> str:
     """Return the digest of a chunk's bytes in the open file."""
     start, stop = manifest.grid.range(chunk)
     base = manifest.header_bytes
-    return digest(_blocks(path, fd, base + start, base + stop))
+    blocks = _blocks(path, fd, base + start, base + stop)
+    return digest(blocks, manifest.algorithm)
 
 
 def _blocks(path: Path, fd: int, start: int, stop: int) -> Iterator[memoryview]:

@@ -20,7 +20,11 @@ from types import TracebackType
 from typing import Final, Self
 
 from aiockpt.errors import StorageError
-from aiockpt.format.header import ID_SLICE, LENGTH_BYTES, PREFIX
+from aiockpt.format.chunks import ALGORITHM
+from aiockpt.format.header import CHECK_SLICE, LENGTH_BYTES, PREFIX
+from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.format.manifest import Manifest
+from aiockpt.storage.checkpoint_file import read_header
 from aiockpt.storage.directory import (
     MARKER,
     RankFile,
@@ -42,8 +46,11 @@ __all__ = ["Draft"]
 
 _OCCUPIED: Final = {errno.ENOTEMPTY, errno.EEXIST}
 
-_HEAD_BYTES: Final = 4096  # the first bytes of a header, which contain the step
-_STEP_SAID = re.compile(rb'\\"step\\":([0-9]{1,19})')
+_HEAD_BYTES: Final = 4096  # the first bytes of a header, with step and algorithm
+_SAID = re.compile(
+    rb'\\"step\\":([0-9]{1,19}),\\"chunk_bytes\\":[0-9]{1,19},'
+    rb'\\"algorithm\\":\\"([a-z0-9-]{1,40})\\"'
+)
 
 _LOCK_WAIT: Final = 1.0  # a sweep locks a file just long enough to remove it
 _TRIES: Final = 20
@@ -238,12 +245,16 @@ def _described(path: Path, step: int) -> RankFile:
     except FileNotFoundError:
         detail = "this rank's file is not there; do all ranks see the same directory?"
         raise StorageError(str(path), detail) from None
-    said = _STEP_SAID.search(head)
+    said = _SAID.search(head)
     if not head.startswith(PREFIX) or said is None:
         raise StorageError(str(path), "it is not a checkpoint file of this library")
     if int(said[1]) != step:
         raise StorageError(str(path), f"it is of step {int(said[1])}, not {step}")
-    return RankFile(size, head[ID_SLICE].decode("ascii", "replace"))
+    if said[2].decode() == ALGORITHM:
+        return RankFile(size, head[CHECK_SLICE].decode("ascii", "replace"))
+    manifest = read_header(path, limits=FILE_LIMITS)
+    assert isinstance(manifest, Manifest)  # it begins as ours do
+    return RankFile(size, manifest.snapshot_id)
 
 
 def _discarded(path: Path) -> Iterator[Path]:

@@ -248,14 +248,16 @@ class _Reading:
             self._failures.append(error)
 
     def _read(self, span: _Span, spare: Spare) -> None:
-        hasher = ChunkHasher(self._manifest.grid, self._manifest.digests)
-        base = self._manifest.header_bytes
+        manifest = self._manifest
+        # Without digests there is no algorithm either.
+        hasher = ChunkHasher(manifest.grid, manifest.digests) if span.verified else None
+        base = manifest.header_bytes
         self._placement.prepare(span.start, span.stop)
         for start in range(span.start, span.stop, _BLOCK):
             stop = min(start + _BLOCK, span.stop)
             views = self._placement.views(start, stop, spare)
             read_at(self._path, self._fd, views, base + start)
-            hashed = hasher.update(start, *views) if span.verified else ()
+            hashed = () if hasher is None else hasher.update(start, *views)
             spare.landed(self._placement, start, stop)
             self._tell(stop - start)
             for chunk in hashed:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from aiockpt.errors import StateDictError
-from aiockpt.format.chunks import UNSEALED, ChunkHasher
+from aiockpt.format.chunks import ChunkHasher
 from aiockpt.format.entries import encode_entries
 from aiockpt.format.header import LENGTH_BYTES, with_digests
 from aiockpt.format.manifest import ForeignHeader, Manifest
@@ -80,7 +80,7 @@ class WritableSnapshot:
         self.segment_bytes = manifest.segment_bytes
         self._snapshot, self._manifest = snapshot, manifest
         self._on_seal = on_seal
-        self._is_sealed = UNSEALED not in manifest.digests
+        self._is_sealed = manifest.grid.unsealed not in manifest.digests
         self._hasher = ChunkHasher(manifest.grid)
         self._digests: list[str] = []
 

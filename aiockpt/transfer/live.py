@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from aiockpt.errors import AiockptError, StagingError
-from aiockpt.format.chunks import UNSEALED, ChunkGrid, ChunkHasher
+from aiockpt.format.chunks import ChunkGrid, ChunkHasher
 from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import Manifest
@@ -63,7 +63,7 @@ class LiveState:
         self.segment_bytes = found.entries.nbytes
         self._grid = ChunkGrid(found.entries.nbytes, chunk_bytes)
         self._hasher = ChunkHasher(self._grid)
-        self._digests = [UNSEALED] * len(self._grid)
+        self._digests = [self._grid.unsealed] * len(self._grid)
         self._digesting = SerialThread("aiockpt-digest")
         self.header_bytes = self.seal().header_bytes
         away = any(
@@ -123,6 +123,7 @@ class LiveState:
             views=self._description.views,
             tree=self._description.tree,
             digests=self._digests,
+            algorithm=self._grid.algorithm,
         )
 
     def _digest(self, start: int, stop: int) -> None:

@@ -152,14 +152,15 @@ class Held:
                 change(at, block)
                 yield block
 
-        if digest(blocks()) != self._digests[chunk]:
+        if digest(blocks(), self.grid.algorithm) != self._digests[chunk]:
             return False
         if target is not self._arena:
             _copy(target.buffers(start, stop), [made])
         return True
 
     def _matches(self, chunk: int, memory: Memory) -> bool:
-        found = digest(memory.buffers(*self._completed(chunk)))
+        views = memory.buffers(*self._completed(chunk))
+        found = digest(views, self.grid.algorithm)
         return found == self._digests[chunk]
 
     def _completed(self, chunk: int) -> tuple[int, int]:

@@ -15,7 +15,13 @@ from functools import partial
 from typing import Final
 
 from aiockpt.errors import AiockptError, StagingError
-from aiockpt.format.chunks import UNSEALED, ChunkGrid, check_chunk_bytes, digest
+from aiockpt.format.chunks import (
+    ALGORITHM,
+    ChunkGrid,
+    check_algorithm,
+    check_chunk_bytes,
+    digest,
+)
 from aiockpt.format.header import build_manifest, with_step
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
@@ -46,6 +52,7 @@ class StagerOptions:
     Attributes:
         threads: How many chunks are copied and digested at once.
         chunk_bytes: The size of a chunk.
+        algorithm: The algorithm of the chunks' digests, one of `Algorithm`.
         limits: Bound the nesting and the counts of the state dict.
         allow_pickle: Let leaves without another encoding travel as pickles.
         zero_copy: Serve contiguous host tensors from their own memory.
@@ -60,6 +67,7 @@ class StagerOptions:
     chunk_bytes: int
     limits: Limits
     allow_pickle: bool
+    algorithm: str = ALGORITHM
     zero_copy: bool = False
     shared: bool = False
     kept: int = 1
@@ -69,6 +77,7 @@ class StagerOptions:
 
     def __post_init__(self) -> None:
         check_chunk_bytes(self.chunk_bytes)
+        check_algorithm(self.algorithm)
 
 
 @dataclass(slots=True)
@@ -90,9 +99,9 @@ class _Job:
     def copy_and_digest(self, start: int, stop: int) -> str:
         """Copy the host memory of a chunk; return the chunk's digest."""
         if self.live:
-            return digest(self.memory.buffers(start, stop))
+            return digest(self.memory.buffers(start, stop), self.grid.algorithm)
         self._map(start, stop)
-        return digest(self._copied(start, stop))
+        return digest(self._copied(start, stop), self.grid.algorithm)
 
     def manifest(self, step: int, digests: Sequence[str]) -> Manifest:
         """Return the manifest of the snapshot."""
@@ -103,6 +112,7 @@ class _Job:
             views=self.description.views,
             tree=self.description.tree,
             digests=digests,
+            algorithm=self.grid.algorithm,
         )
 
     def _map(self, start: int, stop: int) -> None:
@@ -227,14 +237,17 @@ class Stager:
         memory = plan.in_place() if self._options.zero_copy else arena
         if isinstance(memory, InPlace) and not self._options.seal:
             memory.watch()  # for the process that computes the digests
-        grid = ChunkGrid(description.entries.nbytes, self._options.chunk_bytes)
-        return _Job(description, grid, plan, memory, self._options.zero_copy)
+        options = self._options
+        grid = ChunkGrid(
+            description.entries.nbytes, options.chunk_bytes, options.algorithm
+        )
+        return _Job(description, grid, plan, memory, options.zero_copy)
 
     async def _copy(self, job: _Job) -> list[str]:
         """Copy everything, ``threads`` pieces at a time; return the chunks' digests."""
         fences = job.plan.fences()
         dense = await self._bridge.run(job.plan.stage_parts, fences)
-        digests = [UNSEALED] * len(job.grid)
+        digests = [job.grid.unsealed] * len(job.grid)
         seal, grid = self._options.seal, job.grid
         pieces = grid if seal else ChunkGrid(grid.segment_bytes, _SPAN)
 

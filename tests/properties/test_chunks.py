@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import blake3
 import pytest
 import xxhash
 from hypothesis import given
@@ -12,6 +17,11 @@ from aiockpt.format.chunks import ChunkGrid, ChunkHasher, digest
 
 SIZES = st.integers(0, 10_000)
 LENGTHS = st.integers(1, 300)
+HASHES: dict[str, Callable[[bytes], Any]] = {
+    "xxh3-128": xxhash.xxh3_128,
+    "sha256": hashlib.sha256,
+    "blake3": blake3.blake3,
+}
 
 
 @given(SIZES, LENGTHS, st.data())
@@ -38,12 +48,16 @@ def test_chunks_tile_the_segment(size: int, length: int, data: st.DataObject) ->
 class TestChunkHasher:
     """`ChunkHasher`: every chunk's digest, from bytes that pass once."""
 
-    @given(st.binary(min_size=1, max_size=300), st.lists(st.integers(1, 299)))
+    @given(
+        st.binary(min_size=1, max_size=300),
+        st.lists(st.integers(1, 299)),
+        st.sampled_from(sorted(HASHES)),
+    )
     def test_any_blocks_give_the_same_digests(
-        self, data: bytes, cuts: list[int]
+        self, data: bytes, cuts: list[int], algorithm: str
     ) -> None:
         """As if each chunk were digested alone, and each is told once, in order."""
-        grid, whole = ChunkGrid(len(data), 64), memoryview(data)
+        grid, whole = ChunkGrid(len(data), 64, algorithm), memoryview(data)
         hasher = ChunkHasher(grid)
         stops = [*sorted({cut for cut in cuts if cut < len(data)}), len(data)]
         found = []
@@ -52,7 +66,9 @@ class TestChunkHasher:
             middle = (start + stop) // 2
             found += hasher.update(start, whole[start:middle], data[middle:stop])
         chunks = [data[slice(*grid.range(n))] for n in range(len(grid))]
-        expected = [xxhash.xxh3_128(each).hexdigest() for each in chunks]
+        expected = [HASHES[algorithm](each).hexdigest() for each in chunks]
+        assert [digest([each], algorithm) for each in chunks] == expected
+        assert {len(each) for each in expected} == {len(grid.unsealed)}
         assert [each.chunk for each in found] == [*range(len(grid))]
         assert [each.digest for each in found] == expected
         assert all(each.matches for each in found), "nobody expected anything"

@@ -9,7 +9,7 @@ import msgspec
 
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.entries import Entries, place
-from aiockpt.format.header import ID_SLICE, PREFIX, snapshot_id_of
+from aiockpt.format.header import CHECK_SLICE, PREFIX, snapshot_id_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +32,7 @@ def sealed(header: bytes, padding: bytes = b" ") -> bytes:
     header += padding * (-(8 + len(header)) % 64)
     if header.startswith(PREFIX):
         found = snapshot_id_of(header).encode()
-        header = header[: ID_SLICE.start] + found + header[ID_SLICE.stop :]
+        header = header[: CHECK_SLICE.start] + found + header[CHECK_SLICE.stop :]
     return prefixed(header)
 
 

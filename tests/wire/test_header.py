@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import struct
+import sys
 from itertools import count
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
 
 import msgspec
 import pytest
@@ -17,15 +19,25 @@ from hypothesis import strategies as st
 from aiockpt.errors import (
     LimitExceededError,
     LocalProtocolError,
+    ProtocolError,
     RemoteProtocolError,
 )
 from aiockpt.format import dtypes
-from aiockpt.format.chunks import UNSEALED, ChunkGrid, digest
+from aiockpt.format.chunks import (
+    ALGORITHM,
+    DEVICE_ALGORITHM,
+    ChunkGrid,
+    digest,
+    digits_of,
+)
 from aiockpt.format.entries import place
 from aiockpt.format.header import (
+    CHECK_SLICE,
+    PREFIX,
     build_manifest,
     decode_header,
     header_length,
+    snapshot_id_of,
     with_digests,
     with_step,
 )
@@ -52,6 +64,7 @@ GOLDEN = Path(__file__).parent / "golden" / "version1.hex"
 LIMITS = Limits()
 CODES = {code: size for size, code in dtypes.DTYPES.values() if code is not None}
 NAMES = st.text(max_size=6).filter(lambda name: name != "__metadata__")
+UNSEALED = "0" * 32
 VALID: dict[str, Any] = {
     "step": 1,
     "chunk_bytes": CHUNK,
@@ -191,6 +204,82 @@ def test_version_1_is_read_and_written_as_ever() -> None:
     assert manifest.digests == ("00112233445566778899aabbccddeeff",)
     assert [view.flags for view in manifest.views] == [3, 4]
     assert again(manifest).header == golden()
+
+
+class TestAlgorithms:
+    """A manifest names the algorithm of its digests, and its id is of the same one."""
+
+    # The ids of VALID by the libraries alone: the digests of the header in
+    # which the check digits are zeros. The first one is that of an earlier release.
+    IDS: ClassVar = {
+        "xxh3-128": "e8cb02b37c88beaaf4052cf989246378",
+        "sha256": "a0a0b091eb17dc8f29d33ef1b6581cf27d935e11c93c187a87ced43aee749ef5",
+        "blake3": "3b6354a9163d361800ae3931acf99f74e6eadff5a0a6fec2ab8fbd0b9c74c3aa",
+    }
+
+    @pytest.mark.parametrize("algorithm", IDS)
+    def test_its_bytes_and_its_id(self, algorithm: str) -> None:
+        """Only the name, the digests and the check digits differ from the default."""
+        made = valid_of(algorithm)
+        assert made.snapshot_id == self.IDS[algorithm]
+        assert decode_header(made.header, limits=LIMITS) == made
+        other, _ = parts_of(bytes(valid_of("xxh3-128").header))
+        found, _ = parts_of(bytes(made.header))
+        digests = "ab" * (16 if algorithm == ALGORITHM else 32)
+        assert found == other | {"algorithm": algorithm, "digests": digests}
+        assert bytes(made.header[8:]).startswith(PREFIX)
+        check = bytes(made.header[8:])[CHECK_SLICE].decode()
+        assert check == snapshot_id_of(made.header[8:])
+        assert (check == made.snapshot_id) is (algorithm == ALGORITHM)
+
+    @pytest.mark.parametrize("algorithm", IDS)
+    def test_digests_may_come_later(self, algorithm: str) -> None:
+        """The header has room for them, and the id is that of the result."""
+        made = valid_of(algorithm)
+        late = valid_of(algorithm, digests=[made.grid.unsealed])
+        assert late.header_bytes == made.header_bytes
+        assert late.snapshot_id != made.snapshot_id
+        assert with_digests(late, made.digests) == made
+        assert with_step(made, 9) == valid_of(algorithm, step=9)
+        assert made.outline.grid.algorithm == algorithm
+
+    @pytest.mark.parametrize("algorithm", IDS)
+    def test_every_flipped_bit_is_noticed(self, algorithm: str) -> None:
+        """The check digits are of the default, so no library is needed for that."""
+        header = bytes(valid_of(algorithm).header)
+        with mock.patch.dict(sys.modules, {"blake3": None}):
+            for position in range(8 * 8, 8 * len(header)):
+                damaged = bytearray(header)
+                damaged[position // 8] ^= 1 << position % 8
+                with pytest.raises(ProtocolError):
+                    decode_header(damaged, limits=LIMITS)
+
+    @pytest.mark.parametrize(
+        ("algorithm", "digits"),
+        [("xxh3-128", 64), ("sha256", 32), ("blake3", 32), ("blake3", 63)],
+    )
+    def test_digests_of_another_length(self, algorithm: str, digits: int) -> None:
+        """Neither side truncates them."""
+        with pytest.raises(LocalProtocolError, match="digits of digests instead of"):
+            valid_of(algorithm, digests=["a" * digits])
+
+    def test_a_device_and_a_host_do_not_mix(self) -> None:
+        """Who knows one algorithm refuses the others, and names what it knows."""
+        made = valid_of("sha256")
+        with pytest.raises(RemoteProtocolError, match=r"'sha256'; known: 'xxh3-128'$"):
+            decode_header(made.header, limits=LIMITS, algorithms=[ALGORITHM])
+        folded = valid_of(DEVICE_ALGORITHM)
+        with pytest.raises(RemoteProtocolError, match=f"algorithm '{DEVICE_ALGORITHM}"):
+            decode_header(folded.header, limits=LIMITS)
+        known = [DEVICE_ALGORITHM]
+        assert decode_header(folded.header, limits=LIMITS, algorithms=known) == folded
+
+
+def valid_of(algorithm: str, **changes: Any) -> Manifest:
+    """Return the manifest of `VALID` with digests of an algorithm."""
+    digests = ["ab" * (digits_of(algorithm) // 2)]
+    facts = VALID | {"algorithm": algorithm, "digests": digests}
+    return build_manifest(**facts | changes)
 
 
 @st.composite

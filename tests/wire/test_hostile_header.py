@@ -23,7 +23,7 @@ from aiockpt.errors import (
     ProtocolError,
     RemoteProtocolError,
 )
-from aiockpt.format.header import ID_SLICE, PREFIX, decode_header
+from aiockpt.format.header import CHECK_SLICE, PREFIX, decode_header
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from tests.support.headers import forged, forged_manifest, prefixed
@@ -311,7 +311,7 @@ def test_every_cut_and_every_flipped_bit_is_noticed() -> None:
 def test_a_wrong_snapshot_id_is_an_integrity_error() -> None:
     """The error has both digests, and says that it is about the header."""
     header = bytearray(forged())
-    place = slice(8 + ID_SLICE.start, 8 + ID_SLICE.stop)
+    place = slice(8 + CHECK_SLICE.start, 8 + CHECK_SLICE.stop)
     right = header[place].decode()
     header[place] = b"0" * 32
     with pytest.raises(IntegrityError, match="header") as caught:

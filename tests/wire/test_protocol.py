@@ -184,14 +184,18 @@ def test_no_time_left_is_no_wait(seconds: float) -> None:
 
 
 def test_a_digest_round_trips() -> None:
-    """Only a digest of the known kind is one."""
-    assert parse_digest(format_digest(ID)) == ID
+    """Only a digest of a known algorithm, in its full length, is one."""
+    for digest in ("xxh3-128", ID), ("sha256", 2 * ID), ("blake3", 2 * ID):
+        assert parse_digest(format_digest(*digest)) == digest
     for other in (
         None,
         "",
         ID,
         f"crc32={ID}",
         f"xxh3-128={ID}0",
+        f"xxh3-128={ID}{ID}",
+        f"sha256={ID}",
+        f"blake3={ID}{ID}0",
         "xxh3-128=" + "G" * 32,
     ):
         assert parse_digest(other) is None
