@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from aiockpt import __version__
 from aiockpt.errors import LocalProtocolError
+from aiockpt.format.chunks import ALGORITHM, ALGORITHMS
 from aiockpt.http.protocol import Address, parse_address
 from aiockpt.runtime.secrets import Token
 
@@ -178,6 +179,12 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "--interface NAME": {"help": "network interface that the receivers connect to"},
     "--insecure": {"help": "serve everybody who reaches the port", **_FLAG},
     "--tls-cert FILE": {"help": "certificate to serve https with (PEM)"},
+    "--digest NAME": {
+        "choices": ALGORITHMS,
+        "default": ALGORITHM,
+        "help": "algorithm of the digests: xxh3-128 finds faults (default); sha256 and "
+        "blake3 also protect against forgery, where others pass the bytes on",
+    },
     "--tls-key FILE": {"help": "key of the certificate, if it is in another file"},
     "--size SIZE": {
         "type": size,
@@ -230,7 +237,7 @@ _COMMANDS: Final = {
             ("--rank N", "the rank whose file to serve"),
             *("--host HOST", "--port PORT", "--advertise HOST", "--interface NAME"),
             ("--token TOKEN", "your own token (default: a random one)"),
-            *("--insecure", "--tls-cert FILE", "--tls-key FILE"),
+            *("--insecure", "--tls-cert FILE", "--tls-key FILE", "--digest NAME"),
         ),
     ),
     "fetch": _Command(

@@ -105,6 +105,7 @@ def _transport(
             auth=Auth(
                 token=arguments.token, insecure=arguments.insecure, ssl_context=context
             ),
+            digest=arguments.digest,
         )
     except (ValueError, LocalProtocolError) as error:
         raise UsageError(str(error)) from None

@@ -29,6 +29,7 @@ from aiockpt.errors import (
     TransportError,
 )
 from aiockpt.events import Progress, TransferEvent, emit
+from aiockpt.format.chunks import Algorithm
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.handlers import CheckpointService, ServerConfig
@@ -128,6 +129,12 @@ class HTTPTransport(CheckpointTransport[T]):
             connection.
         chunk_bytes: The size in bytes of the chunks that this transport sends; a
             multiple of 64.
+        digest: The algorithm of the chunks' digests that this transport sends:
+            ``"xxh3-128"``, ``"sha256"`` or ``"blake3"``. A receiver accepts all of
+            them. The first is the fastest, and finds faults. The others are
+            cryptographic: they also protect against forgery, where others than the
+            sender pass bytes on. ``"blake3"`` needs the extra ``aiockpt[blake3]`` at
+            both ends.
         zero_copy: Serve contiguous host tensors from their own memory instead of a
             copy. Do not change these tensors until :meth:`disallow_checkpoint` has
             returned.
@@ -146,6 +153,7 @@ class HTTPTransport(CheckpointTransport[T]):
         same_host: bool | None = None,
         stall_timeout: float = 10.0,
         chunk_bytes: int = 16 << 20,
+        digest: Algorithm = "xxh3-128",
         zero_copy: bool = False,
         allow_pickle: bool = False,
     ) -> None:
@@ -192,6 +200,7 @@ class HTTPTransport(CheckpointTransport[T]):
             StagerOptions(
                 threads=_THREADS,
                 chunk_bytes=chunk_bytes,
+                algorithm=digest,
                 limits=receive.limits,
                 allow_pickle=allow_pickle,
                 zero_copy=zero_copy,

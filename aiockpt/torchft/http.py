@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypedDict, TypeVar, Unpack
 
 import aiockpt
+from aiockpt.format.chunks import Algorithm
 from aiockpt.http.options import Auth, Receive, Server
 from aiockpt.http.transport import TransportStatistics
 from aiockpt.torchft.adapter import Adapter
@@ -30,6 +31,7 @@ class HTTPOptions(TypedDict, total=False):
     same_host: bool | None
     stall_timeout: float
     chunk_bytes: int
+    digest: Algorithm
     zero_copy: bool
     allow_pickle: bool
 

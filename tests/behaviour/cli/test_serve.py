@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -161,6 +162,34 @@ def test_a_fetched_file_is_served_again_as_it_was(cli: Commands, file: Path) -> 
     assert again.token not in again.announcement + refusal
     assert "wrong" not in refusal
     assert "from this host only" in again.announcement
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "blake3"])
+def test_the_digests_are_those_that_were_chosen(
+    cli: Commands, small: Path, tmp_path: Path, algorithm: str
+) -> None:
+    """The file that was fetched keeps them, and can be verified."""
+    with serving(small, "--digest", algorithm) as running:
+        shown = cli("inspect", running.metadata)[0]
+        cli("fetch", running.metadata, "-o", tmp_path / "f")
+    ids = r"^  step \d+, snapshot [0-9a-f]{64}$"
+    assert re.search(ids, shown, re.MULTILINE)
+    assert re.search(rf"^Digests: .+, {algorithm}$", shown, re.MULTILINE)
+    assert re.search(r"^    0  [0-9a-f]{64}$", shown, re.MULTILINE)
+    assert shown.splitlines()[1:] == cli("inspect", tmp_path / "f")[0].splitlines()[1:]
+    report = json.loads(cli("inspect", tmp_path / "f", "--json")[0])
+    assert report["algorithm"] == algorithm
+    assert {len(each) for each in report["digests"]} == {64}
+    assert "intact" in cli("verify", tmp_path / "f")[0]
+    data = bytearray((tmp_path / "f").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "f").write_bytes(data)
+    cli("verify", tmp_path / "f", code=1)
+
+
+def test_an_unknown_algorithm_is_wrong_usage(cli: Commands, small: Path) -> None:
+    """The message names those that there are."""
+    assert "sha256" in cli.error("serve", small, "--digest", "md5", code=2)
 
 
 def one_step(place: Path) -> None:
