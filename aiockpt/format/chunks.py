@@ -43,7 +43,7 @@ MIN_CHUNK_BYTES: Final = 64 * 1024
 
 
 class _Hasher(Protocol):
-    """The state of a digest, as in `hashlib`; both calls release the GIL."""
+    """The state of a digest, as in `hashlib`; `update` releases the GIL."""
 
     def update(self, data: memoryview | bytes | bytearray, /) -> object: ...
 
