@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from aiockpt.checkpointers.sync import SyncCheckpointer
     from aiockpt.events import Progress, TransferEvent, add_hook
     from aiockpt.format.limits import Limits
-    from aiockpt.http.options import Auth, Receive, Server
+    from aiockpt.http.options import Auth, Receive, Server, Swarm
     from aiockpt.http.tokens import make_token
     from aiockpt.http.transport import HTTPTransport
     from aiockpt.pg.transport import PGTransport
@@ -68,6 +68,7 @@ __all__ = [
     "Server",
     "StepNotFoundError",
     "StorageError",
+    "Swarm",
     "SyncCheckpointer",
     "TemplateMismatchError",
     "TransferEvent",
@@ -100,6 +101,7 @@ _HOMES = {
     "Progress": "aiockpt.events",
     "Receive": "aiockpt.http.options",
     "Server": "aiockpt.http.options",
+    "Swarm": "aiockpt.http.options",
     "SyncCheckpointer": "aiockpt.checkpointers.sync",
     "TransferEvent": "aiockpt.events",
     "add_hook": "aiockpt.events",

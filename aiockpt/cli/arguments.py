@@ -153,6 +153,12 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "--cafile FILE": {
         "help": "trust this certificate, or certificate authority, of an https sender"
     },
+    "--no-swarm": {
+        "dest": "swarm",
+        "action": "store_false",
+        "help": "fetch from the sender only; by default, commands that fetch the same "
+        "checkpoint at the same time serve each other, on a free port",
+    },
     "--wait SECONDS": {
         "default": 0.0,
         "help": "how long to wait for a sender or a step to appear (%(default)g)",
@@ -249,7 +255,7 @@ _COMMANDS: Final = {
             "urls URL",
             *("--output FILE", "--overwrite"),
             ("--step N", "the step to fetch (default: the one served now)"),
-            *("--max-size SIZE", *_PEER, "--quiet"),
+            *("--max-size SIZE", *_PEER, "--no-swarm", "--quiet"),
         ),
     ),
     "follow": _Command(
@@ -261,7 +267,7 @@ _COMMANDS: Final = {
         (
             ("url URL", "the sender's metadata()"),
             *("--output DIR", "--overwrite", "--max-size SIZE"),
-            *(*_TRUST, "--reconnect SECONDS", "--quiet"),
+            *(*_TRUST, "--reconnect SECONDS", "--no-swarm", "--quiet"),
         ),
     ),
     "ls": _Command(

@@ -90,11 +90,15 @@ async def save(
         return chunks
 
     try:
-        async with peer.reading(found) as peers:
+        async with peer.reading(found) as (peers, swarm):
             chunks = await peers.keep(manifest.step, missing())
             meter.at("fetch_chunk")
             outline, filled = manifest.outline, PlainTarget(part)
-            await Download(peers, outline, filled, chunks, meter.add).run()
+            if swarm is not None:
+                swarm.fill(filled)
+                for chunk in {*range(len(manifest.grid))}.difference(chunks):
+                    swarm.add(chunk)
+            await Download(peers, outline, filled, chunks, meter.add, swarm=swarm).run()
         meter.at("write")
         await peer.bridge.run(partial(part.commit, replace=replace))
     except BaseException as error:

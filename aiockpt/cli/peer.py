@@ -6,9 +6,10 @@ import argparse
 import asyncio
 import math
 import os
+import secrets
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -24,11 +25,17 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
+from aiockpt.http.handlers import ServerConfig
+from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, LatestInfo, chase
-from aiockpt.http.options import Auth, Receive
+from aiockpt.http.membership import Membership
+from aiockpt.http.options import Auth, Receive, Server, Swarm
 from aiockpt.http.peers import Peers, distinct
 from aiockpt.http.protocol import Lease, Origin
+from aiockpt.http.relay import Relay
 from aiockpt.http.retry import poll
+from aiockpt.http.server import CheckpointServer
+from aiockpt.http.tokens import MAC_HEADER
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 
@@ -42,10 +49,18 @@ _STALL_TIMEOUT = 10.0
 
 
 class Found(NamedTuple):
-    """A checkpoint, and who has it."""
+    """A checkpoint, and who has it; ``headers`` authenticate the manifest."""
 
     manifest: Manifest
     peers: Peers
+    headers: Mapping[str, str]
+
+
+class Reading(NamedTuple):
+    """Who has a checkpoint, and the part of this command in the sender's swarm."""
+
+    peers: Peers
+    swarm: Membership | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +74,7 @@ class Peer:
         options, auth: How clients behave that read a checkpoint.
         bridge: Threads for what blocks.
         deadline: Of the whole command.
+        joins: Whether it joins the sender's swarm.
     """
 
     origins: list[Origin]
@@ -68,6 +84,7 @@ class Peer:
     auth: Auth
     bridge: Bridge
     deadline: Deadline
+    joins: bool = False
 
     async def receive(self, receive: Callable[[int], Awaitable[V]]) -> V:
         """Await ``receive`` with the step that was named, or with what is served now.
@@ -89,7 +106,7 @@ class Peer:
             LimitExceededError: it is larger than ``--max-size``, or absurd.
         """
         last = _now() + self.wait
-        lease = Lease.begin(self.deadline.when) if keep else None
+        lease = Lease.begin(self.deadline.when, joins=self.joins) if keep else None
 
         def give_up(error: AiockptError) -> None:
             self.deadline.note(error)
@@ -109,14 +126,25 @@ class Peer:
                     raise
                 limit, actual = error.limit, error.actual
                 raise _TooLargeError(error.what, limit=limit, actual=actual) from error
-        return Found(answer.manifest, peers)
+        mac = {} if answer.mac is None else {MAC_HEADER: answer.mac}
+        return Found(answer.manifest, peers, mac)
 
     @asynccontextmanager
-    async def reading(self, found: Found) -> AsyncIterator[Peers]:
-        """Give what reads the chunks of a checkpoint; end its lease afterwards."""
-        async with aclosing(self.client()) as client:
+    async def reading(self, found: Found) -> AsyncIterator[Reading]:
+        """Give what reads the chunks of a checkpoint; end its lease afterwards.
+
+        At the end of the block, nothing is served any more.
+        """
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(aclosing(self.client()))
             peers = replace(found.peers, client=client, on_retry=self.deadline.note)
-            yield peers
+            swarm = None
+            if self.joins:
+                relays = await stack.enter_async_context(aclosing(_Relays(self.bridge)))
+                swarm = Membership(client, Swarm(), relays.enter, relays.leave)
+                swarm.begin(found.manifest, found.headers)
+                await stack.enter_async_context(aclosing(swarm))
+            yield Reading(peers, swarm)
             await peers.end_lease(found.manifest.step)
 
     def client(self, *, reconnect: float | None = None) -> CheckpointClient:
@@ -146,6 +174,43 @@ class Peer:
                 return None
 
             return (await poll(ask, pause=asyncio.sleep)).step
+
+
+class _Relays:
+    """Serves what this command receives, from the first relay on."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+        self._endpoint = Endpoint(Server(), advertise=None, tls=False)
+        config = ServerConfig(
+            options=Server(),
+            token=secrets.token_urlsafe(),  # of what is served besides: nothing
+            insecure=False,
+            stall_timeout=_STALL_TIMEOUT,
+            default_wait=0.0,
+            max_wait=_STALL_TIMEOUT,
+            hosts=frozenset(),
+        )
+        self._server = CheckpointServer(config, bridge)
+
+    async def enter(self, relay: Relay) -> str:
+        """Serve a relay; return the URL."""
+        await self._endpoint.prepare(self._bridge)
+        await self._server.start(self._endpoint.listen())
+        await self._server.store.relay(relay)
+        return self._endpoint.url()
+
+    async def leave(self, relay: Relay) -> None:
+        """Serve a relay no more."""
+        await self._server.store.end_relay(relay)
+
+    async def aclose(self) -> None:
+        """Stop listening."""
+        self._endpoint.refuse()
+        try:
+            await self._server.stop()
+        finally:
+            self._endpoint.close()
 
 
 class _TooLargeError(LimitExceededError):
@@ -195,6 +260,7 @@ async def open_peer(
                 auth,
                 bridge,
                 deadline,
+                joins=options.get("swarm", False),
             )
     finally:
         bridge.close()

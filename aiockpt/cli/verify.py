@@ -118,7 +118,7 @@ async def _read_all(address: Address, arguments: argparse.Namespace) -> Manifest
             window = _Window(min(many * manifest.chunk_bytes, manifest.segment_bytes))
             target = PlainTarget(window)
             peer.deadline.stop = "fetch_chunk"
-            async with peer.reading(found) as peers:
+            async with peer.reading(found) as (peers, _):
                 for first in range(0, count, many):
                     chunks = range(first, min(first + many, count))
                     window.start = manifest.grid.range(first)[0]

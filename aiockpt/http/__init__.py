@@ -7,8 +7,10 @@ on the transport's loop (`server`) or in another process (`server_process`). A r
 begins at `HTTPTransport.recv_checkpoint` and reads from a `source`: `peers` are asked
 for the manifest, `download` schedules and fetches the chunks over the `client`, and
 `body_reader` puts their bytes into memory. Both ends use `protocol`, `problems`,
-`tokens` and `shared_memory`. Names load on first use: the server and the client inside
-need no torch.
+`tokens` and `shared_memory`. Receivers of one snapshot may serve each other: the
+`tracker` at the sender knows them, the `membership` of a receive serves a `relay` of
+what has arrived, and `swarm` decides who serves whom what. Names load on first use: the
+server and the client inside need no torch.
 """
 
 from __future__ import annotations

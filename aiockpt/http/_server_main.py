@@ -21,17 +21,21 @@ from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.audit import Access
 from aiockpt.http.handlers import SMALL_BYTES
+from aiockpt.http.relay import Relay
 from aiockpt.http.server import CheckpointServer, Counters
 from aiockpt.http.server_messages import (
     Done,
+    EndRelay,
     Event,
     Fail,
     Forget,
     FromServer,
+    Held,
     LogLine,
     Prepare,
     Publish,
     Ready,
+    Relayed,
     Released,
     Retract,
     Setup,
@@ -44,6 +48,7 @@ from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import Parent, leave_terminal
 from aiockpt.runtime.ipc import unpack
+from aiockpt.runtime.secrets import Token
 
 __all__ = ["ServerMain", "main"]
 
@@ -92,6 +97,7 @@ class ServerMain:
         self._told: Counters | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._prepared: dict[int, asyncio.Task[TrainersSnapshot]] = {}
+        self._relays: dict[int, asyncio.Task[Relay]] = {}
         self._trainer = Parent(fd, trainer, self._hear, self._outlive_trainer)
 
     def __repr__(self) -> str:
@@ -163,6 +169,12 @@ class ServerMain:
             self._prepared.pop(message.number).add_done_callback(_release)
         elif isinstance(message, Retract):
             self._spawn(self._retract(message))
+        elif isinstance(message, Relayed):
+            self._relays[message.number] = self._spawn(self._relay(message, *fds))
+        elif isinstance(message, Held):
+            self._spawn(self._hold(message))
+        elif isinstance(message, EndRelay):
+            self._spawn(self._end_relay(message.number))
         else:
             assert isinstance(message, Fail)
             self._store.fail(message.failure)
@@ -221,6 +233,36 @@ class ServerMain:
     async def _retract(self, message: Retract) -> None:
         await self._store.retract(grace=message.grace)
         self._trainer.send(Done(message.number))
+
+    async def _relay(self, message: Relayed, header: int, arena: int) -> Relay:
+        """Serve what the trainer receives."""
+        try:
+            manifest = await self._bridge.run(trusted_header, unpack(header))
+            mapped = MappedSnapshot(manifest, arena)
+        finally:
+            os.close(arena)
+        relay = Relay(manifest, message.headers, slots=message.slots, rate=message.rate)
+        relay.memory, relay.token = mapped, Token(message.token)
+        await self._store.relay(relay)
+        return relay
+
+    async def _hold(self, message: Held) -> None:
+        # Messages come in order, but a relay is prepared in a thread. Of two tasks that
+        # wait for it, the first one goes on first.
+        relaying = self._relays.get(message.number)
+        if relaying is not None:
+            relay = await relaying
+            relay.is_lent = message.is_lent
+            for chunk in message.chunks:
+                relay.add(chunk)
+
+    async def _end_relay(self, number: int) -> None:
+        relaying = self._relays.pop(number, None)
+        if relaying is not None:
+            relay = await relaying
+            await self._store.end_relay(relay)
+            relay.memory = None
+        self._trainer.send(Done(number))
 
     def _outlive_trainer(self) -> None:
         """End, or keep the last checkpoint for receivers that come later."""

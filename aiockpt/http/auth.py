@@ -24,7 +24,7 @@ from aiockpt.http.problems import HostNotAllowed, RefusedError
 from aiockpt.http.tokens import Grant, make_token, read_token
 from aiockpt.runtime.secrets import Token, discreet
 
-__all__ = ["Credentials", "admit", "find_credentials"]
+__all__ = ["Credentials", "admit", "bearer", "find_credentials"]
 
 logger = logging.getLogger("aiockpt")
 
@@ -134,6 +134,11 @@ def admit(
         return _check_token(headers.get("Authorization", ""), token)
     _check_host(headers.get("Host", ""), hosts)
     return None
+
+
+def bearer(headers: Mapping[str, str]) -> str:
+    """Return the token that a request sends; empty without one."""
+    return headers.get("Authorization", "").partition(" ")[2].strip()
 
 
 def _check_token(authorization: str, token: str) -> Grant | None:

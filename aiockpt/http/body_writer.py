@@ -67,6 +67,7 @@ class Outcome(enum.Enum):
     GONE = "gone"
     STALLED = "stalled"
     EVICTED = "evicted"
+    INTERRUPTED = "interrupted"
 
 
 class BodySender:
@@ -78,6 +79,7 @@ class BodySender:
         views: Returns the memory of a part of the body; it is asked slice by slice.
         stall_timeout: Seconds without progress after which the connection is aborted.
         threads: Send large bodies; None: the loop does.
+        joins: Whether the receiver can join a swarm.
 
     Attributes:
         sent: How many bytes the kernel has taken.
@@ -92,8 +94,9 @@ class BodySender:
         *,
         stall_timeout: float,
         threads: Bridge | None = None,
+        joins: bool = False,
     ) -> None:
-        self.sent = 0
+        self.sent, self.joins = 0, joins
         self.outcome: Outcome | None = None
         self._transport = transport
         self._nbytes = nbytes
@@ -112,6 +115,10 @@ class BodySender:
     def evict(self) -> None:
         """Stop: abort the connection, read no more memory."""
         self._end(Outcome.EVICTED)
+
+    def interrupt(self) -> None:
+        """Stop as `evict` does: the receiver should ask again, for less."""
+        self._end(Outcome.INTERRUPTED)
 
     async def run(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         """Send the headers of ``response`` and the whole body.
@@ -141,6 +148,11 @@ class BodySender:
             self._end(Outcome.SENT if self._is_complete else Outcome.GONE)
             if self._timer is not None:
                 self._timer.cancel()
+
+    @property
+    def left(self) -> int:
+        """How many bytes the kernel has not taken."""
+        return self._nbytes - self.sent
 
     @property
     def _is_complete(self) -> bool:

@@ -16,7 +16,7 @@ from aiockpt.errors import IntegrityError
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.manifest import Outline
 
-__all__ = ["ChunkRun", "Place"]
+__all__ = ["ChunkRun", "Place", "bits_of"]
 
 
 class Place(NamedTuple):
@@ -91,13 +91,18 @@ class ChunkRun:
             stop = end
         return stop
 
-    def split(self, nbytes: int) -> ChunkRun | None:
+    @property
+    def bits(self) -> int:
+        """The chunks that have not come: bit i is chunk i."""
+        return bits_of(self._todo)
+
+    def cut(self, nbytes: int) -> list[int]:
         """Cut the run after at most ``nbytes``, or after its first chunk.
 
         It ends before the first gap, too. Nobody may be receiving it.
 
         Returns:
-            What was cut off; None if the run stays whole.
+            The numbers of the chunks that were cut off.
         """
         todo = self._todo
         keep = 1
@@ -106,11 +111,9 @@ class ChunkRun:
             if chunk != before + 1 or end - self._start(todo[0]) > nbytes:
                 break
             keep += 1
-        if keep >= len(todo):
-            return None
-        rest = ChunkRun(self._outline, islice(todo, keep, None))
+        rest = [*islice(todo, keep, None)]
         self._todo = deque(islice(todo, keep))
-        self.unverified -= rest.unverified
+        self.unverified -= sum(map(self._size, rest))
         return rest
 
     def assign(self, owner: object, on_verified: Callable[[int], None]) -> int:
@@ -217,6 +220,16 @@ class ChunkRun:
     def _size(self, chunk: int) -> int:
         start, stop = self._outline.grid.range(chunk)
         return stop - start
+
+
+def bits_of(chunks: Iterable[int]) -> int:
+    """Return the bitmap of chunks: bit i is chunk i."""
+    data = bytearray()
+    for chunk in chunks:
+        if (missing := chunk // 8 + 1 - len(data)) > 0:
+            data += bytes(missing)
+        data[chunk // 8] |= 1 << chunk % 8
+    return int.from_bytes(data, "little")
 
 
 def _ignore(_: int) -> None:

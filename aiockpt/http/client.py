@@ -41,7 +41,7 @@ from aiockpt.http.body_reader import BodySink, read_body
 from aiockpt.http.chunk_run import Place
 from aiockpt.http.options import Auth, Receive, require
 from aiockpt.http.problems import from_problem
-from aiockpt.http.protocol import LEASE_HEADER, Origin
+from aiockpt.http.protocol import JOINS, LEASE_HEADER, SWARM_HEADER, Origin
 from aiockpt.http.retry import HostLimitError, OnRetry, Patience, Retries
 from aiockpt.http.security import CheckedResolver, Reach
 from aiockpt.http.sockets import IO_THREADS, IdleClock
@@ -79,6 +79,7 @@ class Request:
         snapshot_id: The snapshot that is asked for, for errors.
         chunk: The first chunk that is asked for, for errors.
         wait: Seconds for which the peer was asked to wait before it answers.
+        body: What is sent with the request.
     """
 
     origin: Origin
@@ -92,6 +93,7 @@ class Request:
     wait: float = 0.0
     may_be_empty: bool = False
     may_be_delta: bool = False
+    body: bytes = b""
 
     @property
     def url(self) -> str:
@@ -147,6 +149,27 @@ class Answer:
         """
         self.writer = self._timer.writer = writer
         await read_body(self._response, writer, self._threads)
+
+    async def read(self, most: int, what: str) -> memoryview:
+        """Return the body, which is ``what`` the error calls it.
+
+        Raises:
+            RemoteProtocolError: it has more than ``most`` bytes.
+        """
+        if (length := self.length()) > most:
+            raise RemoteProtocolError(
+                f"{self.request.url} sent {what} of {length} bytes; at most {most} "
+                "were expected"
+            )
+        body = memoryview(bytearray(length))
+        await self.read_into(BodySink(lambda a, b: [body[a:b]], 0, length))
+        return body
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the body as it arrives, until it ends."""
+        while piece := await self._response.content.readany():
+            self._timer.extra += len(piece)
+            yield piece
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
@@ -288,6 +311,7 @@ class CheckpointClient:
                 request.method,
                 url,
                 headers=self._headers(request),
+                data=request.body or None,
                 allow_redirects=False,
                 auto_decompress=False,
                 raise_for_status=False,
@@ -358,6 +382,8 @@ class CheckpointClient:
         if (lease := request.origin.lease) is not None:
             now = asyncio.get_running_loop().time()
             headers.setdefault(LEASE_HEADER, lease.header(now))
+            if lease.joins:
+                headers[SWARM_HEADER] = JOINS
         token = self._token_for(request)
         if token is not None:
             if _TOKEN.fullmatch(token) is None:
@@ -389,13 +415,14 @@ class _StallTimer:
 
     Attributes:
         writer: Counts the bytes, once there is a body to read.
+        extra: Bytes that came without a writer.
     """
 
     def __init__(
         self, request: Request, stall_timeout: float, on_bytes: Callable[[int], None]
     ) -> None:
         self.writer: BodySink | None = None
-        self._seen = 0
+        self.extra = self._seen = 0
         self._url, self._chunk = request.url, request.chunk
         self._on_bytes = on_bytes
         self._scope = asyncio.timeout(None)
@@ -433,7 +460,8 @@ class _StallTimer:
     def _tick(self) -> None:
         now = self._loop.time()
         self._report()
-        if self._clock.has_stalled(self._seen, now) or self._failure is not None:
+        progress = self._seen + self.extra
+        if self._clock.has_stalled(progress, now) or self._failure is not None:
             self._scope.reschedule(now)
         else:
             self._timer = self._loop.call_later(self._clock.period, self._tick)

@@ -1,11 +1,14 @@
 """Downloads chunks from one peer, or from several that hold the same checkpoint.
 
-Every connection of every peer takes the next run of chunks from one queue. When the
-queue is empty, a free connection steals the run of a much slower one: the slow one is
-stopped, and its run goes back into the queue. The same peer goes on from the last
-byte that came. Another peer begins with the first byte of the chunk, so that one peer
-is to blame for a wrong chunk. A peer that is wrong or gone is dropped; the download
-succeeds as long as one is left.
+Every connection of every peer takes the next run of wanted chunks. When no chunk is
+left, a free connection steals the run of a much slower one: the slow one is stopped,
+and its run is given back. The same peer goes on from the last byte that came. Another
+peer begins with the first byte of the chunk, so that one peer is to blame for a wrong
+chunk. A peer that is wrong or gone is dropped; the download succeeds as long as one is
+left.
+
+Members of a swarm are peers that hold some of the chunks, and they come and go. As long
+as there are some, every connection takes one chunk at a time, as `next_chunk` decides.
 
 The path of a run: `Download.run` -> `_work` (decide with `choose`) -> `_fetch_run`
 (retry) -> `_request` (one range, straight into the target).
@@ -15,16 +18,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from math import inf
 from statistics import median
+from typing import Any
 
 import anyio
 from aiohttp import hdrs
+from anyio.abc import TaskGroup
 
 from aiockpt.errors import (
     AiockptError,
@@ -33,14 +40,17 @@ from aiockpt.errors import (
     LocalProtocolError,
     RemoteProtocolError,
     StagingError,
+    TransportError,
 )
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Outline
 from aiockpt.http.body_reader import BodySink
-from aiockpt.http.chunk_run import ChunkRun
+from aiockpt.http.chunk_run import ChunkRun, bits_of
 from aiockpt.http.client import Answer, Request
 from aiockpt.http.manifests import fetch_manifest
+from aiockpt.http.membership import Membership
 from aiockpt.http.peers import Peer, Peers, verdict
+from aiockpt.http.problems import PeerBusy
 from aiockpt.http.protocol import (
     DELTA,
     DELTA_BASE_HEADER,
@@ -56,6 +66,7 @@ from aiockpt.http.protocol import (
     parse_etag,
 )
 from aiockpt.http.retry import Patience, Retries
+from aiockpt.http.swarm import next_chunk, source_chunk
 from aiockpt.runtime.system import failing_here, of_caller
 from aiockpt.runtime.tasks import Notifier, beside, task_group
 from aiockpt.transfer.deltas import HEAD_BYTES, is_available, split
@@ -85,6 +96,12 @@ _AHEAD = 64 << 20  # bytes of memory that all requests together prepare ahead
 _STEP = 8 << 20  # bytes that are prepared at a time, by whole strides of the arena
 _LOOK = 0.02  # seconds between two looks at how much has come
 _DELTAS = 64 << 20  # bytes of the longest range for which deltas are requested
+_FROM_MEMBERS = 8  # chunks that are requested from members at a time
+_FROM_MEMBER = 2  # chunks that are requested from one member at a time
+_NEWS = 0.1  # of the last request in the average duration of all
+_LONG = 5.0  # a chunk from a member takes so many times as long as usual, and
+_LONGER = 1.0  # so many seconds more, before it is stolen in the middle
+_GATHER = 0.1  # seconds between two looks at which members are known
 
 
 class _Closed:
@@ -103,6 +120,7 @@ class Connection:
         rate: Bytes per second of its last run; 0.0 before that.
         steals: How often a run was taken from it since its last whole one.
         resting_until: In loop time; it takes no run before.
+        is_busy: Whether it is fetching a run.
     """
 
     peer: Peer
@@ -110,6 +128,7 @@ class Connection:
     rate: float = 0.0
     steals: int = 0
     resting_until: float = 0.0
+    is_busy: bool = False
 
     def learn(self, nbytes: int, seconds: float) -> None:
         """Note how long a whole run took; a short one tells little, but something."""
@@ -131,6 +150,7 @@ class Assignment:
         retries: Its attempts.
         scope: Ends it when it is stolen.
         stolen: Whether that has happened.
+        began: When it was assigned, in loop time.
         ended: Set when nothing is received for it any more.
     """
 
@@ -139,6 +159,7 @@ class Assignment:
     retries: Retries
     scope: anyio.CancelScope | None = None
     stolen: bool = False
+    began: float = 0.0
     size: int = field(init=False)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _watched: float = -1.0
@@ -238,6 +259,7 @@ class Download:
         target: Where the bytes go. Its memory is prepared a little ahead of them.
         chunks: Their numbers.
         on_progress: Gets newly arrived bytes and newly verified chunks.
+        swarm: The part of the receive in a swarm; None: it joins none.
 
     Raises:
         LocalProtocolError: the checkpoint has no such chunk.
@@ -250,6 +272,7 @@ class Download:
         target: Target,
         chunks: Iterable[int],
         on_progress: OnProgress,
+        swarm: Membership | None = None,
     ) -> None:
         if len(peers.all) == 1:  # nobody gives up the only one
             peers.all[0].error = None
@@ -257,13 +280,26 @@ class Download:
         self._client, self._outline = peers.client, outline
         self._target, self._on_progress = target, of_caller(on_progress)
         self._most = peers.client.options.connections
-        try:
-            whole = ChunkRun(outline, dict.fromkeys(chunks))
-        except IndexError as error:
-            raise LocalProtocolError(f"no such chunk: {error}") from None
-        self._chunks = len(whole)
-        self._queue = deque([whole] if self._chunks else [])
+        wanted = {*chunks}
+        for chunk in (max(wanted, default=0), min(wanted, default=0)):
+            if wanted and not 0 <= chunk < len(outline.grid):
+                raise LocalProtocolError(
+                    f"no such chunk: chunk {chunk} of {len(outline.grid)}"
+                )
+        self._fresh = bits_of(wanted)  # the chunks that nobody has begun
+        self._chunks = self._fresh.bit_count()
+        self._begun = deque[ChunkRun]()  # those that were begun and given back
         self._assignments: list[Assignment] = []
+        self._swarm = swarm
+        self._members: list[Peer] = []
+        self._of_members: list[Connection] = []
+        self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
+        self._moved = 0.0  # when a chunk was verified last, in loop time
+        self._has_failed = False
+        self._idle_since = 0.0  # since when no member has had anything that is wanted
+        self._got_from_member = 0.0  # when the last one came, in loop time
+        self._usual = 0.0  # seconds that a chunk from a member takes on average
+        self._usual_of_source = 0.0
         self._patience = {peer: peers.client.patience() for peer in self._peers}
         self._connections = [
             Connection(peer, self._patience[peer])
@@ -280,7 +316,8 @@ class Download:
         self._set_alone()
 
     def __repr__(self) -> str:
-        state = f"queue={len(self._queue)} assignments={len(self._assignments)}"
+        wanted = self._fresh.bit_count() + len(self._begun)
+        state = f"wanted={wanted} assignments={len(self._assignments)}"
         return f"<Download peers={len(self._peers)} {state}>"
 
     async def run(self) -> None:
@@ -302,19 +339,23 @@ class Download:
             return
         if not self._peers:
             raise verdict(self._all.all)
-        began = _now()
+        began = self._moved = self._idle_since = _now()
         try:
             async with task_group() as tasks:
                 for number, connection in enumerate(self._connections):
                     tasks.start_soon(self._work, connection, number % self._most)
+                if self._swarm is not None:
+                    tasks.start_soon(self._gather, self._swarm, tasks)
         finally:
-            for run in self._queue:  # it failed: the beginnings of chunks do not count
+            for run in self._begun:  # it failed: the beginnings of chunks do not count
                 self._forget(run.assign(None, _ignore))
             # Tracebacks of requests that were cancelled keep this object, which must
             # not keep the memory.
-            self._target = PlainTarget(_Closed())
+            self._target, self._swarm = PlainTarget(_Closed()), None
         assert self._is_done, "a chunk was left out"
-        for url, nbytes in self._all.given().items():
+        given = self._all.given()
+        given |= {each.origin.base_url: each.given for each in self._members}
+        for url, nbytes in given.items():
             emit(
                 TransferEvent(
                     stop="fetch_chunk",
@@ -328,17 +369,27 @@ class Download:
 
     @property
     def _is_done(self) -> bool:
-        return not self._queue and not self._assignments
+        return not self._fresh and not self._begun and not self._assignments
 
     def _left(self) -> list[Peer]:
         return [peer for peer in self._peers if peer.error is None]
 
+    def _members_left(self) -> list[Peer]:
+        """Return the members that have said what they have."""
+        return [peer for peer in self._members if peer.joined and peer.error is None]
+
+    @property
+    def _shares(self) -> bool:
+        """Whether the chunks are shared out one by one, because others need them."""
+        active = self._swarm is not None and self._swarm.is_active
+        return active and not self._gets_deltas
+
     def _connections_of_each(self) -> int:
         """Return how many connections each peer that is left may use now."""
-        most = self._most
-        if len(self._left()) == 1:
+        most, members = self._most, len(self._members_left())
+        if len(self._left()) == 1 and not members:
             return most
-        return max(1, min(most, _ALL_PEERS * most // len(self._peers)))
+        return max(1, min(most, _ALL_PEERS * most // (len(self._peers) + members)))
 
     async def _join(self, peer: Peer) -> None:
         """Ask whether a peer holds the checkpoint, until everything has come."""
@@ -377,18 +428,129 @@ class Download:
         while not self._is_done and peer.error is None:
             if not peer.joined or number >= self._connections_of_each():
                 await self._news.wait(None)  # until it joins, or another is dropped
-                continue
-            match self._next_for(connection):
-                case ChunkRun() as run:
-                    await self._fetch_run(connection, self._take(connection, run))
-                case Assignment() as victim:
-                    await self._steal(connection, victim)
-                case None:
-                    await self._news.wait(_TICK)
+            elif (job := self._job(connection)) is not None:
+                await job
+            else:
+                await self._news.wait(_TICK)
+
+    def _job(self, connection: Connection) -> Coroutine[Any, Any, None] | None:
+        """Return what a connection does next: fetch a run, steal one, or nothing."""
+        match self._next_for(connection):
+            case ChunkRun() as run:
+                return self._fetch_run(connection, self._take(connection, run))
+            case Assignment() as victim:
+                return self._steal(connection, victim)
+        return None
+
+    # ------------------------------------------------------------------ members
+
+    async def _gather(self, swarm: Membership, tasks: TaskGroup) -> None:
+        """Add the members that the source names, until everything has come."""
+        for peer in self._left():
+            if peer.invitation is not None:
+                swarm.join(peer, peer.invitation)
+        lanes = 0
+        while not self._is_done:
+            for peer in () if self._gets_deltas else swarm.members:
+                if peer not in self._members:
+                    self._members.append(peer)
+                    peer.given, peer.joined = 0, False
+                    patience = self._client.patience(0.0)
+                    patience.alone, patience.connected = False, True
+                    self._patience[peer] = patience
+                    pair = [Connection(peer, patience) for _ in range(_FROM_MEMBER)]
+                    self._of_members += pair
+                    self._connections += pair
+                    tasks.start_soon(self._watch, swarm, peer)
+            while self._members and lanes < _FROM_MEMBERS:
+                lanes += 1
+                tasks.start_soon(self._work_with_members)
+            self._check_reachable()
+            await self._news.wait(_GATHER)
+
+    @property
+    def _gets_deltas(self) -> bool:
+        """Whether the sources send less than the members could."""
+        vain = self._unpatched > self._patched + _VAIN
+        known = [peer.delta_base for peer in self._left()]
+        patches = self._target.patch is not None and is_available()
+        return patches and not vain and any(known)
+
+    async def _work_with_members(self) -> None:
+        """Fetch and steal one run after another from members, until all has come."""
+        while not self._is_done:
+            connection = self._idle_member()
+            job = None if connection is None else self._job(connection)
+            if job is not None:
+                await job
+            else:
+                await self._news.wait(_TICK)
+
+    def _idle_member(self) -> Connection | None:
+        """Return a connection to a random member that could give a chunk."""
+        now = _now()
+        idle = [
+            each
+            for each in self._of_members
+            if not each.is_busy
+            and each.peer.error is None
+            and each.resting_until <= now
+        ]
+        useful = [each for each in idle if each.peer.have & self._fresh]
+        self._chance.shuffle(useful)
+        busy = [each.peer for each in self._of_members if each.is_busy]
+        useful.sort(key=lambda each: busy.count(each.peer))
+        return next(iter(useful or idle), None)
+
+    async def _watch(self, swarm: Membership, peer: Peer) -> None:
+        """Learn which chunks a member has, until everything has come."""
+        with anyio.CancelScope() as scope:
+            if self._is_done:
+                return
+            self._joining[peer] = scope
+            try:
+                async with aclosing(swarm.watch(peer, self._outline)) as news:
+                    async for new in news:
+                        peer.have |= new
+                        peer.joined = True
+                        if new & self._fresh:
+                            self._news.notify()
+            except (ClosedError, StagingError):
+                raise  # not the member's fault
+            except AiockptError as error:
+                self._drop(peer, error)
+            finally:
+                del self._joining[peer]
+                self._news.notify()
+
+    def _check_reachable(self) -> None:
+        """Fail if no source is left, and no member gets what is missing.
+
+        Raises:
+            AiockptError: why the sources were dropped.
+        """
+        waited = _now() - self._moved > self._client.stall_timeout
+        if self._left() or self._assignments or not waited:
+            return
+        raise self._failure(verdict(self._peers))
+
+    def _failure(self, error: AiockptError) -> AiockptError:
+        """Add to the error of the last source what no member of the swarm has."""
+        if self._swarm is not None and self._swarm.has_joined and not self._has_failed:
+            self._has_failed, missing = True, self._fresh
+            for run in (*self._begun, *(each.run for each in self._assignments)):
+                missing |= run.bits
+            for peer in self._members_left():
+                missing &= ~peer.have
+            count = missing.bit_count()
+            error.add_note(f"no member of the swarm has {count} of the chunks")
+        return error
+
+    # ----------------------------------------------------------------- planning
 
     def _next_for(self, connection: Connection) -> ChunkRun | Assignment | None:
         now = _now()
-        if not self._queue:
+        if self._shares or not (self._fresh or self._begun):
             again = now - self._looked <= _BUSY
             self._looked = now
             for each in self._assignments:
@@ -399,29 +561,101 @@ class Download:
             if each.peer is connection.peer and each.rate
         ]
         rate = median(rates) if rates else 0.0
-        return choose(connection, self._queue, self._assignments, rate=rate, now=now)
+        queue = self._runs_for(connection)
+        victims = self._assignments
+        if self._shares and self._fresh:
+            # Before the end, a peer without anything new is no reason to steal.
+            long = _LONG * max(self._usual, self._usual_of_source) + _LONGER
+            victims = [
+                each
+                for each in victims
+                if each.connection.peer.member and now - each.began > long
+            ]
+        return choose(connection, queue, victims, rate=rate, now=now)
+
+    def _runs_for(self, connection: Connection) -> Iterator[ChunkRun]:
+        """Yield the runs that were given back, and then one of fresh chunks."""
+        yield from self._begun
+        peer = connection.peer
+        wanted = self._fresh & peer.have
+        if not wanted:
+            return
+        if self._shares:
+            if (chunk := self._shared_chunk(peer, wanted)) is not None:
+                yield ChunkRun(self._outline, [chunk])
+            return
+        first = (wanted & -wanted).bit_length() - 1
+        missing = ~(wanted >> first)
+        consecutive = (missing & -missing).bit_length() - 1
+        most = self._share(connection) // self._outline.grid.chunk_bytes
+        yield ChunkRun(
+            self._outline, range(first, first + min(consecutive, max(most, 1)))
+        )
+
+    def _shared_chunk(self, peer: Peer, wanted: int) -> int | None:
+        """Return the chunk to request from a member or from a source of a swarm."""
+        have = [each.have for each in self._members_left()]
+        if peer.member:
+            return next_chunk(wanted, have, self._chance)
+        now = _now()
+        if any(self._fresh & each for each in have):
+            # They may offer much, and send little.
+            self._idle_since = max(self._idle_since, self._got_from_member)
+        if have and not self._usual_of_source and self._usual:
+            have = []  # so that it is known how fast the source is
+        return source_chunk(
+            peer.next,
+            wanted,
+            have,
+            idle=now - self._idle_since,
+            usual=self._usual_seconds(),
+            chance=self._chance,
+        )
+
+    def _usual_seconds(self) -> float:
+        """Return how long a chunk usually takes; 0.0 before anything has come."""
+        known = [each for each in (self._usual, self._usual_of_source) if each]
+        if not known:  # longer runs may have come before there was a swarm
+            size = self._outline.grid.chunk_bytes
+            known = [size / each.rate for each in self._connections if each.rate]
+        return min(known, default=0.0)
 
     def _take(self, connection: Connection, run: ChunkRun) -> ChunkRun:
-        """Take a run, or its beginning, out of the queue."""
+        """Take a run out of what is wanted."""
         peer = connection.peer
         self._forget(run.assign(peer, partial(self._verified, peer)))
-        rest = run.split(min(self._share(connection), _MAX_RUN))
-        at = self._queue.index(run)
-        del self._queue[at]
-        if rest is not None:
-            self._queue.insert(at, rest)
+        if run in self._begun:
+            self._begun.remove(run)
+            self._shorten(run, self._share(connection))
+        else:
+            self._fresh &= ~run.bits
+            peer.next = None
         return run
+
+    def _give_back(self, run: ChunkRun, peer: Peer) -> None:
+        """Want what is left of a run; the bad chunks of a member, from others."""
+        if peer.member and (settled := run.want_bad_again()) is not None:
+            self._forget(settled[0])
+        self._begun.appendleft(run)
+
+    def _shorten(self, run: ChunkRun, nbytes: int) -> None:
+        """Give back the chunks of a run behind ``nbytes``, but not the first one."""
+        for chunk in run.cut(nbytes):
+            self._fresh |= 1 << chunk
 
     def _share(self, connection: Connection) -> int:
         """Return how many bytes a connection's next run should have.
 
         The only peer's runs are equal, two for each of its connections. Several peers
         get runs that take all of them about as long, and shorter ones towards the end.
+        In a swarm, each run is one chunk.
         """
+        if self._shares:
+            return 0
         if len(self._peers) == 1:
             chunks = -(-self._chunks // (2 * self._most))
-            return chunks * self._outline.grid.chunk_bytes
-        left = sum(run.unverified for run in self._queue)
+            return min(chunks * self._outline.grid.chunk_bytes, _MAX_RUN)
+        left = self._fresh.bit_count() * self._outline.grid.chunk_bytes
         connections = len(self._left()) * self._connections_of_each()
         return min(left // (2 * connections), int(connection.rate * _TURN))
 
@@ -430,8 +664,9 @@ class Download:
         peer, patience, step = connection.peer, connection.patience, self._outline.step
         started = began = _now()
         retries = self._client.retries(peer.origin, step, patience, self._all.on_retry)
-        mine = Assignment(connection, run, retries, anyio.CancelScope())
+        mine = Assignment(connection, run, retries, anyio.CancelScope(), began=started)
         self._assignments.append(mine)
+        connection.is_busy = True
 
         try:
             assert mine.scope is not None
@@ -444,7 +679,7 @@ class Download:
                             self._want_bad_again(run, peer.origin)
                         continue
                     except AiockptError as error:
-                        delay = retries.decide(error, started=began)
+                        delay = self._delay_after(error, mine, started=began)
                         if delay is None:
                             raise
                     await self._client.pause(delay)
@@ -452,20 +687,49 @@ class Download:
         except (ClosedError, StagingError):
             raise  # not the peer's fault
         except AiockptError as error:
-            self._drop(peer, error)
+            if not (peer.member and isinstance(error, PeerBusy)):
+                self._drop(peer, error)  # another member may be free
         finally:
+            connection.is_busy = False
             self._assignments.remove(mine)
             if run.unverified:
-                self._queue.appendleft(run)
+                self._give_back(run, peer)
             mine.ended.set()
             self._news.notify()
             if self._is_done:
                 for scope in self._joining.values():
                     scope.cancel()
-        if run.unverified:
+        self._learn(mine, _now() - started)
+
+    def _learn(self, mine: Assignment, took: float) -> None:
+        """Note how long a run took; drop a member from which much was stolen."""
+        connection, peer = mine.connection, mine.connection.peer
+        if mine.run.unverified:
             connection.rest(_now())
+            if mine.stolen and peer.member and connection.steals >= _VAIN:
+                why = f"{peer.origin.base_url} is much slower than other members"
+                self._drop(peer, TransportError(why))
+            return
+        connection.learn(mine.size, took)
+        if mine.size > self._outline.grid.chunk_bytes:
+            return  # chunks of a swarm are compared with single ones only
+        if peer.member:
+            self._got_from_member = _now()
+            self._usual += (took - self._usual) * (_NEWS if self._usual else 1)
         else:
-            connection.learn(mine.size, _now() - started)
+            before = self._usual_of_source
+            self._usual_of_source += (took - before) * (_NEWS if before else 1)
+
+    def _delay_after(
+        self, error: AiockptError, failed: Assignment, *, started: float
+    ) -> float | None:
+        """Return the seconds until the next attempt at a run; None to give it back."""
+        if self._swarm is not None and len(failed.run) > 1:
+            self._shorten(failed.run, 0)  # by now there may be a swarm
+            failed.size = min(failed.size, self._outline.grid.chunk_bytes)
+        if failed.connection.peer.member and isinstance(error, PeerBusy):
+            return None
+        return failed.retries.decide(error, started=started)
 
     def _want_bad_again(self, run: ChunkRun, origin: Origin) -> None:
         """Want the bad chunks of a run again; raise what is wrong with the first."""
@@ -484,8 +748,11 @@ class Download:
         outline, origin = self._outline, peer.origin
         head = outline.header_bytes
         wanted = {} if base is None else format_delta(base)
-        # A peer that has just come back may not have published again yet.
-        wait = min(patience.reconnect_timeout, patience.stall_timeout / 2)
+        # A peer that has just come back may not have published again yet. A member of
+        # a swarm may have to serve others first.
+        wait = patience.stall_timeout / 2
+        if not peer.member:
+            wait = min(wait, patience.reconnect_timeout)
         request = Request(
             origin=origin,
             path=format_resource(Resource(ResourceKind.FULL, outline.step)),
@@ -497,6 +764,7 @@ class Download:
             },
             status=HTTPStatus.PARTIAL_CONTENT,
             may_be_delta=base is not None,
+            may_be_empty=bool(peer.member),
             step=outline.step,
             snapshot_id=outline.snapshot_id,
             chunk=run.chunk,
@@ -510,6 +778,12 @@ class Download:
                 self._on_progress(new, 0)
 
         async with self._client.request(request, count) as answer:
+            if answer.status == HTTPStatus.NO_CONTENT:
+                raise RemoteProtocolError(
+                    f"{request.url} does not have chunk {run.chunk}, which it announced"
+                )
+            if self._swarm is not None and not peer.member:
+                self._swarm.hear(peer, answer.headers)
             _check_range(answer, head + start, head + stop, outline.total_bytes)
             if is_delta := answer.status == HTTPStatus.IM_USED:
                 deltas = await _read_deltas(answer, stop - start, base)
@@ -613,8 +887,11 @@ class Download:
     def _verified(self, peer: Peer, chunk: int) -> None:
         start, stop = self._outline.grid.range(chunk)
         peer.given += stop - start
+        self._moved = _now()
         self._on_progress(0, 1)
         self._target.complete(chunk)
+        if self._swarm is not None:
+            self._swarm.add(chunk)
 
     def _forget(self, nbytes: int) -> None:
         """Take back from the progress what has to come once more."""
@@ -629,12 +906,15 @@ class Download:
         """
         if peer.error is not None:
             return  # another of its connections has failed before
-        if len(self._peers) == 1:
+        members = [each for each in self._members_left() if each is not peer]
+        if len(self._peers) == 1 and not peer.member and not members:
             peer.error = error  # so that its other connections stop
-            raise error
+            raise self._failure(error)
         peer.drop(error, self._outline.step)
-        if not self._left():
-            raise verdict(self._peers)
+        if peer.member and self._swarm is not None:
+            self._swarm.drop(peer, error)
+        if not self._left() and not members:
+            raise self._failure(verdict(self._peers))
         self._set_alone()
         for each in self._assignments:
             if each.connection.peer is peer and each.scope is not None:
@@ -657,13 +937,7 @@ async def _read_deltas(answer: Answer, most: int, base: str | None) -> memoryvie
             f"{request.url} answered with a delta that was not requested: the headers "
             f"IM and Delta-Base must be {DELTA} and {format_etag(str(base))}"
         )
-    if (length := answer.length()) > most:
-        raise RemoteProtocolError(
-            f"{request.url} sent deltas of {length} bytes for a range of {most} bytes"
-        )
-    body = memoryview(bytearray(length))
-    await answer.read_into(BodySink(lambda a, b: [body[a:b]], 0, length))
-    return body
+    return await answer.read(most, "deltas")
 
 
 def _size(outline: Outline, chunk: int) -> int:

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
+from urllib.parse import urlsplit
 
 import anyio
+import msgspec
 from aiohttp import web
 
 from aiockpt.errors import (
     AiockptError,
+    CheckpointChangedError,
     ClosedError,
     LocalProtocolError,
     RemoteProtocolError,
@@ -32,12 +36,13 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.http import protocol as http
 from aiockpt.http import sockets
 from aiockpt.http.audit import VISIT, Auditor
-from aiockpt.http.auth import admit
+from aiockpt.http.auth import admit, bearer
 from aiockpt.http.body_writer import BodySender, Outcome
 from aiockpt.http.deltas import DeltaBody, Deltas
 from aiockpt.http.lender import Lender
-from aiockpt.http.options import Server
+from aiockpt.http.options import Server, Swarm
 from aiockpt.http.problems import PeerBusy, RefusedError, to_problem
+from aiockpt.http.relay import Relay, Slots
 from aiockpt.http.responses import (
     COMMON_HEADERS,
     Reply,
@@ -46,9 +51,10 @@ from aiockpt.http.responses import (
     no_news_headers,
     plan_reply,
 )
+from aiockpt.http.security import Reach, plain_address
 from aiockpt.http.shared_memory import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.store import Publication, Servable, Store
-from aiockpt.http.tokens import ManifestMacs
+from aiockpt.http.tokens import ManifestMacs, swarm_token
 from aiockpt.runtime.bridge import Bridge
 
 __all__ = [
@@ -73,7 +79,20 @@ _LEVELS: Final = {
     Outcome.GONE: logging.INFO,
     Outcome.STALLED: logging.WARNING,
     Outcome.EVICTED: logging.WARNING,
+    Outcome.INTERRUPTED: logging.INFO,
 }
+
+RELAYED: Final = web.RequestKey("aiockpt.relayed", Publication)
+"""The key of the relay that a member's request reads."""
+
+_OF_OTHERS: Final = ("GET", "HEAD")
+_OF_MEMBERS: Final = ("POST", "DELETE")
+_KEEP_ALIVE: Final = 2.0  # seconds
+_SHORTEST: Final = 0.1  # seconds between two signs of life
+_INTERRUPTS: Final = 1.0  # seconds between two
+_MOST_WATCHERS: Final = 64  # members that are told of new chunks
+_MOST_RELAYED: Final = 2  # chunks in a body of a member, whose slots are for all
+_MAX_ANNOUNCEMENT: Final = 8 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +112,9 @@ class ServerConfig:
         manifest_key: The key that authenticates manifests, if any.
         lends: Whether other processes of this host may map what is served.
         incarnation: The id of this start of the sender.
+        swarm: How many bodies to send to members of a swarm; None: offer no swarm.
+        peers: The hosts that may stand in the URL of a member; see `Auth`. None: the
+            host that the member has.
     """
 
     options: Server
@@ -105,6 +127,8 @@ class ServerConfig:
     manifest_key: bytes | None = field(default=None, repr=False)
     lends: bool = False
     incarnation: str = "0"
+    swarm: Swarm | None = None
+    peers: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if (self.token is None) != self.insecure:
@@ -162,7 +186,10 @@ class CheckpointService:
         self._threads = Bridge(threads=sockets.IO_THREADS, name="aiockpt-serve")
         self._deltas = Deltas(self._threads)
         self._rounds = _Rounds()
-        self._bodies: set[BodySender] = set()
+        self._bodies: dict[BodySender, Publication] = {}
+        self._watchers, self._interrupted = 0, -math.inf
+        self._slots = Slots(2 * (config.swarm or Swarm()).slots)
+        self._reach = None if config.peers is None else Reach(config.peers)
         self._readers = 0
         self._waiting = 0
         self._counts: Counter[str] = Counter()
@@ -227,16 +254,24 @@ class CheckpointService:
     def _admit(self, request: web.Request) -> None:
         if self._closed:
             raise ClosedError("the server")
-        config = self.config
-        grant = admit(request.headers, token=config.token, hosts=config.hosts)
+        config, token = self.config, self.config.token
+        what = request.match_info.get("what")
+        if what is not None:
+            relayed = self.store.relayed(bearer(request.headers))
+            if relayed is not None:
+                request[RELAYED] = relayed
+                token = cast("Relay", relayed.servable).token
+        grant = admit(request.headers, token=token, hosts=config.hosts)
         if grant is not None:
             request[VISIT].receiver = grant.receiver
             grant.check(request.match_info.get("step"), now=time.time())
-        if request.method not in ("GET", "HEAD"):
+        is_members = what == http.ResourceKind.MEMBERS.value
+        allowed = _OF_MEMBERS if is_members else _OF_OTHERS
+        if request.method not in allowed:
             raise RefusedError(
                 HTTPStatus.METHOD_NOT_ALLOWED,
                 f"{request.method} is not answered here",
-                {"Allow": "GET, HEAD"},
+                {"Allow": ", ".join(allowed)},
             )
         sockets.tune(
             _transport_of(request),
@@ -276,19 +311,24 @@ class CheckpointService:
         if lease is not None and ends:
             self.store.end_lease(lease)
             return _Stream(status=HTTPStatus.NO_CONTENT, headers=self._identity)
-        step = request.match_info["step"]
-        if step == http.LATEST:
-            publication = await self._find(request)
-            resource = _resource_of(request, str(publication.step))
-        else:
-            resource = _resource_of(request, step)
-            publication = await self._find(request, step=resource.step, lease=lease)
-        manifest = publication.servable.manifest
-        reply = plan_reply(resource, manifest, request.headers, request.method)
+        resource, publication = await self._locate(request, lease)
+        if resource.kind is http.ResourceKind.MEMBERS:
+            return await self._members(request, publication, lease)
+        manifest, is_have = (
+            publication.servable.manifest,
+            resource.kind is http.ResourceKind.HAVE,
+        )
+        method = "HEAD" if is_have else request.method  # a bitmap has no ranges
+        reply = plan_reply(resource, manifest, request.headers, method)
+        reply.headers.update(self._identity)
+        if is_have:
+            return await self._have(request, publication, reply)
+        if RELAYED in request:
+            return await self._relay(request, publication, resource, reply)
         if lease is not None and request.method == "GET":
             patience = self.config.stall_timeout
             self.store.lease(publication, lease, patience=patience)
-        reply.headers.update(self._identity)
+            reply.headers.update(self._invitation(publication, lease))
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._macs.headers_of(manifest))
             reply.headers.update(await self._offer(request, publication, lease))
@@ -297,6 +337,32 @@ class CheckpointService:
                 reply.headers[http.DELTA_BASE_HEADER] = tag
         if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
             return _Stream(status=reply.status, headers=reply.headers)
+        return await self._send(request, publication, reply, lease)
+
+    async def _locate(
+        self, request: web.Request, lease: http.Lease | None
+    ) -> tuple[http.Resource, Publication]:
+        """Return what a request names, and the publication that has it."""
+        step, relayed = request.match_info["step"], request.get(RELAYED)
+        if step == http.LATEST and relayed is None:
+            publication = await self._find(request)
+            return _resource_of(request, str(publication.step)), publication
+        resource = _resource_of(request, step)
+        if relayed is None:
+            found = await self._find(request, step=resource.step, lease=lease)
+            return resource, found
+        if relayed.step != resource.step:
+            raise StepNotFoundError(resource.step, serving=relayed.step)
+        return resource, relayed
+
+    async def _send(
+        self,
+        request: web.Request,
+        publication: Publication,
+        reply: Reply,
+        lease: http.Lease | None,
+    ) -> web.StreamResponse:
+        """Send a range or its delta; the members of a swarm wait for a slot."""
         if (base := self._delta_base(request, publication, reply)) is not None:
             delta = await self._delta(publication, base, reply, lease)
             if delta is not None:
@@ -306,7 +372,167 @@ class CheckpointService:
                 reply.headers[http.DELTA_BASE_HEADER] = tag
                 reply.headers["Content-Length"] = str(delta.nbytes)
                 return await self._send_body(request, publication, reply, lease, delta)
-        return await self._send_body(request, publication, reply, lease)
+        if lease is None or not publication.tracker.has(lease.id):
+            return await self._send_body(request, publication, reply, lease)
+        async with self._slots.take(wait=self._wait_of(request)):
+            return await self._send_body(request, publication, reply, lease)
+
+    # ------------------------------------------------------------------ swarm
+
+    def _invitation(
+        self, publication: Publication, lease: http.Lease
+    ) -> Mapping[str, str]:
+        """Return the headers for a receiver that can join a swarm, or that has joined.
+
+        A receiver that is alone is told nothing, so that it asks for nothing more.
+        """
+        if not lease.joins or self.config.swarm is None:
+            return {}
+        if publication.tracker.has(lease.id):
+            chunk = publication.tracker.promise()
+            return {} if chunk is None else {http.NEXT_CHUNK_HEADER: str(chunk)}
+        if not publication.has_others(lease):
+            return {}
+        return {
+            http.SWARM_HEADER: swarm_token(self.config.token, publication.snapshot_id),
+            "Cache-Control": "no-store",
+        }
+
+    async def _members(
+        self,
+        request: web.Request,
+        publication: Publication,
+        lease: http.Lease | None,
+    ) -> web.StreamResponse:
+        """Add, renew or remove a member of the snapshot's swarm."""
+        if self.config.swarm is None or RELAYED in request:
+            raise RefusedError(HTTPStatus.NOT_FOUND, "there is no swarm here")
+        wanted, actual = request.headers.get("If-Match"), publication.snapshot_id
+        if not http.if_match(wanted, actual):
+            raise CheckpointChangedError(expected=(wanted or "")[:64], actual=actual)
+        if lease is None:
+            raise RemoteProtocolError(f"{http.LEASE_HEADER} must name the receive")
+        tracker = publication.tracker
+        if request.method == "DELETE":
+            tracker.leave(lease.id)
+            return _Stream(status=HTTPStatus.NO_CONTENT, headers=self._identity)
+        said = await _read_announcement(request, timeout=self.config.stall_timeout)
+        answer = tracker.announce(
+            lease.id,
+            said,
+            address=plain_address(request.remote or ""),
+            trusts_url=self._trusts(said.url),
+        )
+        if publication.has_lease(lease):
+            self.store.lease(publication, lease, patience=self.config.stall_timeout)
+        if publication.has_others(lease):
+            self._interrupt(publication)
+        headers = {**no_news_headers(publication.step), **self._identity}
+        headers["Content-Type"] = "application/json"
+        return _Answer(body=msgspec.json.encode(answer), headers=headers)
+
+    def _trusts(self, url: str) -> bool:
+        """Return whether others may connect to the host in a member's URL."""
+        if self._reach is None or http.url_fault(url) is not None:
+            return False
+        return self._reach.allows(urlsplit(url).hostname or "")
+
+    def _interrupt(self, publication: Publication) -> None:
+        """Have the receivers of long ranges ask again, so that they join the swarm.
+
+        This happens at most once a second, whoever comes and goes.
+        """
+        now = asyncio.get_running_loop().time()
+        if now < self._interrupted + _INTERRUPTS:
+            return
+        self._interrupted = now
+        short = publication.servable.manifest.chunk_bytes
+        for body, of in tuple(self._bodies.items()):
+            if of is publication and body.joins and body.left > short:
+                body.interrupt()
+
+    async def _have(
+        self, request: web.Request, publication: Publication, reply: Reply
+    ) -> web.StreamResponse:
+        """Send the bitmap of the chunks, and then each further chunk that arrives."""
+        relay, count = publication.servable, len(publication.servable.manifest.grid)
+        reply.headers["Cache-Control"] = "no-store"
+        for name in ("Content-Length", "Content-Range", "Accept-Ranges"):
+            reply.headers.pop(name, None)
+        if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
+            return _Stream(status=reply.status, headers=reply.headers)
+        if not isinstance(relay, Relay):
+            body = http.format_have((1 << count) - 1, count)
+            return _Answer(body=body, headers=reply.headers)
+        if self._watchers >= _MOST_WATCHERS:
+            raise PeerBusy(retry_after=_RETRY_AFTER)
+        response = _Stream(headers=reply.headers)
+        asked = http.parse_prefer_wait(request.headers.get("Prefer"))
+        every = max(asked or _KEEP_ALIVE, _SHORTEST)
+        self._watchers += 1
+        try:
+            await response.prepare(request)
+            seen = len(relay.order)
+            data = http.format_have(relay.have, count)
+            while True:
+                async with asyncio.timeout(self.config.stall_timeout):
+                    await response.write(data)
+                if seen >= count or relay.ended or self._closed:
+                    break
+                if seen == len(relay.order):
+                    await relay.news.wait(every)
+                await asyncio.sleep(relay.batch())  # more may arrive
+                _transport_of(request)
+                new = relay.order[seen:]
+                seen += len(new)
+                data = http.format_chunks(new)
+            await response.write_eof()
+        except TimeoutError:
+            _transport_of(request).abort()
+        finally:
+            self._watchers -= 1
+        return response
+
+    async def _relay(
+        self,
+        request: web.Request,
+        publication: Publication,
+        resource: http.Resource,
+        reply: Reply,
+    ) -> web.StreamResponse:
+        """Send what has been verified of a checkpoint that is being received."""
+        relay = cast("Relay", publication.servable)
+        if resource.kind is http.ResourceKind.METADATA:
+            reply.headers.update(relay.headers)
+        if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
+            return _Stream(status=reply.status, headers=reply.headers)
+        chunks = _chunks_over(publication, reply)
+        if len(chunks) > _MOST_RELAYED:
+            raise RefusedError(
+                HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
+                f"a member sends at most {_MOST_RELAYED} chunks at a time",
+            )
+        if not relay.has(chunks):
+            return _Stream(status=HTTPStatus.NO_CONTENT, headers=self._identity)
+        async with relay.slots.take(wait=self._wait_of(request)):
+            if relay.is_lent and not await self._is_intact(publication, chunks):
+                relay.end()
+            if relay.ended:
+                raise StepNotFoundError(resource.step)
+            if relay.pace is not None:
+                sockets.pace(_transport_of(request), relay.pace)
+            return await self._send_body(request, publication, reply, None)
+
+    async def _is_intact(self, publication: Publication, chunks: range) -> bool:
+        """Return whether chunks of a relay still have their digests."""
+        relay = cast("Relay", publication.servable)
+        async with self.store.reading(publication, evict=relay.end):
+            return await self._threads.run(relay.is_intact, chunks)
+
+    def _wait_of(self, request: web.Request) -> float:
+        """Return the seconds for which a request waits for a slot."""
+        asked = http.parse_prefer_wait(request.headers.get("Prefer"))
+        return min(asked or 0.0, self.config.max_wait)
 
     # ----------------------------------------------------------------- deltas
 
@@ -424,6 +650,7 @@ class CheckpointService:
             views,
             stall_timeout=self.config.stall_timeout,
             threads=self._threads,
+            joins=lease is not None and lease.joins and delta is None,
         )
         self._readers += 1
         try:
@@ -431,28 +658,31 @@ class CheckpointService:
                 if nbytes <= SMALL_BYTES:
                     data = b"".join(views(0, nbytes))
                     self._counts["bytes_sent"] += nbytes
-                    request[VISIT].nbytes = nbytes
+                    request[VISIT].nbytes = body.sent = nbytes
                     return _Answer(
                         status=reply.status, body=data, headers=reply.headers
                     )
                 response = _Stream(status=reply.status, headers=reply.headers)
-                with self._accounting(request, publication.step, body):
+                with self._accounting(request, publication, body):
                     await body.run(request, response)
             return response
         finally:
             self._readers -= 1
+            if body.joins:
+                given = _chunks_within(publication, reply.start, body.sent)
+                publication.tracker.give(given)
 
     @contextmanager
     def _accounting(
-        self, request: web.Request, step: int, body: BodySender
+        self, request: web.Request, publication: Publication, body: BodySender
     ) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self._bodies.add(body)
+        self._bodies[body] = publication
         try:
             yield
         finally:
-            self._bodies.discard(body)
+            del self._bodies[body]
             self._counts["bytes_sent"] += body.sent
             outcome = body.outcome or Outcome.GONE
             if outcome is not Outcome.SENT:
@@ -462,7 +692,7 @@ class CheckpointService:
             emit(
                 TransferEvent(
                     stop="evict" if outcome is Outcome.EVICTED else "serve",
-                    step=step,
+                    step=publication.step,
                     peer=request.remote or "",
                     nbytes=body.sent,
                     seconds=loop.time() - began,
@@ -542,6 +772,23 @@ def _file_views(servable: Servable, start: int, stop: int) -> list[memoryview]:
     return views
 
 
+def _chunks_over(publication: Publication, reply: Reply) -> range:
+    """Return the chunks of which a reply has bytes."""
+    manifest = publication.servable.manifest
+    size, head = manifest.chunk_bytes, manifest.header_bytes
+    first, last = max(reply.start - head, 0), max(reply.stop - head, 0)
+    return range(first // size, -(-last // size))
+
+
+def _chunks_within(publication: Publication, start: int, nbytes: int) -> range:
+    """Return the chunks that lie wholly in a part of the file."""
+    manifest = publication.servable.manifest
+    size, head = manifest.chunk_bytes, manifest.header_bytes
+    first, last = max(start - head, 0), max(start + nbytes - head, 0)
+    stop = len(manifest.grid) if last == manifest.segment_bytes else last // size
+    return range(min(-(-first // size), stop), stop)
+
+
 def _chunks_of(publication: Publication, reply: Reply) -> range:
     """Return the chunks of a range; none if the range is not made of whole chunks."""
     manifest = publication.servable.manifest
@@ -583,9 +830,33 @@ def _lease_of(request: web.Request) -> tuple[http.Lease | None, bool]:
     Raises:
         RemoteProtocolError: the header is malformed.
     """
-    now = asyncio.get_running_loop().time()
-    lease = http.parse_lease(request.headers.get(http.LEASE_HEADER), now=now)
+    now, headers = asyncio.get_running_loop().time(), request.headers
+    lease = http.parse_lease(
+        headers.get(http.LEASE_HEADER), now=now, swarm=headers.get(http.SWARM_HEADER)
+    )
     return lease, lease is not None and lease.until <= now
+
+
+async def _read_announcement(
+    request: web.Request, *, timeout: float
+) -> http.Announcement:
+    """Return what a member says.
+
+    Raises:
+        RemoteProtocolError: it is too long, or malformed, or does not come.
+    """
+    data = b""
+    try:
+        async with asyncio.timeout(timeout):
+            while piece := await request.content.readany():
+                data += piece
+                if len(data) > _MAX_ANNOUNCEMENT:
+                    raise RemoteProtocolError("the announcement is too long")
+        return msgspec.json.decode(data, type=http.Announcement)
+    except TimeoutError:
+        raise RemoteProtocolError("the announcement did not come") from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"the announcement is malformed: {error}") from None
 
 
 def _response_to(error: AiockptError) -> web.Response:

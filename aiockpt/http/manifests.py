@@ -38,6 +38,7 @@ from aiockpt.http.protocol import (
     DELTA_BASE_HEADER,
     INCARNATION_HEADER,
     STEP_HEADER,
+    SWARM_HEADER,
     Origin,
     Resource,
     ResourceKind,
@@ -46,11 +47,13 @@ from aiockpt.http.protocol import (
     format_prefer_wait,
     format_resource,
     parse_etag,
+    parse_invitation,
 )
 from aiockpt.http.retry import OnRetry, Patience, Pause, Retries, backoff, poll
 from aiockpt.http.shared_memory import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.tokens import MAC_HEADER, check_manifest_mac
 from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.system import collector_paused
 
 __all__ = [
@@ -87,11 +90,15 @@ class ManifestAnswer(NamedTuple):
     Attributes:
         offer: Where the sender lends the memory of the checkpoint; None if nowhere.
         delta_base: The snapshot that the sender keeps as the base of deltas, or None.
+        invitation: The token for the members of the sender's swarm, if there are some.
+        mac: The header that authenticates the manifest, if any.
     """
 
     manifest: Manifest
     offer: str | None
     delta_base: str | None = None
+    invitation: Token | None = None
+    mac: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +210,14 @@ async def _ask_manifest(
     if manifest.step != step:
         raise RemoteProtocolError(f"{request.url} describes step {manifest.step}")
     base = parse_etag(answer.headers.get(DELTA_BASE_HEADER))
-    return ManifestAnswer(manifest, answer.headers.get(OFFER_HEADER), base)
+    invitation = parse_invitation(answer.headers.get(SWARM_HEADER))
+    return ManifestAnswer(
+        manifest,
+        answer.headers.get(OFFER_HEADER),
+        base,
+        invitation,
+        answer.headers.get(MAC_HEADER),
+    )
 
 
 def room_for(size: int) -> bytearray | mmap.mmap:

@@ -13,11 +13,12 @@ from aiockpt.format.limits import Limits
 from aiockpt.http.security import check_peers
 from aiockpt.runtime.secrets import Token
 
-__all__ = ["Auth", "Receive", "Server", "require", "require_type"]
+__all__ = ["Auth", "Receive", "Server", "Swarm", "require", "require_type"]
 
 _CONNECTIONS = min(4, os.cpu_count() or 4)
 _NICEST = 19
 _SHORTEST_KEY = 16
+_LONGEST_ZONE = 64
 
 
 def require(*, at_least: float = 0, **options: float) -> None:
@@ -30,12 +31,16 @@ def require(*, at_least: float = 0, **options: float) -> None:
             raise ValueError(f"{name} must be at least {at_least:g}, got {value!r}")
 
 
-def require_type(kind: type[object], **options: object) -> None:
+def require_type(
+    kind: type[object] | tuple[type[object], ...], **options: object
+) -> None:
     """Raise ``TypeError`` that names the first option that is not a ``kind``."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    wanted = " or ".join(each.__name__ for each in kinds)
     for name, value in options.items():
-        if not isinstance(value, kind):
+        if not isinstance(value, kinds):
             got = type(value).__name__  # not the value, which may be a token
-            raise TypeError(f"{name} must be of type {kind.__name__}, got {got}")
+            raise TypeError(f"{name} must be of type {wanted}, got {got}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +101,38 @@ class Server:
         )
         if self.nice > _NICEST:
             raise ValueError(f"nice must be at most {_NICEST}, got {self.nice!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swarm:
+    """How a receiver serves other receivers of the same checkpoint while it receives.
+
+    Attributes:
+        linger: Seconds for which the receiver goes on serving after a receive has
+            returned new tensors. The next receive ends this. Do not change the tensors
+            meanwhile: the first chunk that has changed ends the serving. A receive into
+            a template does not linger.
+        slots: How many bodies the receiver sends at a time; further requests wait. The
+            source of a swarm sends twice as many to its members.
+        rate: Bytes per second that the receiver sends at most. None: no limit.
+        zone: A name for a part of the network that has fast connections inside, such
+            as a rack. Half of the members that a receiver is told of are in its zone.
+    """
+
+    linger: float = 30.0
+    slots: int = 4
+    rate: float | None = None
+    zone: str = ""
+
+    def __post_init__(self) -> None:
+        require(linger=self.linger)
+        require_type(int, slots=self.slots)
+        require(at_least=1, slots=self.slots)
+        if self.rate is not None:
+            require(at_least=1, rate=self.rate)
+        require_type(str, zone=self.zone)
+        if len(self.zone) > _LONGEST_ZONE:
+            raise ValueError(f"zone must have at most {_LONGEST_ZONE} characters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,12 +49,23 @@ from aiockpt.http.protocol import (
     parse_metadata,
 )
 from aiockpt.http.retry import OnRetry, poll
-from aiockpt.runtime.secrets import discreet
+from aiockpt.runtime.secrets import Token, discreet
 from aiockpt.runtime.tasks import Notifier, run_all
 
-__all__ = ["OtherSnapshotError", "Peer", "Peers", "distinct", "origins_of", "verdict"]
+__all__ = [
+    "ALL",
+    "OtherSnapshotError",
+    "Peer",
+    "Peers",
+    "distinct",
+    "origins_of",
+    "verdict",
+]
 
 V = TypeVar("V")
+
+ALL = -1
+"""The bitmap of a peer that holds every chunk."""
 
 _WAIT = 30.0  # seconds for which a sender is asked to wait for its first step
 _OTHERS = 0.5  # seconds in which a peer may name a newer step than the first one
@@ -77,7 +88,10 @@ class Peer:
 
     Attributes:
         origin: Its address and token.
-        chunks: The chunks that it holds; None for all of them.
+        have: The chunks that it holds: bit i is chunk i. All bits stand for all.
+        member: What the tracker calls it; empty if it is no member of a swarm.
+        next: A chunk that it has given to nobody yet, as it says.
+        invitation: The token for the members of its swarm, if others are in it.
         joined: Whether it is known to hold this checkpoint.
         given: Verified bytes that came from it, in the last download.
         error: Why it is not asked any more.
@@ -85,7 +99,10 @@ class Peer:
     """
 
     origin: Origin
-    chunks: Container[int] | None = None
+    have: int = ALL
+    member: str = ""
+    next: int | None = None
+    invitation: Token | None = None
     joined: bool = False
     given: int = 0
     error: AiockptError | None = None
@@ -93,7 +110,7 @@ class Peer:
 
     def has(self, run: ChunkRun) -> bool:
         """Say whether it holds the first chunk of a run."""
-        return self.chunks is None or run.chunk is None or run.chunk in self.chunks
+        return run.chunk is None or bool(self.have >> run.chunk & 1)
 
     def require(self, expected: Outline, actual: Outline) -> None:
         """Raise `OtherSnapshotError` if its snapshot is another one; else it joins."""
@@ -244,7 +261,7 @@ class Peers:
         answers = await _answers(self.all, ask, step=step)
         first = next(iter(answers.values()))
         for peer, other in answers.items():
-            peer.delta_base = other.delta_base
+            peer.delta_base, peer.invitation = other.delta_base, other.invitation
             try:
                 peer.require(first.manifest.outline, other.manifest.outline)
             except OtherSnapshotError as error:

@@ -12,9 +12,13 @@ import enum
 import math
 import re
 import secrets
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 from urllib.parse import SplitResult, urlsplit
+
+import msgspec
 
 from aiockpt.errors import LocalProtocolError, RemoteProtocolError
 from aiockpt.format.chunks import ALGORITHMS, digits_of
@@ -26,22 +30,30 @@ __all__ = [
     "DELTA_BASE_HEADER",
     "DIGEST_HEADER",
     "INCARNATION_HEADER",
+    "JOINS",
     "LATEST",
     "LEASE_HEADER",
     "MAX_METADATA",
+    "NEXT_CHUNK_HEADER",
     "STEP_HEADER",
+    "SWARM_HEADER",
     "Address",
+    "Announcement",
     "Lease",
+    "MemberInfo",
+    "Membership",
     "Origin",
     "RangeNotSatisfiable",
     "Resource",
     "ResourceKind",
     "asks_for_delta",
     "check_incarnation",
+    "format_chunks",
     "format_content_range",
     "format_delta",
     "format_digest",
     "format_etag",
+    "format_have",
     "format_latest",
     "format_metadata",
     "format_prefer_wait",
@@ -53,11 +65,15 @@ __all__ = [
     "if_range",
     "parse_address",
     "parse_after",
+    "parse_chunks",
     "parse_content_range",
     "parse_digest",
     "parse_etag",
+    "parse_have",
+    "parse_invitation",
     "parse_lease",
     "parse_metadata",
+    "parse_next_chunk",
     "parse_prefer_wait",
     "parse_range",
     "parse_resource",
@@ -71,6 +87,12 @@ LEASE_HEADER = "Aiockpt-Lease"
 INCARNATION_HEADER = "Aiockpt-Incarnation"
 """In an answer: which start of the sender gives it. In a request for `LATEST`: the
 start that the follower knows; another one answers at once."""
+SWARM_HEADER = "Aiockpt-Swarm"
+"""In a request: `JOINS`, if the receiver can join a swarm. In the answer: the token for
+the members of the swarm, if others receive the same snapshot."""
+JOINS = "join"
+NEXT_CHUNK_HEADER = "Aiockpt-Next-Chunk"
+"""In an answer to a member: a chunk that the source has given to nobody yet."""
 DELTA = "aiockpt-delta"
 """The name of our deltas as an instance manipulation (RFC 3229)."""
 DELTA_BASE_HEADER = "Delta-Base"
@@ -90,6 +112,7 @@ _WAIT = re.compile(
 _ETAG = re.compile(r'(W/)?"([\x21\x23-\x7e\x80-\xff]*)"')
 _ETAGS = re.compile(rf"[ \t,]*(?:{_ETAG.pattern}[ \t]*(?:,[ \t,]*|$))*")
 _LEASE = re.compile(r"([0-9a-f]{32})[ \t]*;[ \t]*ttl=([0-9]{1,9}(?:\.[0-9]{1,3})?)")
+_SWARM_TOKEN = re.compile(r"[A-Za-z0-9_-]{43}")
 _INCARNATION = re.compile(r"[0-9a-f]{1,64}")
 _LONGEST_LEASE = 86_400.0  # seconds; a receive without a deadline asks again
 # 19 digits hold every int64; longer ones only cost time.
@@ -108,7 +131,12 @@ class ResourceKind(enum.Enum):
 
     METADATA = "metadata"
     FULL = "full"
+    HAVE = "have"
+    MEMBERS = "members"
     CHUNK = "chunk"
+
+
+_NAMED = frozenset(kind.value for kind in ResourceKind) - {ResourceKind.CHUNK.value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +155,7 @@ def parse_resource(step_text: str, what_text: str) -> Resource:
         RemoteProtocolError: no canonical decimal number, or an unknown resource.
     """
     step = _number(step_text)
-    if what_text in (ResourceKind.METADATA.value, ResourceKind.FULL.value):
+    if what_text in _NAMED:
         return Resource(ResourceKind(what_text), step)
     return Resource(ResourceKind.CHUNK, step, _number(what_text))
 
@@ -174,15 +202,18 @@ class Lease:
             the receiver, and are the same in all of its receives.
         until: When the receive ends at the latest, in the loop time of whoever holds
             this.
+        joins: Whether the receiver can join a swarm.
     """
 
     id: str
     until: float
+    joins: bool = False
 
     @classmethod
-    def begin(cls, until: float, *, receiver: str = "") -> Lease:
+    def begin(cls, until: float, *, receiver: str = "", joins: bool = False) -> Lease:
         """Return the lease of a new receive; without a receiver, that of a new one."""
-        return cls((receiver or secrets.token_hex(8)) + secrets.token_hex(8), until)
+        receiver = receiver or secrets.token_hex(8)
+        return cls(receiver + secrets.token_hex(8), until, joins)
 
     @property
     def receiver(self) -> str:
@@ -203,8 +234,12 @@ class Lease:
         return f"{self.id}; ttl=0"
 
 
-def parse_lease(value: str | None, *, now: float) -> Lease | None:
+def parse_lease(
+    value: str | None, *, now: float, swarm: str | None = None
+) -> Lease | None:
     """Return the lease that a request holds; None if it names none.
+
+    ``swarm`` is the value of `SWARM_HEADER`.
 
     A lease that the request ends has ``until == now``.
 
@@ -219,7 +254,8 @@ def parse_lease(value: str | None, *, now: float) -> Lease | None:
             f"{LEASE_HEADER} must be 32 hex digits and '; ttl=SECONDS', not "
             f"{value[:60]!r}"
         )
-    return Lease(match[1], now + min(float(match[2]), _LONGEST_LEASE))
+    until = now + min(float(match[2]), _LONGEST_LEASE)
+    return Lease(match[1], until, joins=swarm == JOINS)
 
 
 def check_incarnation(value: str | None) -> str | None:
@@ -349,6 +385,103 @@ def format_prefer_wait(seconds: float) -> str:
     """Return a ``Prefer`` value; whole seconds, or milliseconds where it matters."""
     wait = min(max(seconds, 0.0), 999_999_999.0)
     return f"wait={wait:.0f}" if wait >= 10 else f"wait={wait:.3f}"
+
+
+_Id = Annotated[str, msgspec.Meta(max_length=16)]
+
+
+class Announcement(msgspec.Struct, omit_defaults=True):
+    """What a member tells the source, at least once per lease.
+
+    Attributes:
+        url: Where it serves.
+        zone: A name for its part of the network, such as a rack; empty if unknown.
+        have: How many chunks it has.
+        bad: The ids of members that sent it wrong bytes since its last announcement.
+    """
+
+    url: Annotated[str, msgspec.Meta(max_length=512)]
+    zone: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    have: Annotated[int, msgspec.Meta(ge=0)] = 0
+    bad: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=16)] = ()
+
+
+class MemberInfo(msgspec.Struct, omit_defaults=True):
+    """A member as the source names it to another one; see `Announcement`."""
+
+    id: _Id
+    url: Annotated[str, msgspec.Meta(max_length=512)]
+    zone: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    have: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class Membership(msgspec.Struct, omit_defaults=True):
+    """The source's answer to an `Announcement`.
+
+    Attributes:
+        id: What the other members call this one.
+        lease: Seconds after which the source forgets the member, unless it announces
+            itself again.
+        members: Some of the other members.
+        next: A chunk that the source has given to nobody yet.
+    """
+
+    id: _Id
+    lease: Annotated[float, msgspec.Meta(gt=0)]
+    members: Annotated[tuple[MemberInfo, ...], msgspec.Meta(max_length=64)] = ()
+    next: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+_NO_CHUNK = 0xFFFF_FFFF
+_NOTHING_NEW = struct.pack("<I", _NO_CHUNK)
+
+
+def parse_invitation(value: str | None) -> Token | None:
+    """Return the token in an answer's `SWARM_HEADER`; None if absent or odd."""
+    return Token(value) if value and _SWARM_TOKEN.fullmatch(value) else None
+
+
+def format_have(have: int, count: int) -> bytes:
+    """Return the bitmap of ``count`` chunks: bit i of the little-endian number."""
+    return have.to_bytes((count + 7) // 8, "little")
+
+
+def parse_have(data: bytes, count: int) -> int:
+    """Return the bitmap of ``count`` chunks.
+
+    Raises:
+        RemoteProtocolError: it has bits of further chunks.
+    """
+    have = int.from_bytes(data, "little")
+    if have >> count:
+        raise RemoteProtocolError(f"the bitmap has bits beyond those of {count} chunks")
+    return have
+
+
+def format_chunks(chunks: Sequence[int]) -> bytes:
+    """Return chunks that a member has got; without any, that it is still there."""
+    return struct.pack(f"<{len(chunks)}I", *chunks) if chunks else _NOTHING_NEW
+
+
+def parse_chunks(data: bytes, count: int) -> int:
+    """Return the bitmap of the chunks in a whole number of 4-byte integers.
+
+    Raises:
+        RemoteProtocolError: there are only ``count`` chunks, or one is named twice.
+    """
+    have = 0
+    for (chunk,) in struct.iter_unpack("<I", data):
+        if chunk == _NO_CHUNK:
+            continue
+        if chunk >= count or have >> chunk & 1:
+            raise RemoteProtocolError(f"chunk {chunk} of {count} is named, or twice")
+        have |= 1 << chunk
+    return have
+
+
+def parse_next_chunk(value: str | None) -> int | None:
+    """Return the chunk in `NEXT_CHUNK_HEADER`; None if absent or odd: it only helps."""
+    return int(value) if value and _NUMBER.fullmatch(value) else None
 
 
 def format_digest(algorithm: str, digest: str) -> str:

@@ -20,7 +20,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from aiockpt.errors import LocalProtocolError
 
-__all__ = ["CheckedResolver", "Reach", "check_peers"]
+__all__ = ["CheckedResolver", "Reach", "check_peers", "plain_address"]
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -98,6 +98,14 @@ class Reach:
             if fault := self.fault_of(host, address, spelled_out=True):
                 raise _refusal(host, fault)
 
+    def allows(self, host: str) -> bool:
+        """Return whether the list has a host that is given by name or by address."""
+        try:
+            address = _plain(ipaddress.ip_address(host.partition("%")[0]))
+        except ValueError:
+            return self._has_name(host)
+        return self.fault_of(host, address) is None
+
     def fault_of(
         self, host: str, address: Address, *, spelled_out: bool = False
     ) -> str | None:
@@ -159,6 +167,14 @@ def _plain(address: Address) -> Address:
             return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         return address.ipv4_mapped or address.sixtofour or address
     return address
+
+
+def plain_address(text: str) -> str:
+    """Return an address without the IPv6 prefix of an IPv4 one."""
+    try:
+        return str(_plain(ipaddress.ip_address(text.partition("%")[0])))
+    except ValueError:
+        return text
 
 
 def _refusal(host: str, fault: str) -> LocalProtocolError:

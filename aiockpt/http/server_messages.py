@@ -17,14 +17,17 @@ from aiockpt.http.store import Failure
 
 __all__ = [
     "Done",
+    "EndRelay",
     "Event",
     "Fail",
     "Forget",
     "FromServer",
+    "Held",
     "LogLine",
     "Prepare",
     "Publish",
     "Ready",
+    "Relayed",
     "Released",
     "Retract",
     "Setup",
@@ -78,12 +81,43 @@ class Fail(msgspec.Struct, tag=True, frozen=True):
     failure: Failure | None
 
 
+class Relayed(msgspec.Struct, tag=True, frozen=True):
+    """Serve a checkpoint that is being received; its header and its arena travel, too.
+
+    Attributes:
+        number: The trainer's number for it.
+        token: What members send.
+        headers: The headers that authenticate the manifest.
+        slots, rate: As of `Swarm`.
+    """
+
+    number: int
+    token: str
+    headers: dict[str, str]
+    slots: int
+    rate: float | None
+
+
+class Held(msgspec.Struct, tag=True, frozen=True):
+    """More chunks of a relay were verified; ``is_lent`` is as of `Relay`."""
+
+    number: int
+    chunks: list[int]
+    is_lent: bool
+
+
+class EndRelay(msgspec.Struct, tag=True, frozen=True):
+    """Serve a relay no more."""
+
+    number: int
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The server accepts connections."""
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """A snapshot is prepared, or a retraction has ended."""
+    """A snapshot is prepared, or a retraction or a relay has ended."""
 
     number: int
 
@@ -115,7 +149,9 @@ class LogLine(msgspec.Struct, tag=True, frozen=True):
     access: Access | None = None
 
 
-ToServer: TypeAlias = Setup | Prepare | Publish | Forget | Retract | Fail
+ToServer: TypeAlias = (
+    Setup | Prepare | Publish | Forget | Retract | Fail | Relayed | Held | EndRelay
+)
 FromServer: TypeAlias = Ready | Done | Released | Spent | Counters | Event | LogLine
 
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode

@@ -34,16 +34,21 @@ from aiockpt.errors import (
 )
 from aiockpt.events import emit
 from aiockpt.http.handlers import CheckpointService, ServerConfig, ServerStatistics
+from aiockpt.http.options import Swarm
+from aiockpt.http.relay import Relay
 from aiockpt.http.server import Counters
 from aiockpt.http.server_messages import (
     Done,
+    EndRelay,
     Event,
     Fail,
     Forget,
+    Held,
     LogLine,
     Prepare,
     Publish,
     Ready,
+    Relayed,
     Released,
     Retract,
     Setup,
@@ -51,6 +56,7 @@ from aiockpt.http.server_messages import (
     decode_from_server,
 )
 from aiockpt.http.store import Failure, StoreStatistics
+from aiockpt.memory.arena import Arena
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import Child
@@ -113,6 +119,7 @@ class ServerProcess:
         self._failure: Failure | None = None
         self._unanswered: dict[int, asyncio.Event] = {}
         self._shrinking: set[asyncio.Task[None]] = set()
+        self._relays: dict[Relay, tuple[int, asyncio.Task[None]]] = {}
         self._last = Counters()  # of the process that runs
         self._before = Counters()  # the sum of those that have ended
 
@@ -181,6 +188,8 @@ class ServerProcess:
         self._become(_State.CLOSED)
         self.retractions += 1
         self._current = 0
+        for relay in self._relays:
+            relay.end()
         if self._child is not None:
             self._child.kill()  # it has nothing that could get lost
         if self._supervisor is not None:
@@ -298,6 +307,8 @@ class ServerProcess:
             for number in self._given:
                 self._spend(number)
         self._take_back(*self._given.keys() - {self._current})
+        for relay in self._relays:
+            relay.end()  # the next process does not have it
         for answer in self._unanswered.values():
             answer.set()
 
@@ -364,6 +375,66 @@ class ServerProcess:
             self._tell(Retract(number, grace))
             if not await self._answered(number, grace + _MARGIN):
                 await self._revoke(doomed)
+
+    # ----------------------------------------------------------------- relays
+
+    async def relay(self, relay: Relay) -> None:
+        """Serve a checkpoint that is being received, whose memory is shared.
+
+        If the process dies, the relay ends.
+
+        Raises:
+            ClosedError: after :meth:`stop`.
+            WorkerError: no process can be started.
+            LocalProtocolError: the process cannot map the memory.
+        """
+        await self._serves()
+        memory, number = relay.memory, next(self._numbers)
+        if not isinstance(memory, Arena) or memory.fd < 0:
+            raise LocalProtocolError(
+                "the server process cannot map the memory of this receive: leave out "
+                "direct=True"
+            )
+        parcel = await self._bridge.run(pack, relay.manifest.header)
+        try:
+            options = self._config.swarm or Swarm()
+            self._tell(
+                Relayed(
+                    number,
+                    relay.token,
+                    dict(relay.headers),
+                    options.slots,
+                    options.rate,
+                ),
+                [parcel, memory.fd],
+            )
+        finally:
+            os.close(parcel)
+        telling = asyncio.create_task(self._tell_held(number, relay))
+        self._relays[relay] = number, telling
+
+    async def end_relay(self, relay: Relay) -> None:
+        """Serve it no more; once this returns, no byte of it is read. Idempotent."""
+        relay.end()
+        found = self._relays.pop(relay, None)
+        if found is not None:
+            number, telling = found
+            await asyncio.wait({telling})
+            self._tell(EndRelay(number))
+            if not await self._answered(number, _LOOK_INTERVAL):
+                logger.warning("the server process is slow to end a relay")
+
+    async def _tell_held(self, number: int, relay: Relay) -> None:
+        seen, was_lent = 0, False
+        while not relay.ended:
+            new = relay.order[seen:]
+            if new or relay.is_lent is not was_lent:
+                seen, was_lent = seen + len(new), relay.is_lent
+                self._tell(Held(number, new, relay.is_lent))
+            else:
+                await relay.news.wait(None)
+
+    # ---------------------------------------------------------------- snapshots
 
     def _give(self, number: int, snapshot: Snapshot, parcel: int) -> None:
         snapshot.acquire()

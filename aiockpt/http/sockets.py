@@ -33,6 +33,7 @@ __all__ = [
     "descriptor_of",
     "duplicate",
     "is_same_host",
+    "pace",
     "reset_on_close",
     "tune",
     "unacknowledged",
@@ -41,9 +42,10 @@ __all__ = [
 _INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
 _STREAMS: Final = (*_INTERNET, getattr(socket, "AF_UNIX", -1))
 _LINGER_0: Final = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
-_LONGEST: Final = 2**31 - 1  # milliseconds that the kernel takes
+_LONGEST: Final = 2**31 - 1  # milliseconds, or bytes per second, in an option
 _CLASSIC: Final = b"reno"  # everybody may choose it
 _LONGEST_NAME: Final = 16
+_SO_MAX_PACING_RATE: Final = 47  # of Linux; Python does not name it
 
 MIN_TURN_BYTES: Final = 2 << 20
 """A thread's turn costs more than it saves for fewer bytes."""
@@ -218,6 +220,14 @@ def tune(
                 socket.socket(sock.family, socket.SOCK_STREAM) as fresh,
             ):
                 _try_set(sock, socket.TCP_CONGESTION, _congestion_control(fresh))
+
+
+def pace(transport: asyncio.BaseTransport, rate: int) -> None:
+    """Have the kernel send at most ``rate`` bytes per second, where it can."""
+    sock = _socket_of(transport)
+    if sock is not None and sys.platform == "linux" and rate <= _LONGEST:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
 
 
 def _congestion_control(sock: Any) -> bytes:

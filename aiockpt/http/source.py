@@ -22,6 +22,7 @@ from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.download import Download
+from aiockpt.http.membership import Membership
 from aiockpt.http.peers import Peers
 from aiockpt.http.shared_memory import (
     LentMemory,
@@ -30,6 +31,7 @@ from aiockpt.http.shared_memory import (
     format_probe,
     identity,
 )
+from aiockpt.http.tokens import MAC_HEADER
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import Over, map_in_threads
@@ -72,16 +74,28 @@ class Sharing:
 class HttpSource:
     """One checkpoint of some peers, as a `aiockpt.transfer.source.Source`.
 
+    Args:
+        peers: Who has it.
+        bridge: Runs what blocks.
+        sharing: Whether memory of this host is taken.
+        swarm: The part of the receive in a swarm. The source ends it, or has it linger.
+
     Attributes:
         medium: How they come.
         remark: Why they do not come as they should, if so.
         arena: The sender's memory, where the checkpoint is used in it or from it.
     """
 
-    def __init__(self, peers: Peers, bridge: Bridge, sharing: Sharing) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        bridge: Bridge,
+        sharing: Sharing,
+        swarm: Membership | None = None,
+    ) -> None:
         self.name, self.medium, self.remark = peers.name, _HTTP, ""
         self.arena: Arena | None = None
-        self._peers, self._bridge = peers, bridge
+        self._peers, self._bridge, self._swarm = peers, bridge, swarm
         self._sharing = sharing
         self._step: int | None = None  # of which the manifest has come
         self._offer: str | None = None
@@ -102,7 +116,13 @@ class HttpSource:
     ) -> None:
         """Let go of mapped memory; tell the sender of a failure, unless it is lost."""
         told = isinstance(error, AiockptError) and not isinstance(error, _BROKEN)
+        swarm, self._swarm = self._swarm, None
         try:
+            if swarm is not None:
+                if error is None and swarm.can_linger:
+                    swarm.linger()
+                else:
+                    await swarm.aclose()
             if told and self._step is not None:
                 await self.end(self._step)
         finally:
@@ -117,6 +137,9 @@ class HttpSource:
         )
         self._offer = None if here is None else answer.offer
         self._step = step
+        if self._swarm is not None:
+            mac = {} if answer.mac is None else {MAC_HEADER: answer.mac}
+            self._swarm.begin(answer.manifest, mac)
         return answer.manifest
 
     async def map(self, outline: Outline, *, most: int | None) -> None:
@@ -173,10 +196,19 @@ class HttpSource:
         if self._lent is not None:
             left = await self._take(self._lent, outline, target, chunks, on_progress)
         if left:
-            await Download(self._peers, outline, target, left, on_progress).run()
+            if self._swarm is not None:
+                self._swarm.fill(target)
+            await Download(
+                self._peers, outline, target, left, on_progress, self._swarm
+            ).run()
 
     async def end(self, step: int) -> None:
-        """Tell the sender that all bytes have come, unless it has lent its memory."""
+        """Tell the sender that all bytes have come, unless it has lent its memory.
+
+        From then on, memory that is not the caller's own is served to nobody.
+        """
+        if self._swarm is not None and not self._swarm.can_linger:
+            await self._swarm.aclose()
         if self.medium == _HTTP:
             await self._peers.end_lease(step)
 

@@ -15,6 +15,7 @@ final: a publication that began before it does not undo it.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -29,6 +30,8 @@ from aiockpt.errors import (
 )
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.protocol import Lease
+from aiockpt.http.relay import Relay
+from aiockpt.http.tracker import Tracker
 from aiockpt.memory.arena import Lendable
 from aiockpt.runtime.rwlock import RWLock
 
@@ -145,6 +148,7 @@ class _HeldLease:
         until: The latest time at which the receive ends.
         patience: Seconds without a request after which the receive has stalled.
         seen: When its last request began or ended.
+        joins: Whether the receiver can join a swarm.
         requests: How many of its requests are being answered now.
     """
 
@@ -152,6 +156,7 @@ class _HeldLease:
     until: float
     patience: float
     seen: float
+    joins: bool = False
     requests: int = 0
 
     @property
@@ -169,12 +174,22 @@ class Publication:
         lock: Every request holds it for reading; the store drains readers by writing.
         reads: The requests that are reading the memory now.
         deltas: The cache of `aiockpt.http.deltas`: by chunk, None for a raw chunk.
+        tracker: The members of the snapshot's swarm.
     """
 
-    __slots__ = ("_kept", "_leases", "deltas", "lock", "reads", "servable")
+    __slots__ = (
+        "_kept",
+        "_leases",
+        "deltas",
+        "lock",
+        "reads",
+        "servable",
+        "tracker",
+    )
 
     def __init__(self, servable: Servable) -> None:
         servable.acquire()
+        self.tracker = Tracker(len(servable.manifest.grid))
         self._kept = True
         self._leases: dict[str, _HeldLease] = {}
         self.servable = servable
@@ -220,7 +235,8 @@ class Publication:
         if len(self._leases) >= _MOST_LEASES:
             self._forget_expired(now)
         if len(self._leases) < _MOST_LEASES:
-            self._leases[lease.id] = _HeldLease(now, lease.until, patience, now)
+            held = _HeldLease(now, lease.until, patience, now, joins=lease.joins)
+            self._leases[lease.id] = held
 
     def end_lease(self, lease: Lease) -> None:
         """End a lease; requests that are being answered go on."""
@@ -251,6 +267,16 @@ class Publication:
             if held is not None:
                 held.requests -= 1
                 held.seen = _now()
+
+    def has_others(self, lease: Lease) -> bool:
+        """Return whether another receive than this one is in the swarm, or can join."""
+        if len(self.tracker) > self.tracker.has(lease.id):
+            return True
+        now = _now()
+        return any(
+            held.joins and key != lease.id and held.expires > now
+            for key, held in self._leases.items()
+        )
 
     def read_since(self) -> float | None:
         """Return since when it has been read; None if it is not read any more."""
@@ -286,6 +312,7 @@ class Store:
         self.withdrawals = 0
         self._current: Publication | None = None
         self._outgoing: set[Publication] = set()
+        self._relays: dict[Relay, Publication] = {}
         self._failure: Failure | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
@@ -391,6 +418,40 @@ class Store:
         self._closed = True
         self._announce()
         await self.retract(grace=0.0)
+        for relay in tuple(self._relays):
+            await self.end_relay(relay)
+
+    # ----------------------------------------------------------------- relays
+
+    async def relay(self, relay: Relay) -> None:
+        """Serve a checkpoint that is being received to those that send its token.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+        """
+        if self._closed:
+            raise ClosedError("the store")
+        self._relays[relay] = Publication(relay)
+
+    def relayed(self, offered: str) -> Publication | None:
+        """Return the relay that a request's token opens."""
+        for relay, publication in self._relays.items():
+            # As bytes: compare_digest takes only ASCII text.
+            given = offered.encode("utf-8", "surrogateescape")
+            if relay.ended or not relay.token:
+                continue
+            if hmac.compare_digest(given, relay.token.encode()):
+                return publication
+        return None
+
+    async def end_relay(self, relay: Relay) -> None:
+        """Serve it no more; once this returns, no byte of it is read. Idempotent."""
+        relay.end()
+        publication = self._relays.get(relay)
+        if publication is not None:
+            with await publication.lock.acquire_write(grace=0.0):
+                publication.let_go()
+            self._relays.pop(relay, None)
 
     # ---------------------------------------------------------------- finding
 

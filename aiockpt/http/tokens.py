@@ -19,7 +19,7 @@ from typing import Final
 
 from aiockpt.errors import AuthenticationError, ForgedManifestError
 from aiockpt.format.manifest import Manifest
-from aiockpt.runtime.secrets import discreet
+from aiockpt.runtime.secrets import Token, discreet
 
 __all__ = [
     "CLOCK_SKEW",
@@ -31,6 +31,7 @@ __all__ = [
     "make_token",
     "manifest_mac",
     "read_token",
+    "swarm_token",
 ]
 
 CLOCK_SKEW: Final = 30.0
@@ -48,6 +49,7 @@ _ALGORITHM: Final = "hmac-sha256"
 # The MAC also covers its purpose, so one MAC cannot stand for the other.
 _OF_TOKEN: Final = b"aiockpt receiver token\n"
 _OF_MANIFEST: Final = b"aiockpt manifest\n"
+_OF_SWARM: Final = b"aiockpt swarm\n"
 _SLICE: Final = 256 << 10  # bytes per round of the loop: a fraction of a millisecond
 _KEPT: Final = 4
 
@@ -122,6 +124,17 @@ def _token_mac(token: str, payload: str) -> str:
 
 def _text(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+@discreet
+def swarm_token(token: str | None, snapshot_id: str) -> Token:
+    """Return the token with which members of a swarm read one snapshot of each other.
+
+    It opens nothing at the source. Where the source asks for no token (None), everybody
+    can make it.
+    """
+    key = (token or "").encode("utf-8", "surrogateescape")
+    return Token(_text(hmac.digest(key, _OF_SWARM + snapshot_id.encode(), "sha256")))
 
 
 def manifest_mac(key: bytes) -> hmac.HMAC:

@@ -35,9 +35,11 @@ from aiockpt.http.client import CheckpointClient
 from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
-from aiockpt.http.options import Auth, Receive, Server, require_type
+from aiockpt.http.membership import Membership
+from aiockpt.http.options import Auth, Receive, Server, Swarm, require_type
 from aiockpt.http.peers import Peers, origins_of
 from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_metadata
+from aiockpt.http.relay import Relay
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.server_process import ServerProcess
 from aiockpt.http.source import HttpSource, Sharing
@@ -125,6 +127,9 @@ class HTTPTransport(CheckpointTransport[T]):
             a sent checkpoint, so no byte passes a socket. None: this transport maps
             the memory that others offer, but offers none, because new memory that can
             be shared is slower. False: neither.
+        swarm: True, or how: while this transport receives a checkpoint that others
+            receive, too, it serves them what it has, and fetches from them. None: it
+            does not, but as a sender it lets its receivers do so. False: neither.
         stall_timeout: Seconds without a byte after which either side gives up on a
             connection.
         chunk_bytes: The size in bytes of the chunks that this transport sends; a
@@ -151,6 +156,7 @@ class HTTPTransport(CheckpointTransport[T]):
         auth: Auth = Auth(),  # noqa: B008 - frozen
         receive: Receive = Receive(),  # noqa: B008 - frozen
         same_host: bool | None = None,
+        swarm: Swarm | bool | None = None,
         stall_timeout: float = 10.0,
         chunk_bytes: int = 16 << 20,
         digest: Algorithm = "xxh3-128",
@@ -160,6 +166,8 @@ class HTTPTransport(CheckpointTransport[T]):
         require_type(Server, server=server)
         require_type(Auth, auth=auth)
         require_type(Receive, receive=receive)
+        if swarm is not None:
+            require_type((Swarm, bool), swarm=swarm)
         self._credentials = find_credentials(
             auth.token, insecure=auth.insecure, env=os.environ
         )
@@ -168,7 +176,14 @@ class HTTPTransport(CheckpointTransport[T]):
         self._bridge = Bridge(threads=_THREADS, name="aiockpt")
         self._lifetime = Lifetime("the transport")
         self._allow_pickle = allow_pickle
-        self._warm = ArenaPool(keep=1, staging=False) if receive.keep_arena else None
+        swarm_options = Swarm() if swarm is True else swarm or None
+        self._swarm = swarm_options
+        self._memberships: list[Membership] = []
+        # The server process maps what it serves on.
+        self._shares = swarm_options is not None and server.process
+        self._warm = None
+        if receive.keep_arena:
+            self._warm = ArenaPool(keep=1, staging=False, shared=self._shares)
         tls, token = auth.ssl_context, self._credentials.token
         self._endpoint = Endpoint(server, advertise=advertise, tls=tls is not None)
         config = ServerConfig(
@@ -182,6 +197,8 @@ class HTTPTransport(CheckpointTransport[T]):
             manifest_key=auth.key,
             lends=lends,
             incarnation=secrets.token_hex(16),
+            swarm=None if swarm is False else swarm_options or Swarm(),
+            peers=None if auth.peers is None else tuple(auth.peers),
         )
         _check_together(server, auth, zero_copy=zero_copy)
         self._server: CheckpointServer | ServerProcess
@@ -749,10 +766,12 @@ class HTTPTransport(CheckpointTransport[T]):
             await self._withdraw(0.0)  # cut the grace of another call
         self._bridge.refuse()
         await self._lifetime.end(
+            self._stop_lingering,
             partial(self._keep_nothing, self._grace if wait else 0.0),
             self._stop_serving,
             self._client.aclose,
             partial(self._lifetime.calls_ended, timeout=_CLOSING),
+            self._stop_lingering,
             self._drop_warm,
             partial(self._bridge.aclose, timeout=_CLOSING),
         )
@@ -767,6 +786,29 @@ class HTTPTransport(CheckpointTransport[T]):
             await self._server.stop()
         finally:
             self._endpoint.close()  # a hung process keeps copies of the sockets
+
+    # -------------------------------------------------------------------- swarm
+
+    def _membership(self) -> Membership | None:
+        """Return the part of a new receive in a swarm, if it may join one."""
+        if self._swarm is None:
+            return None
+        found = Membership(
+            self._client, self._swarm, self._serve_relay, self._store.end_relay
+        )
+        self._memberships.append(found)
+        return found
+
+    async def _serve_relay(self, relay: Relay) -> str:
+        await self._serve()
+        await self._store.relay(relay)
+        return self.address()
+
+    async def _stop_lingering(self) -> None:
+        for each in tuple(self._memberships):
+            if each.is_lingering:
+                await each.aclose()
+        self._memberships = [each for each in self._memberships if not each.is_over]
 
     async def _drop_warm(self) -> None:
         if self._warm is not None:
@@ -845,6 +887,7 @@ class HTTPTransport(CheckpointTransport[T]):
             direct=direct,
             ports=port_for,
             warm=self._warm,
+            shared=self._shares,
         )
         sharing = Sharing(
             wanted=self._same_host is not False and have is None,
@@ -872,7 +915,8 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> T:
         """Receive ``step``, or the one served now, within ``limit`` seconds."""
         until = asyncio.get_running_loop().time() + limit
-        lease = Lease.begin(until, receiver=self._client.name)
+        joins = self._swarm is not None
+        lease = Lease.begin(until, receiver=self._client.name, joins=joins)
         leased = [replace(origin, lease=lease) for origin in origins]
         if step is None:
             leased = [replace(origin, patience=PATIENCE) for origin in leased]
@@ -883,10 +927,11 @@ class HTTPTransport(CheckpointTransport[T]):
 
         def attempt(step: int) -> Awaitable[Received]:
             deadline.what = f"step {step} from {peers.name}"
-            source = HttpSource(peers, self._bridge, sharing)
+            source = HttpSource(peers, self._bridge, sharing, self._membership())
             return receive_from(source, step, options, self._bridge, deadline)
 
         with self._lifetime.call():
+            await self._stop_lingering()
             async with deadline:
                 if step is not None:
                     received = await attempt(step)

@@ -514,7 +514,14 @@ class Loan:
         return bool(self._finished)
 
 
-def lend(nbytes: int, *, used: int, most: int | None, pool: ArenaPool | None) -> Loan:
+def lend(
+    nbytes: int,
+    *,
+    used: int,
+    most: int | None,
+    pool: ArenaPool | None,
+    shared: bool = False,
+) -> Loan:
     """Return memory for a checkpoint.
 
     Args:
@@ -522,6 +529,7 @@ def lend(nbytes: int, *, used: int, most: int | None, pool: ArenaPool | None) ->
         used: How many of its bytes will be used.
         most: The largest accepted ``used``; None: the spare memory of the host.
         pool: The pool that the memory comes from and returns to; None: the system.
+        shared: See `Arena`; of memory of the system.
 
     Raises:
         LimitExceededError: ``used`` is more than ``most``.
@@ -531,6 +539,8 @@ def lend(nbytes: int, *, used: int, most: int | None, pool: ArenaPool | None) ->
         most = spare_memory(kept=pool.kept_for(nbytes) if pool else 0)
     enforce("the checkpoint's size", used, most)
     with allocating("a checkpoint", nbytes):
+        if pool is None and shared:  # which closes the descriptor when it comes back
+            pool = ArenaPool(keep=0, shared=True, staging=False)
         loan = pool.lend(nbytes) if pool else Loan(Arena(nbytes))
     loan.arena.touched = max(loan.arena.touched, used)
     return loan

@@ -119,6 +119,8 @@ class MappedSnapshot:
         """Return the bytes ``[start, stop)`` of the data segment as one view."""
         return [memoryview(self._map)[start:stop]] if stop > start else []
 
+    buffers = views  # though nobody can write to them
+
     def close(self) -> None:
         """Unmap the memory; existing views keep their pages."""
         with suppress(BufferError):

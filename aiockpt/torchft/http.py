@@ -8,7 +8,7 @@ from typing import TypedDict, TypeVar, Unpack
 
 import aiockpt
 from aiockpt.format.chunks import Algorithm
-from aiockpt.http.options import Auth, Receive, Server
+from aiockpt.http.options import Auth, Receive, Server, Swarm
 from aiockpt.http.transport import TransportStatistics
 from aiockpt.torchft.adapter import Adapter
 from aiockpt.transport import Timeout, seconds
@@ -29,6 +29,7 @@ class HTTPOptions(TypedDict, total=False):
     auth: Auth
     receive: Receive
     same_host: bool | None
+    swarm: Swarm | bool | None
     stall_timeout: float
     chunk_bytes: int
     digest: Algorithm
@@ -52,7 +53,9 @@ class HTTPTransport(Adapter[T]):
         **options: The options of :class:`aiockpt.HTTPTransport`, such as ``advertise``
             and ``server=Server(interface=...)`` for the address, ``auth`` for the token
             and TLS, and ``allow_pickle``. The default ``stall_timeout`` is a fifth of
-            ``timeout``, at least 1 and at most 10 seconds.
+            ``timeout``, at least 1 and at most 10 seconds. With ``swarm=True``,
+            replicas that heal at the same time serve each other, and stop as soon as
+            they are healed, since they train on.
     """
 
     def __init__(
@@ -62,6 +65,8 @@ class HTTPTransport(Adapter[T]):
         # A silent connection must be replaced well before the deadline.
         patience = min(_STALL_TIMEOUT, max(seconds(timeout) / 5, _SHORTEST_STALL))
         options.setdefault("stall_timeout", patience)
+        if options.get("swarm") is True:
+            options["swarm"] = Swarm(linger=0.0)
         if num_chunks:
             given = options.get("receive", Receive())
             options["receive"] = replace(given, connections=num_chunks)

@@ -55,7 +55,8 @@ class Terms:
     """The bounds of a receive, and whether bytes go directly into a template.
 
     ``warm`` is a pool of memory to reuse. ``ahead`` says that the thread that brings
-    the bytes must not touch new pages, because gloo has only one thread.
+    the bytes must not touch new pages, because gloo has only one thread. ``shared``
+    says that a server process of this transport serves the bytes on.
     """
 
     limits: Limits
@@ -64,6 +65,7 @@ class Terms:
     ports: PortFor
     warm: ArenaPool | None = None
     ahead: bool = False
+    shared: bool = False
 
 
 class Share(Protocol):
@@ -333,6 +335,12 @@ class Destination:
             return None
         return partial(self.arena.populate, every=self._terms.ahead)
 
+    @property
+    def kept(self) -> object:
+        """The buffer of new tensors; None if the bytes will be copied elsewhere."""
+        is_new = self._loading is None and self._share is None and self._owns
+        return self._loan.buffer if is_new and self._bounded is None else None
+
     def complete(self, chunk: int) -> None:
         """Note, in `receiving` and on the loop, that a chunk is verified."""
         if self._loading is not None and self._loading.is_early:
@@ -467,7 +475,7 @@ def _nbytes_of(on_device: OnDevice | None) -> int:
 def _allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
     """Return an arena for the segment, of which ``nbytes`` will be used."""
     size, most = manifest.segment_bytes, terms.limits.max_bytes
-    return lend(size, used=nbytes, most=most, pool=terms.warm)
+    return lend(size, used=nbytes, most=most, pool=terms.warm, shared=terms.shared)
 
 
 def _nbytes_in_place(backings: Backings, ports: PortFor) -> int:

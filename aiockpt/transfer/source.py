@@ -56,6 +56,10 @@ class Target(Protocol):
     def patch(self) -> Patch | None:
         """A function that applies deltas; None if the receiver holds nothing."""
 
+    @property
+    def kept(self) -> object:
+        """What keeps the memory after the receive; None if it is used for others."""
+
     def complete(self, chunk: int) -> None:
         """Note, on the loop, that a chunk is verified and will not change."""
 
@@ -67,6 +71,7 @@ class PlainTarget:
     memory: Memory
     prepare: None = None
     patch: None = None
+    kept: None = None
 
     def complete(self, chunk: int) -> None:
         """Do nothing."""

@@ -23,6 +23,7 @@ MIB = 1 << 20
 RECORDS = {
     "HTTPTransport": aiockpt.HTTPTransport,
     "Server": aiockpt.Server,
+    "Swarm": aiockpt.Swarm,
     "Auth": aiockpt.Auth,
     "Receive": aiockpt.Receive,
     "Limits": aiockpt.Limits,
@@ -99,7 +100,7 @@ def test_every_record_of_options_has_a_table() -> None:
     """A new configuration class needs a section of its own."""
     configs = {name for name in checkpointers.__all__ if name.endswith("Config")}
     assert configs
-    assert configs | {"Server", "Auth", "Receive", "Limits"} <= set(RECORDS)
+    assert configs | {"Server", "Swarm", "Auth", "Receive", "Limits"} <= set(RECORDS)
 
 
 def test_torchft_transports_have_no_options_of_their_own() -> None:

@@ -59,29 +59,22 @@ def receive(run: ChunkRun, data: bytes | bytearray) -> None:
         ([0, 1, 2], CHUNK, [1, 2]),
         ([0, 1, 2], 2 * CHUNK - 1, [1, 2]),
         ([0, 1, 2], 2 * CHUNK, [2]),
-        ([0, 1, 2], 3 * CHUNK, None),
+        ([0, 1, 2], 3 * CHUNK, []),
         ([0, 1, 3, 4], 9 * CHUNK, [3, 4]),
         ([4, 0, 2], 9 * CHUNK, [2, 4]),
-        ([4], 0, None),
+        ([4], 0, []),
     ],
 )
 def test_a_run_is_cut_behind_a_chunk(
-    chunks: list[int], nbytes: int, cut: list[int] | None
+    chunks: list[int], nbytes: int, cut: list[int]
 ) -> None:
     """It keeps one at least, and only consecutive ones."""
     run = run_of([], chunks)
     before = run.unverified
-    rest = run.split(nbytes)
-    if cut is None:
-        assert rest is None
-    else:
-        assert rest is not None
-        assert (rest.chunk, len(rest), len(run)) == (
-            cut[0],
-            len(cut),
-            len(chunks) - len(cut),
-        )
-        assert run.unverified + rest.unverified == before
+    assert run.cut(nbytes) == cut
+    assert len(run) == len(chunks) - len(cut)
+    assert run.bits == sum(1 << chunk for chunk in chunks if chunk not in cut)
+    assert run.unverified + ChunkRun(OUTLINE, cut).unverified == before
 
 
 @given(cuts=st.lists(st.integers(0, len(SEGMENT)), max_size=9))

@@ -10,7 +10,7 @@ from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.download import Assignment, Connection, choose
-from aiockpt.http.peers import Peer
+from aiockpt.http.peers import ALL, Peer
 from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import Patience, Retries
 
@@ -57,8 +57,8 @@ class TestQueue:
     def test_the_first_run_that_the_peer_has(self) -> None:
         """A partial peer is a peer."""
         queue = [ChunkRun(OUTLINE, [n]) for n in (3, 5, 7)]
-        for chunks, chosen in ((None, 0), ({5, 7}, 1), ({1}, None)):
-            free = connection_to(peer_at(1, chunks=chunks))
+        for have, chosen in ((ALL, 0), (1 << 5 | 1 << 7, 1), (1 << 1, None)):
+            free = connection_to(peer_at(1, have=have))
             found = choose(free, queue, [], rate=RATE, now=1.0)
             assert found is (None if chosen is None else queue[chosen])
 
@@ -154,8 +154,8 @@ class TestSteal:
 def test_only_what_the_peer_has_is_stolen() -> None:
     """A partial peer helps with its own chunks."""
     victim = assignment(connection_to(ONE))
-    for chunks, stolen in (({7}, None), ({0}, victim)):
-        free = connection_to(peer_at(3, chunks=chunks))
+    for have, stolen in ((1 << 7, None), (1 << 0, victim)):
+        free = connection_to(peer_at(3, have=have))
         assert choose(free, [], [victim], rate=RATE, now=9.0) is stolen
 
 

@@ -57,6 +57,23 @@ def interrupting(
     pytest.fail("it was not interrupted")
 
 
+def test_replicas_that_heal_together_serve_each_other(make: Make) -> None:
+    """And no longer than until each of them is healed."""
+    sent = {"weight": torch.arange(1 << 20)}
+    source = make(chunk_bytes=1 << 16)
+    healing = [make(swarm=True, same_host=False) for _ in range(3)]
+    source.send_checkpoint([1, 2, 3], 1, sent, 10)
+    with ThreadPoolExecutor(3) as pool:
+        calls = [
+            pool.submit(each.recv_checkpoint, 0, source.metadata(), 1, 30)
+            for each in healing
+        ]
+        for call in calls:
+            assert_same(call.result(PATIENCE), sent)
+    assert sum(each.statistics().bytes_sent for each in healing) > 0
+    assert not any(each.statistics().readers for each in healing)
+
+
 @each_cell(
     "torchft.HTTPTransport.send_checkpoint: timeout",
     "torchft.HTTPTransport.send_checkpoint: cancel",

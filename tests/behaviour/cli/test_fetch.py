@@ -7,8 +7,10 @@ import re
 import shlex
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +42,7 @@ from tests.support.commandline import (
 from tests.support.proofs import proves
 from tests.support.saving import names
 from tests.support.shortages import small_disk
+from tests.support.transports import chunked, proxied, through, transport
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -196,6 +199,34 @@ def test_the_next_fetch_goes_on(
     assert "were there already) at " in err
     assert target.read_bytes() == file.read_bytes()
     assert names(tmp_path) == ["f"]
+
+
+@asynccontextmanager
+async def a_slow_sender() -> AsyncIterator[tuple[Any, str]]:
+    """Give a sender of 4 MiB in 64 chunks, and the metadata of slow connections."""
+    async with transport() as sender:
+        await sender.send_checkpoint([], 7, chunked(64))
+        async with proxied(sender, otherwise=Drip(400_000, burst=8192)) as proxy:
+            yield sender, through(proxy, sender)
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_commands_that_fetch_the_same_serve_each_other(
+    tmp_path: Path, joins: bool
+) -> None:
+    """Unless they are told not to."""
+    files = [tmp_path / name for name in "abc"]
+    more = () if joins else ("--no-swarm",)
+    with beside(a_slow_sender()) as (sender, url):
+        running = [start_aiockpt("fetch", url, "-q", "-o", f, *more) for f in files]
+        for each in running:
+            _, err = each.communicate(timeout=PATIENCE)
+            assert each.returncode == 0, err
+        sent = sender.statistics().bytes_sent
+    one, *others = (each.read_bytes() for each in files)
+    assert others == [one, one]
+    assert names(tmp_path) == ["a", "b", "c"]
+    assert (sent < 2.5 * len(one)) is joins
 
 
 class TestBadConnections:

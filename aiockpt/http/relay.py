@@ -1,0 +1,151 @@
+"""A checkpoint that is being received, and is served on while it arrives.
+
+The receiver marks each chunk that it has verified. The server sends these chunks, and
+no others, to the members of the swarm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Final
+
+from aiockpt.format.chunks import digest
+from aiockpt.format.manifest import Manifest
+from aiockpt.http.problems import PeerBusy
+from aiockpt.memory.arena import Memory
+from aiockpt.runtime.secrets import Token
+from aiockpt.runtime.tasks import Notifier
+
+__all__ = ["Relay", "Slots"]
+
+_BATCH: Final = 3  # chunks that are announced together, on average
+_SOON, _LATE = 0.02, 0.5  # seconds
+_RETRY_AFTER: Final = 0.0  # the request has waited already
+
+
+class Slots:
+    """Admits so many bodies at a time; the others wait in order of arrival."""
+
+    def __init__(self, most: int) -> None:
+        self._free = asyncio.Semaphore(most)
+
+    @asynccontextmanager
+    async def take(self, *, wait: float) -> AsyncIterator[None]:
+        """Hold a slot during the block.
+
+        Raises:
+            PeerBusy: no slot was free within ``wait`` seconds.
+        """
+        taken = False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                taken = await self._free.acquire()
+        if not taken:
+            raise PeerBusy(retry_after=_RETRY_AFTER)
+        try:
+            yield
+        finally:
+            self._free.release()
+
+
+class Relay:
+    """A partial checkpoint as a `Servable`.
+
+    Args:
+        manifest: The manifest of the whole checkpoint.
+        headers: The headers of the source that authenticate the manifest.
+        slots: How many bodies are sent at a time.
+        rate: Bytes per second that all bodies together may take; None: no limit.
+
+    Attributes:
+        memory: The data segment; None if nothing may be read any more.
+        token: What a member must send to read from it.
+        have: The verified chunks: bit i is chunk i. Bits are only added.
+        order: The verified chunks, in the order in which they were verified.
+        news: Wakes those that wait for another chunk.
+        ended: Whether it serves nothing any more.
+        is_lent: Whether the memory may change, because the receive has returned.
+    """
+
+    live = True
+    arena = None
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        headers: Mapping[str, str],
+        *,
+        slots: int,
+        rate: float | None = None,
+    ) -> None:
+        self.manifest, self.headers = manifest, headers
+        self.memory: Memory | None = None
+        self.token = Token("")
+        self._began = asyncio.get_running_loop().time()
+        self.have = 0
+        self.order: list[int] = []
+        self.news = Notifier()
+        self.ended = self.is_lent = False
+        self.slots = Slots(slots)
+        self.pace = None if rate is None else max(int(rate / slots), 1)
+
+    def __repr__(self) -> str:
+        return f"<Relay step={self.manifest.step} chunks={len(self.order)}>"
+
+    def add(self, chunk: int) -> None:
+        """Serve a chunk that was verified."""
+        if not self.have >> chunk & 1:
+            self.have |= 1 << chunk
+            self.order.append(chunk)
+            self.news.notify()
+
+    def batch(self) -> float:
+        """Return for how many seconds chunks are announced together.
+
+        A chunk that is announced late is served late. But each announcement costs as
+        much as a few hundred kilobytes, at both ends, and goes to many members.
+        """
+        age = asyncio.get_running_loop().time() - self._began
+        return min(max(_BATCH * age / max(len(self.order), 1), _SOON), _LATE)
+
+    def has(self, chunks: range) -> bool:
+        """Return whether all these chunks are here."""
+        wanted = (1 << len(chunks)) - 1
+        return self.have >> chunks.start & wanted == wanted
+
+    def is_intact(self, chunks: range) -> bool:
+        """Return whether the chunks still have their digests. For a thread."""
+        manifest = self.manifest
+        return all(
+            digest(self.views(*manifest.grid.range(chunk)), manifest.algorithm)
+            == manifest.digests[chunk]
+            for chunk in chunks
+        )
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes ``[start, stop)`` of the data segment.
+
+        Raises:
+            ConnectionResetError: nothing may be read any more.
+        """
+        if self.memory is None:
+            raise ConnectionResetError("the receive has ended")
+        return self.memory.buffers(start, stop)
+
+    def lend(self) -> None:
+        """Learn that the memory belongs to the caller of the receive now."""
+        self.is_lent = True
+        self.news.notify()
+
+    def end(self) -> None:
+        """Serve nothing any more."""
+        self.ended = True
+        self.news.notify()
+
+    def acquire(self) -> None:
+        """Do nothing: the receive keeps the memory."""
+
+    def release(self) -> None:
+        """Do nothing: the receive keeps the memory."""

@@ -1,0 +1,253 @@
+"""The tracker: the source's list of those that receive one snapshot, and serve it on.
+
+A member announces itself at the source, and repeats that before its lease ends. The
+answer names other members. The tracker connects to nobody, and it waits for nothing:
+an answer at each change of the membership would cost the square of their number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from aiockpt.errors import RemoteProtocolError
+from aiockpt.http.problems import PeerBusy
+from aiockpt.http.protocol import Announcement, MemberInfo, Membership, url_fault
+from aiockpt.http.swarm import Member, neighbours, next_chunk
+
+__all__ = ["MemberStatistics", "Tracker"]
+
+_PERIOD: Final = 2.0  # seconds between two announcements of a member, at least
+_BUSIEST: Final = 100.0  # announcements per second, at most
+_LEASE: Final = 3  # announcements of which two may be lost
+_SAMPLE: Final = 64  # members of which some are named
+_MOST: Final = 16_384  # members
+_MOST_OF_HOST: Final = 64  # members; a host has a few receivers
+_COMPLAINTS: Final = 2  # hosts that complained, after which a member is not named
+_MOST_ACCUSED: Final = 1024
+_RETRY_AFTER: Final = 2.0
+
+
+class _Member(msgspec.Struct, array_like=True):
+    """A member; the tracker keeps it packed, since there may be thousands."""
+
+    number: int
+    url: str
+    zone: str
+    have: int
+    named: int
+    until: float
+
+
+class MemberStatistics(NamedTuple):
+    """A member as the status page shows it; ``complaints`` counts hosts."""
+
+    id: str
+    url: str
+    zone: str
+    have: int
+    complaints: int
+
+
+class Tracker:
+    """The members of one snapshot's swarm, and what the source has given them.
+
+    Args:
+        chunks: How many chunks the snapshot has.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self._chunks = chunks
+        # By lease. Those that announced themselves last come last, so those that expire
+        # first come first.
+        self._members: dict[int, bytes] = {}
+        self._accused: dict[str, set[str]] = {}  # URLs, and the hosts that complained
+        self._numbers = 0
+        self._new = self._unpromised = (1 << chunks) - 1
+        self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
+
+    def __repr__(self) -> str:
+        return f"<Tracker members={len(self._members)}>"
+
+    def __len__(self) -> int:
+        """Return how many members there are."""
+        self._forget_expired()
+        return len(self._members)
+
+    def has(self, lease: str) -> bool:
+        """Return whether the receive with this lease is a member."""
+        return int(lease, 16) in self._members
+
+    def announce(
+        self, lease: str, said: Announcement, *, address: str, trusts_url: bool
+    ) -> Membership:
+        """Add or renew a member; return what to answer.
+
+        Args:
+            lease: The id of the receive's lease.
+            said: What the member says.
+            address: The host from which the announcement came.
+            trusts_url: Whether others connect to the host in the URL. If not, they
+                connect to ``address``.
+
+        Raises:
+            RemoteProtocolError: the URL names no server.
+            PeerBusy: there are too many members, of this host or at all.
+        """
+        url = _reachable(said.url, None if trusts_url else address)
+        now = _now()
+        self._forget_expired()
+        packed = self._members.pop(int(lease, 16), None)
+        if packed is None:
+            self._check_room(url)
+            self._renew()
+            self._numbers += 1
+            number, named = self._numbers, 0
+        else:
+            known = _unpack(packed)
+            number, named = known.number, known.named
+        have = min(said.have, self._chunks)
+        period = max(_PERIOD, len(self._members) / _BUSIEST)
+        until = now + _LEASE * period
+        member = _Member(number, url, said.zone, have, named, until)
+        self._members[int(lease, 16)] = _pack(member)
+        self._accuse(address, said.bad)
+        return Membership(
+            id=_id(member),
+            lease=_LEASE * period,
+            members=self._name(member),
+            next=self.promise(),
+        )
+
+    def leave(self, lease: str) -> None:
+        """Forget a member."""
+        self._members.pop(int(lease, 16), None)
+
+    def promise(self) -> int | None:
+        """Return a chunk that nobody was given; promise it to one member after another.
+
+        A promise may be in vain. So if all are promised, they are promised again.
+        """
+        left = self._new & self._unpromised
+        if not left:
+            self._unpromised = left = self._new
+        chunk = next_chunk(left, (), self._chance)
+        if chunk is not None:
+            self._unpromised &= ~(1 << chunk)
+        return chunk
+
+    def give(self, chunks: range) -> None:
+        """Note that a receiver has got these chunks from the source."""
+        self._new &= ~(((1 << len(chunks)) - 1) << chunks.start)
+
+    @property
+    def given(self) -> int:
+        """How many chunks the source has given at least once."""
+        return self._chunks - self._new.bit_count()
+
+    def statistics(self) -> list[MemberStatistics]:
+        """Return all members, in the order in which they came."""
+        self._forget_expired()
+        return [
+            MemberStatistics(
+                _id(each),
+                each.url,
+                each.zone,
+                each.have,
+                len(self._accused.get(each.url, ())),
+            )
+            for each in sorted(self._all(), key=lambda each: each.number)
+        ]
+
+    def _name(self, asker: _Member) -> tuple[MemberInfo, ...]:
+        leases = [*self._members]
+        if len(leases) > _SAMPLE:
+            leases = self._chance.sample(leases, _SAMPLE)
+        others = dict[int, _Member]()
+        for lease in leases:
+            each = _unpack(self._members[lease])
+            is_bad = len(self._accused.get(each.url, ())) >= _COMPLAINTS
+            if each.number != asker.number and not is_bad:
+                others[lease] = each
+        leases = [*others]
+        seen = [*map(_seen, others.values())]
+        found = []
+        for at in neighbours(_seen(asker), seen, chance=self._chance):
+            each = others[leases[at]]
+            each.named += 1
+            self._members[leases[at]] = _pack(each)
+            found.append(MemberInfo(_id(each), each.url, each.zone, each.have))
+        return tuple(found)
+
+    def _all(self) -> Iterator[_Member]:
+        return map(_unpack, self._members.values())
+
+    def _accuse(self, address: str, ids: Sequence[str]) -> None:
+        """Note complaints; a host counts once, however many members it has."""
+        for each in self._all() if ids else ():
+            known = len(self._accused) < _MOST_ACCUSED or each.url in self._accused
+            if known and _id(each) in ids:
+                self._accused.setdefault(each.url, set()).add(address)
+
+    def _renew(self) -> None:
+        """Give all chunks anew if those who got them are gone."""
+        everything = (1 << self._chunks) - 1
+        if self._new != everything and not any(each.have for each in self._all()):
+            self._new = self._unpromised = everything
+
+    def _check_room(self, url: str) -> None:
+        """Raise unless there is room for another member, at the host of this URL."""
+        if len(self._members) >= _MOST:
+            raise PeerBusy(retry_after=_RETRY_AFTER)
+        if len(self._members) < _MOST_OF_HOST:
+            return
+        place = urlsplit(url).netloc
+        marks = [f"//{place.rpartition(':')[0] or place}{end}" for end in ":/"]
+        of_host = sum(any(mark in each.url for mark in marks) for each in self._all())
+        if of_host >= _MOST_OF_HOST:
+            raise PeerBusy(retry_after=_RETRY_AFTER)
+
+    def _forget_expired(self) -> None:
+        now = _now()
+        while self._members:
+            lease, packed = next(iter(self._members.items()))
+            if _unpack(packed).until > now:
+                break
+            del self._members[lease]
+
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(_Member).decode
+
+
+def _seen(member: _Member) -> Member:
+    return Member(member.zone, member.have, member.named)
+
+
+def _id(member: _Member) -> str:
+    return f"m{member.number}"
+
+
+def _reachable(url: str, host: str | None) -> str:
+    """Return a member's URL with a slash at its end, and with this host.
+
+    Raises:
+        RemoteProtocolError: it names no server.
+    """
+    if fault := url_fault(url):
+        raise RemoteProtocolError(f"the URL of the member is bad: {fault}")
+    parts = urlsplit(url)
+    place = parts.netloc
+    if host is not None:
+        name = f"[{host}]" if ":" in host else host
+        place = name if parts.port is None else f"{name}:{parts.port}"
+    return f"{parts.scheme}://{place}{parts.path.rstrip('/')}/"
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

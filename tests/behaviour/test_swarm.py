@@ -1,0 +1,540 @@
+"""Receivers of one checkpoint that serve each other: ``HTTPTransport(swarm=...)``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+import anyio
+import pytest
+import torch
+from aiohttp import web
+
+from aiockpt import Swarm, TransferEvent, TransportError, add_hook
+from aiockpt.http.server_process import ServerProcess
+from aiockpt.testing import Drip, assert_same
+from tests.support.proofs import proves
+from tests.support.servers import running, settle
+from tests.support.transports import (
+    CHUNK,
+    Transport,
+    chunked,
+    in_the_middle,
+    proxied,
+    through,
+    transport,
+)
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
+
+STATE = chunked(48)  # 3 MiB
+NBYTES, CHUNKS = 48 * CHUNK, 48
+SLOW = 400_000  # bytes per second of each connection to the source
+
+
+@asynccontextmanager
+async def sending(**options: Any) -> AsyncIterator[Transport]:
+    """Offer the state."""
+    async with transport(**options) as sender:
+        await sender.send_checkpoint([], 1, STATE)
+        yield sender
+
+
+@asynccontextmanager
+async def receivers(
+    count: int, swarm: Swarm | bool = True, **options: Any
+) -> AsyncIterator[list[Transport]]:
+    """Make receivers that join."""
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                transport(swarm=swarm, same_host=False, **options)
+            )
+            for _ in range(count)
+        ]
+
+
+@asynccontextmanager
+async def slow(sender: Transport, rate: int = SLOW) -> AsyncIterator[str]:
+    """Give the metadata of a sender with slow connections."""
+    async with proxied(sender, otherwise=Drip(rate, burst=8192)) as proxy:
+        yield through(proxy, sender)
+
+
+@asynccontextmanager
+async def swarming(
+    count: int, swarm: Swarm | bool = True
+) -> AsyncIterator[tuple[Transport, list[Transport], str]]:
+    """Give a slow sender, receivers that join, and the metadata."""
+    async with (
+        sending() as sender,
+        receivers(count, swarm) as members,
+        slow(sender) as url,
+    ):
+        yield sender, members, url
+
+
+@asynccontextmanager
+async def told() -> AsyncIterator[list[TransferEvent]]:
+    """Collect the events meanwhile."""
+    events: list[TransferEvent] = []
+    remove = add_hook(events.append)
+    try:
+        yield events
+    finally:
+        remove()
+
+
+def relayed(members: list[Transport]) -> int:
+    """Return how many bytes the members have sent."""
+    return sum(each.statistics().bytes_sent for each in members)
+
+
+async def all_of(receivers: list[Transport], metadata: str, **options: Any) -> None:
+    """Receive with all of them at once, and compare."""
+    got = await asyncio.gather(
+        *(each.recv_checkpoint(0, metadata, 1, **options) for each in receivers)
+    )
+    for state in got:
+        assert_same(state, STATE)
+
+
+async def requests_of(swarm: bool) -> int:
+    """Return how many requests of a single receiver a sender gets."""
+    async with sending() as sender, receivers(1, swarm) as (receiver,):
+        await all_of([receiver], sender.metadata())
+        assert receiver.statistics().requests == 0
+        return sender.statistics().requests
+
+
+async def test_a_single_receiver_asks_for_nothing_more() -> None:
+    """It asks as it does without a swarm."""
+    assert await requests_of(swarm=True) == await requests_of(swarm=False)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+async def test_the_source_sends_little_more_than_once(count: int) -> None:
+    """The members send the rest."""
+    async with sending() as sender, receivers(count) as members, slow(sender) as url:
+        await all_of(members, url)
+        sent = sender.statistics().bytes_sent
+        relayed = sum(each.statistics().bytes_sent for each in members)
+    assert sent < max(1.8, 0.8 * count) * NBYTES  # a busy machine is late
+    assert sent + relayed >= count * NBYTES
+
+
+async def test_the_first_receiver_joins_when_a_second_one_comes() -> None:
+    """The source cuts its long ranges, so that it asks again."""
+    large = chunked(512)  # more than the buffers of sockets hold
+    nbytes = 512 * CHUNK
+    async with transport() as sender, receivers(2) as (first, second):
+        await sender.send_checkpoint([], 1, large)
+        async with slow(sender, 10 * SLOW) as url, told() as events:
+            task, _ = await in_the_middle(
+                lambda halfway: first.recv_checkpoint(0, url, 1, progress=halfway),
+                lambda: asyncio.sleep(0),
+            )
+            assert_same(await second.recv_checkpoint(0, url, 1), large)
+            assert_same(await task, large)
+        assert first.statistics().bytes_sent > nbytes / 20
+        assert sender.statistics().bytes_sent < 1.9 * nbytes
+        assert sender.statistics().evicted == 0
+    assert sum("serves the swarm at" in each.detail for each in events) == 2
+
+
+async def test_a_template_is_filled() -> None:
+    """In both ways; the members read from where the bytes arrive."""
+    for direct in (False, True):
+        async with sending() as sender, receivers(3) as members, slow(sender) as url:
+            into = [
+                {
+                    name: torch.zeros_like(torch.as_tensor(each))
+                    for name, each in STATE.items()
+                    if name != "n"
+                }
+                | {"n": 0}
+                for _ in members
+            ]
+            got = await asyncio.gather(
+                *(
+                    each.recv_checkpoint(0, url, 1, into=template, direct=direct)
+                    for each, template in zip(members, into, strict=True)
+                )
+            )
+            for state, template in zip(got, into, strict=True):
+                assert state["w0"] is template["w0"]
+                assert_same(state, STATE)
+
+
+@pytest.mark.parametrize("keep_arena", [False, True])
+async def test_server_processes_serve_what_is_received(keep_arena: bool) -> None:
+    """The bytes do not pass the receivers' own processes again."""
+    options: dict[str, Any] = {"process": True, "keep_arena": keep_arena}
+    async with (
+        sending(process=True) as sender,
+        receivers(3, **options) as members,
+        slow(sender, 2 * SLOW) as url,
+    ):
+        for _ in range(2):
+            await all_of(members, url)
+        await settle(lambda: relayed(members) > NBYTES)
+        into = {name: torch.zeros_like(torch.as_tensor(STATE[name])) for name in STATE}
+        got = await members[0].recv_checkpoint(0, url, 1, into={**into, "n": 0})
+        assert_same(got, STATE)
+        assert relayed(members) + sender.statistics().bytes_sent >= 7 * NBYTES
+
+
+async def test_a_server_process_that_dies_takes_its_relay_along() -> None:
+    """The receive itself succeeds."""
+    async with (
+        sending() as sender,
+        receivers(2, process=True) as members,
+        slow(sender) as url,
+    ):
+        tasks = [
+            asyncio.create_task(each.recv_checkpoint(0, url, 1)) for each in members
+        ]
+        await settle(lambda: relayed(members) > 0)
+        for each in members:
+            server = each._server
+            assert isinstance(server, ServerProcess)
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGKILL)
+        for state in await asyncio.gather(*tasks):
+            assert_same(state, STATE)
+
+
+async def test_senders_that_hold_the_same_are_sources_beside_members() -> None:
+    """The members join at the first that invites them."""
+    async with sending() as one, sending() as other, receivers(3) as members:
+        async with slow(one) as first, slow(other) as second:
+            got = await asyncio.gather(
+                *(each.recv_checkpoint(0, [first, second], 1) for each in members)
+            )
+        for state in got:
+            assert_same(state, STATE)
+
+
+async def test_neither_end_needs_to_take_part() -> None:
+    """A sender without a swarm, receivers that join none: all of them receive."""
+    async with sending(swarm=False) as sender, receivers(2) as members:
+        await all_of(members, sender.metadata())
+        assert [each.statistics().requests for each in members] == [0, 0]
+    async with (
+        sending() as sender,
+        receivers(1) as ones,
+        receivers(1, swarm=False) as no,
+    ):
+        await all_of([*ones, *no], sender.metadata())
+        assert no[0].statistics().requests == 0
+
+
+# ----------------------------------------------------------------------- its end
+
+
+async def test_a_member_lingers_and_serves_a_late_one() -> None:
+    """Until its time has passed, or it receives again."""
+    async with swarming(2, Swarm(linger=60)) as (sender, members, url):
+        await all_of(members, url)
+        async with receivers(1, Swarm(linger=0)) as (late,):
+            await all_of([late], url)
+        before = sum(each.statistics().bytes_sent for each in members)
+        assert before > NBYTES
+        # The next receive ends it: nobody is there for the next late one.
+        await all_of(members[:1], sender.metadata())
+        await all_of(members[1:], sender.metadata())
+
+
+async def test_what_the_caller_has_changed_is_not_sent() -> None:
+    """A member that lingers compares the digests before it sends."""
+    async with told() as events, swarming(2, Swarm(linger=60)) as (_, members, url):
+        got = await asyncio.gather(
+            *(each.recv_checkpoint(0, url, 1) for each in members)
+        )
+        for state in got:
+            for tensor in state.values():
+                if isinstance(tensor, torch.Tensor):
+                    tensor.zero_()
+        before = [each.statistics().bytes_sent for each in members]
+        async with receivers(1) as (late,):
+            await all_of([late], url)
+        assert [each.statistics().bytes_sent for each in members] == before
+    assert not any("digest" in each.detail for each in events)
+
+
+@pytest.mark.parametrize("how", ["task", "scope"])
+async def test_a_cancel_ends_the_serving(how: str) -> None:
+    """With an edge, as of asyncio, and with a level, as of anyio."""
+    async with sending() as sender, receivers(2) as (first, second):
+        async with slow(sender, SLOW // 2) as url:
+
+            async def fetch(halfway: Any) -> None:
+                with anyio.move_on_after(2.0 if how == "scope" else None):
+                    await first.recv_checkpoint(0, url, 1, progress=halfway)
+
+            other = asyncio.create_task(second.recv_checkpoint(0, url, 1))
+            task, _ = await in_the_middle(fetch, lambda: asyncio.sleep(0.2))
+            if how == "task":
+                task.cancel()
+            await asyncio.wait({task})
+            assert_same(await other, STATE)
+        assert first.statistics().readers == 0
+
+
+# --------------------------------------------------------------------- failures
+
+
+def held(members: list[Transport]) -> int:
+    """Return how many chunks the members have together."""
+    have = 0
+    for each in members:
+        for membership in each._memberships:
+            have |= membership._relay.have if membership._relay else 0
+    return have.bit_count()
+
+
+async def test_members_go_on_when_the_source_dies() -> None:
+    """If each chunk has left it once."""
+    options: dict[str, Any] = {"reconnect_timeout": 0.3, "stall_timeout": 3.0}
+    async with receivers(3, **options) as members:
+        async with sending() as sender, slow(sender) as url:
+            tasks = [
+                asyncio.create_task(each.recv_checkpoint(0, url, 1)) for each in members
+            ]
+            await settle(lambda: held(members) == CHUNKS)
+            done = [task.done() for task in tasks]
+        for state in await asyncio.gather(*tasks):
+            assert_same(state, STATE)
+    assert not all(done), "it was too late to die"
+
+
+async def test_an_error_says_how_much_nobody_has() -> None:
+    """If the source dies before each chunk has left it."""
+    options: dict[str, Any] = {"reconnect_timeout": 0.3, "stall_timeout": 1.0}
+    async with receivers(2, **options) as members:
+        async with sending() as sender, slow(sender, SLOW // 2) as url:
+            tasks = [
+                asyncio.create_task(each.recv_checkpoint(0, url, 1)) for each in members
+            ]
+            await settle(lambda: all(each.statistics().requests for each in members))
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+    for error in done:
+        assert isinstance(error, TransportError)
+        (note,) = [each for each in error.__notes__ if "no member" in each]
+        assert 1 <= int(note.split()[-4]) <= CHUNKS
+
+
+async def test_a_new_step_replaces_the_swarm() -> None:
+    """Its members keep the old one until they have it, as without a swarm."""
+    async with sending() as sender, receivers(2) as members, slow(sender) as url:
+        tasks = [
+            asyncio.create_task(each.recv_checkpoint(0, url, 1)) for each in members
+        ]
+        await settle(lambda: any(each.statistics().requests for each in members))
+        await sender.send_checkpoint([], 2, {**STATE, "n": 2})
+        for state in await asyncio.gather(*tasks):
+            assert_same(state, STATE)
+        got = await asyncio.gather(
+            *(each.recv_checkpoint(0, url, 2) for each in members)
+        )
+        assert [state["n"] for state in got] == [2, 2]
+
+
+# ------------------------------------------------------------------------ trust
+
+
+class Impostor:
+    """A member that announces itself, and then does what it likes.
+
+    Attributes:
+        asked: The requests that it got, with their tokens.
+    """
+
+    def __init__(self, chunks: int, body: Any) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self._chunks, self._body = chunks, body
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Announce everything, and answer a range."""
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        self.asked.append((request.path, token))
+        if request.path.endswith("have"):
+            return web.Response(body=b"\xff" * (self._chunks // 8))
+        return await self._body(request)
+
+
+async def lie(request: web.Request) -> web.StreamResponse:
+    """Send zeros for whatever is asked."""
+    first, last = request.headers["Range"].removeprefix("bytes=").split("-")
+    length = int(last) - int(first) + 1
+    total = request.headers["If-Match"]  # the size is known from the lies below
+    headers = {"ETag": total, "Content-Range": f"bytes {first}-{last}/{SIZE[0]}"}
+    return web.Response(status=206, body=bytes(length), headers=headers)
+
+
+async def trickle(request: web.Request) -> web.StreamResponse:
+    """Send a byte now and then, which is no stall."""
+    first, last = request.headers["Range"].removeprefix("bytes=").split("-")
+    headers = {
+        "ETag": request.headers["If-Match"],
+        "Content-Range": f"bytes {first}-{last}/{SIZE[0]}",
+        "Content-Length": str(int(last) - int(first) + 1),
+    }
+    response = web.StreamResponse(status=206, headers=headers)
+    await response.prepare(request)
+    with suppress(ConnectionError):
+        while request.transport is not None and not request.transport.is_closing():
+            await response.write(b"0")
+            await asyncio.sleep(0.1)
+    return response
+
+
+async def have_nothing(_: web.Request) -> web.StreamResponse:
+    """Have nothing of what was announced."""
+    return web.Response(status=HTTPStatus.NO_CONTENT)
+
+
+SIZE = [0]
+
+
+@asynccontextmanager
+async def impostor(
+    sender: Transport, url: str, body: Any, *, number: int = 15
+) -> AsyncIterator[Impostor]:
+    """Have an impostor join the swarm of a sender."""
+    base, _, token = url.partition("#")
+    found = Impostor(CHUNKS, body)
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", found.answer)
+    async with running(app) as host, aiohttp.ClientSession() as session:
+        headers = {
+            "Authorization": f"Bearer {token}",
+            "Aiockpt-Lease": f"{number:032x}; ttl=60",
+        }
+        async with session.get(
+            f"{base}1/full", headers={**headers, "Range": "bytes=0-0"}
+        ) as answer:
+            SIZE[0] = int(answer.headers["Content-Range"].rpartition("/")[2])
+        said = {"url": f"http://127.0.0.1:{host.port}/", "have": CHUNKS}
+        async with session.post(
+            f"{base}1/members", headers=headers, json=said
+        ) as answer:
+            assert answer.status == HTTPStatus.OK, await answer.text()
+        yield found
+
+
+@proves("threat T10", "threat T11")
+@pytest.mark.parametrize("body", [lie, have_nothing], ids=["chunks", "bitmap"])
+async def test_a_member_that_lies_is_dropped(body: Any) -> None:
+    """Its bytes are used by nobody, and it is asked for no more."""
+    async with (
+        told() as events,
+        sending() as sender,
+        slow(sender) as url,
+        impostor(sender, url, body) as liar,
+        receivers(2) as members,
+    ):
+        await all_of(members, url)
+    dropped = [each for each in events if each.stop == "drop"]
+    assert dropped
+    ranges = [path for path, _ in liar.asked if path.endswith("full")]
+    assert 1 <= len(ranges) <= 2 * len(dropped) + 2
+
+
+@proves("threat D16")
+async def test_members_that_are_slow_on_purpose_are_dropped() -> None:
+    """Even if they could hold all connections to members."""
+    async with (
+        told() as events,
+        sending() as sender,
+        slow(sender) as url,
+        AsyncExitStack() as stack,
+        receivers(2) as members,
+    ):
+        for number in range(4):
+            who = impostor(sender, url, trickle, number=number)
+            await stack.enter_async_context(who)
+        await all_of(members, url)
+    assert any("much slower" in each.detail for each in events if each.stop == "drop")
+
+
+@proves("threat I9")
+async def test_the_token_of_the_source_never_reaches_a_member() -> None:
+    """And the token of the swarm opens nothing at the source."""
+    async with sending() as sender, slow(sender) as url:
+        async with impostor(sender, url, lie) as liar, receivers(2) as members:
+            await all_of(members, url)
+        tokens = {token for _, token in liar.asked}
+        assert len(tokens) == 1
+        (token,) = tokens
+        assert token
+        assert token not in url
+        async with aiohttp.ClientSession() as session:
+            for path in ("1/full", "1/metadata", "1/have", "latest", "1/members", ""):
+                async with session.get(
+                    f"{sender.address()}{path}",
+                    headers={"Authorization": f"Bearer {token}"},
+                ) as answer:
+                    assert answer.status == HTTPStatus.UNAUTHORIZED
+
+
+async def test_at_a_member_the_token_opens_one_snapshot_only() -> None:
+    """Not what the member serves itself, nor anything once it has left."""
+    async with (
+        sending() as sender,
+        slow(sender) as url,
+        impostor(sender, url, lie) as liar,
+        receivers(2, Swarm(linger=60)) as members,
+        transport() as other,
+    ):
+        await all_of(members, url)
+        await members[0].send_checkpoint([], 5, {"other": 1})
+        await other.send_checkpoint([], 6, {})
+        (token,) = {token for _, token in liar.asked}
+
+        async def ask(path: str) -> int:
+            headers = {"Authorization": f"Bearer {token}"}
+            url = f"{members[0].address()}{path}"
+            async with (
+                aiohttp.ClientSession(headers=headers) as session,
+                session.get(url) as answer,
+            ):
+                return answer.status
+
+        for path, status in (
+            ("1/metadata", HTTPStatus.OK),
+            ("5/metadata", HTTPStatus.NOT_FOUND),
+            ("5/full", HTTPStatus.NOT_FOUND),
+            ("latest", HTTPStatus.UNAUTHORIZED),
+            ("latest/full", HTTPStatus.NOT_FOUND),
+            ("", HTTPStatus.UNAUTHORIZED),
+        ):
+            assert (path, await ask(path)) == (path, status)
+        await members[0].recv_checkpoint(0, other.metadata(), 6)
+        assert await ask("1/metadata") == HTTPStatus.UNAUTHORIZED
+
+
+@proves("threat S7")
+async def test_an_announcement_cannot_point_elsewhere() -> None:
+    """Others connect to the host that it came from."""
+    async with sending() as sender:
+        base, _, token = sender.metadata().partition("#")
+        async with aiohttp.ClientSession() as session:
+            named: list[Any] = []
+            for number in range(2):
+                headers = {
+                    "Authorization": f"Bearer {token}",
+                    "Aiockpt-Lease": f"{number:032x}; ttl=60",
+                }
+                said = {"url": f"http://192.0.2.7:{number + 1}/checkpoint/"}
+                async with session.post(
+                    f"{base}1/members", headers=headers, json=said
+                ) as answer:
+                    named += (await answer.json())["members"] if number else []
+    assert [each["url"] for each in named] == ["http://127.0.0.1:1/checkpoint/"]

@@ -1,0 +1,204 @@
+"""The tracker: who is a member, who is named, and what was given to nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from aiockpt.errors import RemoteProtocolError
+from aiockpt.http import tracker as module
+from aiockpt.http.problems import PeerBusy
+from aiockpt.http.protocol import Announcement, Membership
+from aiockpt.http.tracker import Tracker
+from tests.support.proofs import proves
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
+
+
+def lease_of(number: int) -> str:
+    """Return an id as long as real ones."""
+    return f"{number + (1 << 124):032x}"
+
+
+def announce(
+    tracker: Tracker, number: int, *, trusts_url: bool = False, **said: Any
+) -> Membership:
+    """Announce a member of a host of its own, unless it says otherwise."""
+    address = said.pop("address", f"10.0.{number // 250}.{number % 250}")
+    url = said.pop("url", f"http://host:{1000 + number}/checkpoint/")
+    return tracker.announce(
+        lease_of(number),
+        Announcement(url, **said),
+        address=address,
+        trusts_url=trusts_url,
+    )
+
+
+async def test_members_are_named_to_each_other() -> None:
+    """Not to themselves; the last word counts."""
+    tracker = Tracker(8)
+    first = announce(tracker, 1, zone="a", have=3)
+    assert (first.id, first.members) == ("m1", ())
+    second = announce(tracker, 2)
+    (named,) = second.members
+    assert (named.id, named.url, named.zone, named.have) == (
+        "m1",
+        "http://10.0.0.1:1001/checkpoint/",
+        "a",
+        3,
+    )
+    announce(tracker, 1, have=99)
+    (named,) = announce(tracker, 2).members
+    assert named.have == 8
+    tracker.leave(lease_of(1))
+    assert not announce(tracker, 2).members
+    assert len(tracker) == 1
+
+
+async def test_a_member_that_is_silent_is_forgotten() -> None:
+    """Its lease is over."""
+    tracker, loop = Tracker(8), asyncio.get_running_loop()
+    lease = announce(tracker, 1).lease
+    ((key, packed),) = tracker._members.items()
+    member = module._unpack(packed)
+    assert member.until == pytest.approx(loop.time() + lease, abs=1)
+    member.until = loop.time()
+    tracker._members[key] = module._pack(member)
+    assert len(tracker) == 0
+    assert not announce(tracker, 2).members
+
+
+@proves("threat D14")
+async def test_many_members_announce_themselves_less_often() -> None:
+    """So that the tracker's work stays the same."""
+    tracker = Tracker(8)
+    leases = [announce(tracker, number).lease for number in range(1000)]
+    assert leases[0] == 6
+    assert leases[-1] == pytest.approx(30, abs=1)
+
+
+@proves("threat D15")
+async def test_a_host_has_a_bounded_number_of_members() -> None:
+    """However often it joins; and it can renew those that it has."""
+    tracker = Tracker(8)
+    for number in range(64):
+        announce(tracker, number, address="10.9.9.9")
+    with pytest.raises(PeerBusy):
+        announce(tracker, 64, address="10.9.9.9")
+    announce(tracker, 0, address="10.9.9.9")
+    announce(tracker, 65)
+    tracker.leave(lease_of(5))
+    announce(tracker, 66, address="10.9.9.9")
+    assert len(tracker) == 65
+
+
+async def test_all_hosts_together_have_a_bounded_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond it, they have to wait."""
+    monkeypatch.setattr(module, "_MOST", 3)
+    tracker = Tracker(8)
+    for number in range(3):
+        announce(tracker, number)
+    with pytest.raises(PeerBusy):
+        announce(tracker, 3)
+
+
+async def test_two_hosts_have_to_complain() -> None:
+    """One could lie; a host counts once, and a member under any id."""
+    tracker = Tracker(8)
+    bad = announce(tracker, 1)
+    for number in (2, 3):
+        announce(tracker, number, bad=(bad.id,), address="10.0.0.2")
+        assert bad.id in [each.id for each in announce(tracker, 9).members]
+    announce(tracker, 4, bad=(bad.id,))
+    assert bad.id not in [each.id for each in announce(tracker, 9).members]
+    tracker.leave(lease_of(1))
+    again = tracker.announce(
+        f"{77:032x}",
+        Announcement("http://host:1001/checkpoint/"),
+        address="10.0.0.1",
+        trusts_url=False,
+    )
+    assert again.id not in [each.id for each in announce(tracker, 9).members]
+    (found,) = [each for each in tracker.statistics() if each.complaints]
+    assert (found.id, found.complaints) == (again.id, 2)
+
+
+@proves("threat S7")
+@pytest.mark.parametrize(
+    ("url", "trusts", "named"),
+    [
+        ("http://192.0.2.7:5/x", False, "http://10.0.0.1:5/x/"),
+        ("https://[2001:db8::1]:5/", False, "https://10.0.0.1:5/"),
+        ("http://proxy.job.svc/a/b/", True, "http://proxy.job.svc/a/b/"),
+        ("http://169.254.169.254/", False, "http://10.0.0.1/"),
+    ],
+)
+async def test_the_host_is_that_of_the_announcement(
+    url: str, trusts: bool, named: str
+) -> None:
+    """Unless the source allows the one in the URL."""
+    tracker = Tracker(8)
+    announce(tracker, 1, url=url, trusts_url=trusts)
+    assert [each.url for each in announce(tracker, 2).members] == [named]
+
+
+@pytest.mark.parametrize(
+    "url", ["", "ftp://host/", "http://user@host/", "http://host/?q", "http:///"]
+)
+async def test_a_url_that_names_no_server(url: str) -> None:
+    """It is refused."""
+    with pytest.raises(RemoteProtocolError, match="the URL of the member is bad"):
+        announce(Tracker(8), 1, url=url)
+
+
+async def test_each_chunk_is_promised_to_one_member_after_another() -> None:
+    """What was not given is promised again."""
+    tracker = Tracker(8)
+    first = announce(tracker, 1, have=8).next
+    promised = [first, *(tracker.promise() for _ in range(7))]
+    assert sorted(each for each in promised if each is not None) == [*range(8)]
+    tracker.give(range(3))
+    tracker.give(range(5, 8))
+    assert tracker.given == 6
+    assert {tracker.promise() for _ in range(2)} == {3, 4}
+    tracker.give(range(3, 5))
+    assert tracker.promise() is None
+    assert announce(tracker, 2).next is None
+
+
+async def test_chunks_are_given_anew_once_their_holders_are_gone() -> None:
+    """So a second wave of receivers does not wait for what the first one took along."""
+    tracker = Tracker(8)
+    announce(tracker, 1)
+    tracker.give(range(8))
+    announce(tracker, 1, have=8)
+    assert announce(tracker, 2).next is None
+    for number in (1, 2):
+        tracker.leave(lease_of(number))
+    assert announce(tracker, 3).next is not None
+
+
+async def test_a_member_takes_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At most 200 bytes, of which the URL is a quarter."""
+    monkeypatch.setattr(module, "_PERIOD", 600.0)  # tracing makes it slow
+    tracker, count = Tracker(2048), 1000
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for number in range(count):
+            announce(tracker, number)
+        gc.collect()
+        here = tracemalloc.Filter(inclusive=True, filename_pattern=module.__file__)
+        taken = tracemalloc.take_snapshot().filter_traces([here])
+    finally:
+        tracemalloc.stop()
+    assert len(tracker) == count
+    assert sum(each.size for each in taken.statistics("filename")) / count < 200

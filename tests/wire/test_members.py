@@ -1,0 +1,185 @@
+"""The swarm over HTTP: invitations, announcements, and what a complete server has."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from aiockpt.http.options import Swarm
+from aiockpt.http.tokens import swarm_token
+from tests.support.proofs import proves
+from tests.support.servers import TOKEN, Answer, Memory, Site, serving
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
+
+SWARM = Swarm(slots=2)
+A, B, C = (f"{digit * 32}; ttl=60" for digit in "abc")
+CHUNKS = 10
+
+
+def memory() -> Memory:
+    """Return a checkpoint of ten chunks."""
+    return Memory(CHUNKS * (64 << 10))
+
+
+async def ask(
+    site: Site, path: str, lease: str | None = None, *, joins: bool = True, **more: str
+) -> Answer:
+    """Ask as a receiver that can join."""
+    headers = dict(more)
+    if lease is not None:
+        headers["Aiockpt-Lease"] = lease
+    if joins:
+        headers["Aiockpt-Swarm"] = "join"
+    async with site.peer() as peer:
+        return await peer.ask(f"/checkpoint/7/{path}", **headers)
+
+
+async def post(
+    site: Site,
+    lease: str | None,
+    said: Any,
+    *,
+    method: str = "POST",
+    path: str = "/checkpoint/7/members",
+    **headers: str,
+) -> Answer:
+    """Announce a member."""
+    body = said if isinstance(said, bytes) else json.dumps(said).encode()
+    if lease is not None:
+        headers["Aiockpt-Lease"] = lease
+    async with site.peer() as peer:
+        lines = [
+            f"{method} {path} HTTP/1.1",
+            "Host: 127.0.0.1",
+            f"Authorization: Bearer {TOKEN}",
+            f"Content-Length: {len(body)}",
+            *(f"{name}: {value}" for name, value in headers.items()),
+        ]
+        await peer.say("\r\n".join([*lines, "", ""]).encode() + body)
+        return await peer.answer()
+
+
+SAID = {"url": "http://127.0.0.1:9/checkpoint/"}
+
+
+async def test_a_receiver_that_is_alone_is_told_nothing() -> None:
+    """Nor is one that cannot join, nor one of a sender that offers no swarm."""
+    async with serving(memory(), swarm=SWARM) as site:
+        for _ in range(2):
+            assert "Aiockpt-Swarm" not in (await ask(site, "metadata", A)).headers
+        assert "Aiockpt-Swarm" not in (await ask(site, "full", B, joins=False)).headers
+        assert "Aiockpt-Swarm" not in (await ask(site, "full", A)).headers
+        assert "Aiockpt-Swarm" not in (await ask(site, "full")).headers
+    async with serving(memory(), swarm=None) as site:
+        for lease in (A, B, A):
+            assert "Aiockpt-Swarm" not in (await ask(site, "metadata", lease)).headers
+
+
+async def test_two_receivers_are_invited() -> None:
+    """The first one with its next request."""
+    held = memory()
+    token = swarm_token(TOKEN, held.manifest.snapshot_id)
+    async with serving(held, swarm=SWARM) as site:
+        await ask(site, "metadata", A)
+        second = await ask(site, "metadata", B)
+        first = await ask(site, "full", A)
+        for answer in (first, second):
+            assert answer.headers["Aiockpt-Swarm"] == token
+        await ask(site, "metadata", A.replace("60", "0"))
+        assert "Aiockpt-Swarm" not in (await ask(site, "full", B)).headers
+
+
+async def test_members_are_named_and_leave() -> None:
+    """The tracker answers with those that it knows."""
+    async with serving(memory(), swarm=SWARM) as site:
+        first = await post(site, A, {**SAID, "zone": "rack", "have": 4})
+        assert (first.status, json.loads(first.body)["id"]) == (200, "m1")
+        found = json.loads((await post(site, B, SAID)).body)
+        assert found["members"] == [
+            {
+                "id": "m1",
+                "url": "http://127.0.0.1:9/checkpoint/",
+                "zone": "rack",
+                "have": 4,
+            }
+        ]
+        assert found["lease"] == 6
+        assert 0 <= found["next"] < CHUNKS
+        assert (await post(site, A, b"", method="DELETE")).status == 204
+        assert "members" not in json.loads((await post(site, B, SAID)).body)
+
+
+async def test_a_member_is_told_what_nobody_has() -> None:
+    """With each answer, until everything was given once."""
+    size = 64 << 10
+    async with serving(memory(), swarm=SWARM) as site:
+        await ask(site, "metadata", A)
+        wanted = json.loads((await post(site, A, SAID)).body)["next"]
+        seen = set()
+        while wanted is not None:
+            assert wanted not in seen
+            seen.add(wanted)
+            head = len(site.store.latest.servable.manifest.header)  # type: ignore[union-attr]
+            first = head + wanted * size
+            answer = await ask(
+                site, "full", A, Range=f"bytes={first}-{first + size - 1}"
+            )
+            assert answer.status == 206
+            wanted = int(answer.headers.get("Aiockpt-Next-Chunk", -1))
+            if wanted in seen:  # it was promised before it was given
+                break
+        assert len(seen) >= CHUNKS - 1
+
+
+@pytest.mark.parametrize(
+    ("said", "lease", "headers", "status"),
+    [
+        (SAID, None, {}, 400),
+        ({}, A, {}, 400),
+        (b"nonsense", A, {}, 400),
+        ({"url": "ftp://x/"}, A, {}, 400),
+        ({**SAID, "have": -1}, A, {}, 400),
+        ({**SAID, "zone": "z" * 65}, A, {}, 400),
+        ({**SAID, "bad": ["m1"] * 17}, A, {}, 400),
+        ({"url": "http://x/" + "y" * 600}, A, {}, 400),
+        ({**SAID, "more": "x" * 9000}, A, {}, 400),
+        (SAID, A, {"If-Match": '"other"'}, 412),
+        (SAID, A, {"Authorization": "Bearer no"}, 401),
+    ],
+)
+@proves("threat D14")
+async def test_a_bad_announcement(
+    said: Any, lease: str | None, headers: dict[str, str], status: int
+) -> None:
+    """It is refused, and leaves nothing."""
+    async with serving(memory(), swarm=SWARM) as site:
+        if "Authorization" in headers:
+            async with site.peer(token="no") as peer:
+                answer = await peer.ask("/checkpoint/7/members", method="POST")
+        else:
+            answer = await post(site, lease, said, **headers)
+        assert answer.status == status
+        assert site.store.latest is not None
+        assert not len(site.store.latest.tracker)
+
+
+async def test_where_there_is_no_swarm() -> None:
+    """404; and only two methods have a meaning."""
+    async with serving(memory(), swarm=None) as site:
+        assert (await post(site, A, SAID)).status == 404
+    async with serving(memory(), swarm=SWARM) as site:
+        assert (await ask(site, "members", A)).status == 405
+        answer = await post(site, A, SAID, path="/checkpoint/7/full")
+        assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
+        path = "/checkpoint/8/members"
+        assert (await post(site, A, SAID, path=path)).status == 404
+
+
+async def test_a_complete_server_has_everything() -> None:
+    """It says so in the form in which members do."""
+    async with serving(memory(), swarm=SWARM) as site:
+        answer = await ask(site, "have", A)
+    assert (answer.status, answer.body) == (200, b"\xff\x03")
