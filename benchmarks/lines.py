@@ -68,16 +68,17 @@ def shaped(rate: str) -> Iterator[Line]:
             f"ip -n {space} link set {far} up",
             f"tc qdisc add dev {near} root tbf rate {rate} burst 4m latency 50ms",
         ):
-            done = _call(command)
+            done = call(command)
             if done.returncode:
                 raise BenchmarkError(f"{command}: {done.stderr.strip()}")
         yield Line(here, inside=("ip", "netns", "exec", space))
     finally:
         for command in (f"ip link del {near}", f"ip netns del {space}"):
-            _call(command)
+            call(command)
 
 
-def _call(command: str) -> subprocess.CompletedProcess[str]:
+def call(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of words without quotes; return how it ended."""
     return subprocess.run(
         command.split(), capture_output=True, text=True, timeout=_PATIENCE, check=False
     )
