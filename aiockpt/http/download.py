@@ -580,7 +580,7 @@ class Download:
         wanted = self._fresh & peer.have
         if not wanted:
             return
-        if self._shares:
+        if self._shares or peer.member:
             if (chunk := self._shared_chunk(peer, wanted)) is not None:
                 yield ChunkRun(self._outline, [chunk])
             return
@@ -650,7 +650,7 @@ class Download:
         get runs that take all of them about as long, and shorter ones towards the end.
         In a swarm, each run is one chunk.
         """
-        if self._shares:
+        if self._shares or connection.peer.member:
             return 0
         if len(self._peers) == 1:
             chunks = -(-self._chunks // (2 * self._most))
