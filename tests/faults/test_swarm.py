@@ -1,0 +1,189 @@
+"""Members, sources and trackers of swarms that die, and swarms that are cut in two."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiockpt import AiockptError, Auth, Swarm
+from aiockpt.http.server_process import ServerProcess
+from aiockpt.testing import Drip, assert_same
+from tests.support.commandline import start_aiockpt
+from tests.support.matrix import Record
+from tests.support.proofs import proves
+from tests.support.servers import settle
+from tests.support.transports import (
+    CHUNK,
+    Transport,
+    chunked,
+    proxied,
+    through,
+    transport,
+)
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
+
+COUNT = 64
+STATE = chunked(COUNT)
+RATE = 400_000  # bytes per second of each connection to the source
+
+
+@asynccontextmanager
+async def swarming(
+    count: int, *, rate: int = RATE, process: bool = False, **options: Any
+) -> AsyncIterator[tuple[Transport, list[Transport], str]]:
+    """Give a sender with slow connections, receivers that join, and the metadata."""
+    options = {"swarm": True, "same_host": False, **options}
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        members = [await enter(transport(**options)) for _ in range(count)]
+        sender = await enter(transport(process=process))
+        await sender.send_checkpoint(step=1, state_dict=STATE)
+        proxy = await enter(proxied(sender, otherwise=Drip(rate, burst=8192)))
+        yield sender, members, through(proxy, sender)
+
+
+def relayed(members: list[Transport]) -> int:
+    """Return how many bytes the members have sent."""
+    return sum(each.statistics().bytes_sent for each in members)
+
+
+def fetching(members: list[Transport], url: str) -> list[asyncio.Task[Any]]:
+    """Begin to receive with all of them."""
+    return [
+        asyncio.create_task(each.recv_checkpoint(metadata=url, step=1))
+        for each in members
+    ]
+
+
+@proves("fault 57", "invariant 1")
+async def test_a_third_of_the_members_is_killed(record: Record, tmp_path: Path) -> None:
+    """And as many join; all that live get every byte."""
+    for seed in record.part_of(range(10), few=1):
+        async with swarming(0) as (sender, _, url):
+            files = [tmp_path / f"{seed}-{n}" for n in range(8)]
+
+            def start(file: Path, url: str = url) -> subprocess.Popen[str]:
+                return start_aiockpt("fetch", url, "-q", "-o", file)
+
+            running = [start(file) for file in files[:6]]
+            least = record.chance().uniform(0.3, 0.9) * COUNT * CHUNK
+            await settle(
+                lambda sender=sender, least=least: (
+                    sender.statistics().bytes_sent > least
+                ),
+                patience=60.0,
+            )
+            for each in running[:2]:
+                each.kill()
+            running += [start(file) for file in files[6:]]
+            for each in running:
+                await asyncio.get_running_loop().run_in_executor(None, each.wait)
+            errors = [each.stderr.read() if each.stderr else "" for each in running]
+            for each in running:
+                assert each.stderr is not None
+                each.stderr.close()
+            assert [each.returncode for each in running[2:]] == [0] * 6, errors
+        one, *others = (file.read_bytes() for file in files[2:])
+        assert others == [one] * 5
+        record.ran(6)
+
+
+@proves("fault 58", "invariant 1")
+async def test_the_tracker_is_killed(record: Record) -> None:
+    """The members go on with those that they know, and find the next tracker."""
+    for _ in record.part_of(range(10), few=1):
+        async with swarming(3, process=True) as (sender, members, url):
+            tasks = fetching(members, url)
+            await settle(lambda: relayed(members) > 0)
+            server = sender._server
+            assert isinstance(server, ServerProcess)
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGKILL)
+            for state in await asyncio.gather(*tasks):
+                assert_same(state, STATE)
+            record.ran(3)
+
+
+def held(members: list[Transport]) -> int:
+    """Return how many chunks the members have together."""
+    have = 0
+    for each in members:
+        for membership in each._memberships:
+            have |= membership._relay.have if membership._relay else 0
+    return have.bit_count()
+
+
+@proves("fault 59", "invariant 1")
+@pytest.mark.parametrize("early", [False, True], ids=["after", "before"])
+async def test_the_source_is_killed(record: Record, early: bool) -> None:
+    """Before or after each chunk has left it once."""
+    options = {"reconnect_timeout": 0.3, "stall_timeout": 3.0}
+    loop = asyncio.get_running_loop()
+    for _ in record.part_of(range(10), few=1):
+        async with AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            swarm = {"swarm": True, "same_host": False, **options}
+            members = [await enter(transport(**swarm)) for _ in range(3)]
+            async with (
+                transport() as sender,
+                proxied(sender, otherwise=Drip(RATE, burst=8192)) as proxy,
+            ):
+                await sender.send_checkpoint(step=1, state_dict=STATE)
+                tasks = fetching(members, through(proxy, sender))
+                least = COUNT // 2 if early else COUNT
+                await settle(
+                    lambda members=members, least=least: held(members) >= least,
+                    patience=60.0,
+                )
+                lost = COUNT - held(members)
+            died = loop.time()
+            for state in await asyncio.gather(*tasks, return_exceptions=True):
+                if not isinstance(state, BaseException):
+                    assert_same(state, STATE)
+                    continue
+                assert lost, state
+                assert isinstance(state, AiockptError)
+                assert any("no member of the swarm has" in n for n in state.__notes__)
+                record.within("to the error", loop.time() - died, 10.0)
+            record.ran(3)
+
+
+@proves("fault 60", "invariant 1")
+async def test_zones_that_cannot_reach_each_other(record: Record) -> None:
+    """Each of them goes on by itself, with the source."""
+    for _ in record.part_of(range(10), few=1):
+        async with AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            sender = await enter(transport(auth=Auth(peers=["127.0.0.0/8"])))
+            await sender.send_checkpoint(step=1, state_dict=STATE)
+            fault = Drip(RATE, burst=8192)
+            proxy = await enter(proxied(sender, otherwise=fault))
+            members = [
+                await enter(
+                    transport(
+                        host=f"127.0.0.{zone}",
+                        auth=Auth(peers=["127.0.0.1", f"127.0.0.{zone}"]),
+                        swarm=Swarm(zone=f"zone {zone}"),
+                        same_host=False,
+                    )
+                )
+                for zone in (2, 2, 3, 3)
+            ]
+            for state in await asyncio.gather(
+                *fetching(members, through(proxy, sender))
+            ):
+                assert_same(state, STATE)
+            assert relayed(members[:2]) > 0
+            assert relayed(members[2:]) > 0
+            sent = sender.statistics().bytes_sent / (COUNT * CHUNK)
+            record.within("sent by the source", sent, 4.0, unit=" checkpoints")
+            record.ran(4)
