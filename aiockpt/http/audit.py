@@ -19,11 +19,13 @@ from typing import Final
 
 from aiohttp import web
 
-__all__ = ["VISIT", "Access", "Auditor", "Visit"]
+__all__ = ["STATUS", "VISIT", "Access", "Auditor", "Visit"]
 
 logger = logging.getLogger("aiockpt.audit")
 
 _REFUSED: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, 421)
+STATUS: Final = "status"
+"""The outcome of a look at the status page, which asks again each second."""
 _BURST: Final = 20  # lines about refusals in one period; a port scan sends thousands
 _PERIOD: Final = 60.0
 _LONGEST: Final = 200
@@ -43,7 +45,8 @@ class Access:
         status: The HTTP status of the answer; 499 if the client left before it.
         nbytes: Bytes of the body that were sent.
         outcome: ``sent``, ``refused``, or why the body was not sent whole: ``gone``,
-            ``stalled``, ``evicted``; ``lent`` for memory.
+            ``stalled``, ``evicted``; ``lent`` for memory; ``status`` for a look at the
+            status page, which is a record of level ``DEBUG``.
     """
 
     peer: str
@@ -116,7 +119,9 @@ class Auditor:
         """Log one access."""
         if access.status in _REFUSED:
             self._refuse(access)
-        elif access.nbytes or access.status < HTTPStatus.BAD_REQUEST:
+        elif access.outcome != STATUS and (
+            access.nbytes or access.status < HTTPStatus.BAD_REQUEST
+        ):
             logger.info("%s", access)
         else:
             logger.debug("%s", access)

@@ -106,7 +106,11 @@ def _read_token_file(path: str) -> str:
 
 
 def admit(
-    headers: Mapping[str, str], *, token: str | None, hosts: frozenset[str]
+    headers: Mapping[str, str],
+    *,
+    token: str | None,
+    hosts: frozenset[str],
+    public: bool = False,
 ) -> Grant | None:
     """Check whether a request with these headers may be answered.
 
@@ -119,6 +123,7 @@ def admit(
         token: The token of this server. None: the server asks for none, and the request
             must name it by an IP address, ``localhost`` or one of ``hosts``.
         hosts: The host names of this server.
+        public: The answer has no data, so a request without any token may have it.
 
     Raises:
         RefusedError: 403; a web page sent the request.
@@ -131,6 +136,8 @@ def admit(
             HTTPStatus.FORBIDDEN, "this server does not answer requests of web pages"
         )
     if token is not None:
+        if public and "Authorization" not in headers:
+            return None
         return _check_token(headers.get("Authorization", ""), token)
     _check_host(headers.get("Host", ""), hosts)
     return None

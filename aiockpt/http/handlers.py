@@ -35,7 +35,7 @@ from aiockpt.errors import (
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http import protocol as http
 from aiockpt.http import sockets
-from aiockpt.http.audit import VISIT, Auditor
+from aiockpt.http.audit import STATUS, VISIT, Auditor
 from aiockpt.http.auth import admit, bearer
 from aiockpt.http.body_writer import BodySender, Outcome
 from aiockpt.http.deltas import DeltaBody, Deltas
@@ -49,10 +49,12 @@ from aiockpt.http.responses import (
     landing_reply,
     latest_reply,
     no_news_headers,
+    page_reply,
     plan_reply,
 )
 from aiockpt.http.security import Reach, plain_address
 from aiockpt.http.shared_memory import OFFER_HEADER, PROBE_HEADER
+from aiockpt.http.status import wants_page
 from aiockpt.http.store import Publication, Servable, Store
 from aiockpt.http.tokens import ManifestMacs, swarm_token
 from aiockpt.runtime.bridge import Bridge
@@ -92,6 +94,8 @@ _SHORTEST: Final = 0.1  # seconds between two signs of life
 _INTERRUPTS: Final = 1.0  # seconds between two
 _MOST_WATCHERS: Final = 64  # members that are told of new chunks
 _MOST_RELAYED: Final = 2  # chunks in a body of a member, whose slots are for all
+_MOST_SHOWN: Final = 200  # members on the status page
+_FACTS: Final = ("readers", "waiting", "bytes_sent", "requests", "refused")
 _MAX_ANNOUNCEMENT: Final = 8 << 10
 
 
@@ -205,6 +209,7 @@ class CheckpointService:
     def statistics(self) -> ServerStatistics:
         """Return the counters as one immutable record."""
         counts = {name: self._counts[name] for name in ServerStatistics._fields[2:]}
+        counts["bytes_sent"] += sum(body.sent for body in self._bodies)
         return ServerStatistics(self._readers, self._waiting, **counts)
 
     def close(self) -> None:
@@ -223,20 +228,27 @@ class CheckpointService:
         return await self._answer(request, self._latest)
 
     async def landing(self, request: web.Request) -> web.StreamResponse:
-        """Answer what is served, at the prefix itself."""
+        """Answer what is served, at the prefix itself; a browser gets an empty page.
+
+        A browser sends no token when it opens an address, but the page's script does.
+        """
+        if wants_page(request.headers.get("Accept", "")):
+            return await self._answer(request, self._page, public=True)
         return await self._answer(request, self._landing)
 
     async def _answer(
         self,
         request: web.Request,
         handle: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        *,
+        public: bool = False,
     ) -> web.StreamResponse:
         """Admit a request and handle it; turn errors into responses; audit it."""
         self._counts["requests"] += 1
         with self._auditor.visit(request) as visit:
             try:
                 await self._rounds.begin()
-                self._admit(request)
+                self._admit(request, public=public)
                 response = await handle(request)
             except ConnectionError:
                 # Nobody reads this, but aiohttp wants a response.
@@ -251,7 +263,7 @@ class CheckpointService:
 
     # -------------------------------------------------------------- admitting
 
-    def _admit(self, request: web.Request) -> None:
+    def _admit(self, request: web.Request, *, public: bool) -> None:
         if self._closed:
             raise ClosedError("the server")
         config, token = self.config, self.config.token
@@ -261,7 +273,7 @@ class CheckpointService:
             if relayed is not None:
                 request[RELAYED] = relayed
                 token = cast("Relay", relayed.servable).token
-        grant = admit(request.headers, token=token, hosts=config.hosts)
+        grant = admit(request.headers, token=token, hosts=config.hosts, public=public)
         if grant is not None:
             request[VISIT].receiver = grant.receiver
             grant.check(request.match_info.get("step"), now=time.time())
@@ -296,15 +308,33 @@ class CheckpointService:
         headers, body = latest_reply(publication.servable.manifest)
         return _Answer(body=body, headers={**headers, **self._identity})
 
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        request[VISIT].outcome = STATUS
+        headers, body = page_reply()
+        return _moved(request) or _Answer(body=body, headers=headers)
+
     async def _landing(self, request: web.Request) -> web.StreamResponse:
-        path = request.rel_url.raw_path
-        if not path.endswith("/"):  # the page has relative links
-            location = {**COMMON_HEADERS, "Location": f"{path.rpartition('/')[2]}/"}
-            return _Answer(status=HTTPStatus.PERMANENT_REDIRECT, headers=location)
+        request[VISIT].outcome = STATUS
         now = self.store.latest
         manifest = now.servable.manifest if now is not None else None
-        headers, body = landing_reply(manifest, request.headers.get("Accept", ""))
-        return _Answer(body=body, headers={**headers, **self._identity})
+        headers, body = landing_reply(manifest, self._status(now))
+        headers.update(self._identity)
+        return _moved(request) or _Answer(body=body, headers=headers)
+
+    def _status(self, now: Publication | None) -> dict[str, object]:
+        """Return what the status page shows; no token, and no lease."""
+        statistics, swarm = self.statistics(), None
+        if now is not None and self.config.swarm is not None:
+            members = now.tracker.statistics(_MOST_SHOWN)
+            swarm = {
+                "chunks": len(now.servable.manifest.grid),
+                "given": now.tracker.given,
+                "members": [each._asdict() for each in members],
+            }
+            if (more := len(now.tracker) - len(members)) > 0:
+                swarm["more"] = more
+        facts = {name: getattr(statistics, name) for name in _FACTS}
+        return {**facts, "swarm": swarm}
 
     async def _resource(self, request: web.Request) -> web.StreamResponse:
         lease, ends = _lease_of(request)
@@ -810,6 +840,18 @@ def _transport_of(request: web.Request) -> asyncio.Transport:
     if transport is None or transport.is_closing():
         raise ConnectionResetError("the client has left")
     return transport
+
+
+def _moved(request: web.Request) -> web.Response | None:
+    """Return the way to the address with a slash at its end, unless it has one.
+
+    What is there refers to paths below it.
+    """
+    path = request.rel_url.raw_path
+    if path.endswith("/"):
+        return None
+    headers = {**COMMON_HEADERS, "Location": f"{path.rpartition('/')[2]}/"}
+    return _Answer(status=HTTPStatus.PERMANENT_REDIRECT, headers=headers)
 
 
 def _resource_of(request: web.Request, step: str) -> http.Resource:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from html import escape
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ from aiockpt.errors import CheckpointChangedError
 from aiockpt.format.manifest import Manifest
 from aiockpt.http import protocol as http
 from aiockpt.http.problems import RefusedError
+from aiockpt.http.status import PAGE, PAGE_HEADERS
 
 __all__ = [
     "COMMON_HEADERS",
@@ -24,6 +24,7 @@ __all__ = [
     "landing_reply",
     "latest_reply",
     "no_news_headers",
+    "page_reply",
     "plan_reply",
 ]
 
@@ -36,20 +37,6 @@ COMMON_HEADERS: Final[Mapping[str, str]] = {
 # A step may be published again with other bytes, so a cache has to ask each time. It
 # gets a 304 if the bytes are the same.
 _CACHE: Final = "no-cache, no-transform"
-
-
-_HTML: Final = "text/html"
-# Nothing may run, be loaded, be framed or be sent, whatever gets into the page.
-_POLICY: Final = (
-    "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_PAGE: Final = """\
-<!DOCTYPE html>
-<html lang="en">
-<title>aiockpt</title>
-<h1>aiockpt</h1>
-{body}
-"""
 
 
 @dataclass(slots=True)
@@ -161,25 +148,26 @@ def _headers(resource: http.Resource, manifest: Manifest) -> dict[str, str]:
 
 
 def landing_reply(
-    manifest: Manifest | None, accept: str
+    manifest: Manifest | None, status: Mapping[str, Any]
 ) -> tuple[dict[str, str], bytes]:
-    """Return headers and body at the prefix: a page for a browser, or else JSON.
+    """Return the headers and the JSON at the prefix: what is served, and how it goes.
 
-    Paths are relative to the address of the page, which ends with a slash, since a
-    proxy may show it under another name. The page holds no token.
+    Paths are relative to the address, which ends with a slash, since a proxy may show
+    it under another name.
     """
     headers = no_news_headers(None if manifest is None else manifest.step)
-    headers["Vary"] = "Accept"
-    serving = None if manifest is None else _describe(manifest)
-    paths = {} if manifest is None else _paths(manifest.step)
-    if _HTML not in accept.lower():
-        headers["Content-Type"] = "application/json"
-        return headers, json.dumps({"serving": serving, "paths": paths}).encode()
-    headers["Content-Type"] = f"{_HTML}; charset=utf-8"
-    headers["Content-Security-Policy"] = _POLICY
-    headers["Referrer-Policy"] = "no-referrer"
-    body = "<p>Nothing is served now." if serving is None else _table(serving, paths)
-    return headers, _PAGE.format(body=body).encode()
+    headers |= {"Content-Type": "application/json", "Vary": "Accept"}
+    found = {
+        "serving": None if manifest is None else _describe(manifest),
+        "paths": {} if manifest is None else _paths(manifest.step),
+        "status": status,
+    }
+    return headers, json.dumps(found).encode()
+
+
+def page_reply() -> tuple[dict[str, str], bytes]:
+    """Return the headers and the body of the status page, which has no data."""
+    return {**no_news_headers(None), **PAGE_HEADERS}, PAGE
 
 
 def _paths(step: int) -> dict[str, str]:
@@ -190,11 +178,3 @@ def _paths(step: int) -> dict[str, str]:
         metadata: f"{step}/{metadata}",
         "newest": f"{http.LATEST}/{full}",
     }
-
-
-def _table(serving: dict[str, Any], paths: dict[str, str]) -> str:
-    facts = [f"<dt>{escape(name)}<dd>{escape(str(serving[name]))}" for name in serving]
-    links = [
-        f'<li><a href="{escape(path)}">{escape(path)}</a>' for path in paths.values()
-    ]
-    return "\n".join(["<dl>", *facts, "</dl>", "<ul>", *links, "</ul>"])

@@ -8,6 +8,7 @@ an answer at each change of the membership would cost the square of their number
 from __future__ import annotations
 
 import asyncio
+import heapq
 import random
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
@@ -150,8 +151,8 @@ class Tracker:
         """How many chunks the source has given at least once."""
         return self._chunks - self._new.bit_count()
 
-    def statistics(self) -> list[MemberStatistics]:
-        """Return all members, in the order in which they came."""
+    def statistics(self, most: int = _MOST) -> list[MemberStatistics]:
+        """Return the first ``most`` members, in the order in which they came."""
         self._forget_expired()
         return [
             MemberStatistics(
@@ -161,7 +162,7 @@ class Tracker:
                 each.have,
                 len(self._accused.get(each.url, ())),
             )
-            for each in sorted(self._all(), key=lambda each: each.number)
+            for each in heapq.nsmallest(most, self._all(), key=lambda one: one.number)
         ]
 
     def _name(self, asker: _Member) -> tuple[MemberInfo, ...]:
