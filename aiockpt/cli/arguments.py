@@ -270,6 +270,16 @@ _COMMANDS: Final = {
             *(*_TRUST, "--reconnect SECONDS", "--no-swarm", "--quiet"),
         ),
     ),
+    "top": _Command(
+        "watch a sender and its receivers",
+        "Show what a sender serves, how much it has sent, and how far the members of "
+        "its swarm are, once a second until interrupted. If the output is no terminal, "
+        "the command shows that once.",
+        (
+            ("url URL", "the sender's metadata()"),
+            *(*_TRUST, "--reconnect SECONDS"),
+        ),
+    ),
     "ls": _Command(
         "list the checkpoints of a directory",
         "List the complete checkpoints in a directory by step. Incomplete ones, which "

@@ -46,6 +46,7 @@ CONTRADICTIONS = [
     (["inspect", "http://host/", "--rank", "0"], "--rank"),
     (["inspect", "f", "--step", "0"], "--step is for URLs"),
     (["follow", "http://h/1", "-o", "d"], "step 1"),
+    (["top", "http://h/1"], "step 1"),
     (["ls", "http://host:1/c/#secret"], "it is a URL"),
     (["serve", "http://host:1/c/#secret"], "aiockpt fetch"),
     (["convert", "http://host:1/c/#secret", "copy.pt"], "aiockpt fetch"),
@@ -90,6 +91,7 @@ class TestImports:
             ("verify {file}", set()),
             ("inspect {url}", {"aiohttp", "anyio"}),
             ("fetch {url} -o {place}/f", {"aiohttp", "anyio"}),
+            ("top {url}", {"aiohttp", "anyio"}),
         ],
     )
     def test_a_command_loads_what_it_needs(

@@ -1,0 +1,169 @@
+"""``aiockpt top``: what a sender does now, and how far the members of its swarm are."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import sys
+from contextlib import aclosing
+from functools import partial
+
+import msgspec
+
+from aiockpt.cli.arguments import UsageError
+from aiockpt.cli.peer import open_peer
+from aiockpt.cli.text import format_bytes, format_table, printable
+from aiockpt.errors import RemoteProtocolError
+from aiockpt.http.client import CheckpointClient, Request
+from aiockpt.http.protocol import Origin
+
+__all__ = ["run"]
+
+_PAUSE = 1.0
+_LONGEST = 1 << 20  # bytes of an answer
+_BAR = 20
+_HEADS = ("MEMBER", "ADDRESS", "ZONE", "HAS", "", "RECEIVES", "COMPLAINTS")
+_COUNTS = ("readers", "waiting", "requests", "refused")
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+class _Serving(msgspec.Struct):
+    step: int
+    snapshot_id: str
+    total_bytes: int
+
+
+class _Member(msgspec.Struct):
+    id: str
+    url: str
+    zone: str
+    have: int
+    complaints: int
+
+
+class _Swarm(msgspec.Struct):
+    chunks: int
+    given: int
+    members: list[_Member]
+    more: int = 0
+
+
+class _Status(msgspec.Struct):
+    readers: int
+    waiting: int
+    bytes_sent: int
+    requests: int
+    refused: int
+    swarm: _Swarm | None
+
+
+class _Answer(msgspec.Struct):
+    serving: _Serving | None
+    status: _Status
+
+
+_decode = msgspec.json.Decoder(_Answer).decode
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the status once, or in a terminal until interrupted."""
+    if arguments.url.step is not None:
+        raise UsageError(f"the URL names step {arguments.url.step}; leave it out")
+    asyncio.run(_watch(arguments, lives=sys.stdout.isatty()))
+    return 0
+
+
+async def _watch(arguments: argparse.Namespace, *, lives: bool) -> None:
+    async with (
+        open_peer([arguments.url], arguments) as peer,
+        aclosing(peer.client()) as client,
+    ):
+        now = asyncio.get_running_loop().time
+        origin = peer.origins[0]
+        before, asked = None, now()
+        while True:
+            patience = client.patience()
+            retries = client.retries(origin, None, patience, peer.deadline.note)
+            found = await retries.run(partial(_ask, client, origin))
+            seconds, asked = now() - asked, now()
+            lines = [f"aiockpt  {origin.base_url}", *_lines(found, before, seconds)]
+            if not lives:
+                print("\n".join(lines))
+                return
+            columns, rows = os.get_terminal_size(sys.stdout.fileno())
+            shown = [line[: columns or None] for line in lines[: (rows or 99) - 1]]
+            print(_CLEAR + "\n".join(shown), flush=True)
+            before = found
+            await client.pause(_PAUSE)
+
+
+async def _ask(client: CheckpointClient, origin: Origin) -> _Answer:
+    """Return the status of a sender.
+
+    Raises:
+        RemoteProtocolError: it has none; older senders do not.
+    """
+    request = Request(origin=origin, path="", headers={"Accept": "application/json"})
+    async with client.request(request) as answer:
+        body = await answer.read(_LONGEST, "its status")
+    try:
+        return _decode(body)
+    except (msgspec.MsgspecError, ValueError) as error:
+        detail = f"{origin.base_url} does not show its status: {error}"
+        raise RemoteProtocolError(detail) from None
+
+
+def _lines(found: _Answer, before: _Answer | None, seconds: float) -> list[str]:
+    """Return the lines that show a status; rates are those since the one before."""
+    serving, status, swarm = found.serving, found.status, found.status.swarm
+    sending = ""
+    if before is not None:
+        sending = f" ({_rate(status.bytes_sent - before.status.bytes_sent, seconds)})"
+    what = "nothing is served now"
+    if serving is not None:
+        size = format_bytes(serving.total_bytes)
+        what = f"step {serving.step}  {size}  {printable(serving.snapshot_id)}"
+    counts = {name: getattr(status, name) for name in _COUNTS}
+    counts["sent"] = format_bytes(status.bytes_sent) + sending
+    lines = [what, "  ".join(f"{name} {count}" for name, count in counts.items())]
+    if serving is None or swarm is None:
+        return lines
+    count = len(swarm.members) + swarm.more
+    given = f"{swarm.given} of {swarm.chunks} chunks given"
+    lines.append(f"members {count}  {given}")
+    if not swarm.members:
+        return lines
+    known = _known(before) if _of(before) == serving.snapshot_id else {}
+    size_of_chunk = serving.total_bytes / max(swarm.chunks, 1)
+    rows = []
+    for each in swarm.members:
+        share = min(each.have / max(swarm.chunks, 1), 1.0)
+        old = known.get(each.id)
+        rate = "" if old is None else _rate((each.have - old) * size_of_chunk, seconds)
+        row = (each.id, each.url, each.zone, _bar(share), f"{math.floor(100 * share)}%")
+        rows.append((*map(printable, row), rate, str(each.complaints)))
+    lines += ["", *format_table(_HEADS, rows, right=(4, 5, 6)).splitlines()]
+    if swarm.more:
+        lines.append(f"and {swarm.more} more")
+    return lines
+
+
+def _known(before: _Answer | None) -> dict[str, int]:
+    swarm = before.status.swarm if before is not None else None
+    return {} if swarm is None else {each.id: each.have for each in swarm.members}
+
+
+def _of(before: _Answer | None) -> str | None:
+    serving = before.serving if before is not None else None
+    return None if serving is None else serving.snapshot_id
+
+
+def _rate(count: float, seconds: float) -> str:
+    return f"{format_bytes(max(count, 0) / max(seconds, 1e-3))}/s"
+
+
+def _bar(share: float) -> str:
+    filled = math.floor(share * _BAR)
+    return f"[{'#' * filled}{'-' * (_BAR - filled)}]"

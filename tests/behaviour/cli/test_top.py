@@ -1,0 +1,136 @@
+"""``aiockpt top``: it shows a sender and its members, once or until interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from asyncio.subprocess import PIPE
+from functools import partial
+
+import pytest
+from aiohttp import web
+
+from aiockpt.http.options import Swarm
+from tests.support.commandline import (
+    ENVIRONMENT,
+    PATIENCE,
+    Commands,
+    aiockpt_command,
+    the_error,
+)
+from tests.support.servers import TOKEN, Memory, Site, running, serving
+from tests.wire.test_members import CHUNKS, SAID, A, B, memory, post
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.torch_free]
+
+
+async def top(url: str, *options: str) -> tuple[int | None, str, str]:
+    """Run it without a terminal; return the exit code and what it wrote."""
+    process = await asyncio.create_subprocess_exec(
+        *aiockpt_command("top", url, *options),
+        env=ENVIRONMENT,
+        stdout=PIPE,
+        stderr=PIPE,
+    )
+    async with asyncio.timeout(PATIENCE):
+        out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def announce(site: Site, have: int) -> None:
+    """Have two members, of which the second one complains of the first one."""
+    await post(site, A, {**SAID, "zone": "r\x1b[31m", "have": have})
+    second = {"url": "http://h:10/", "have": CHUNKS, "bad": ["m1"]}
+    await post(site, B, second)
+
+
+@pytest.mark.asyncio
+async def test_one_snapshot_without_a_terminal() -> None:
+    """With a table of the members, whose words cannot control a terminal."""
+    async with serving(memory(), swarm=Swarm()) as site:
+        await announce(site, 4)
+        code, out, err = await top(f"{site.url}#{TOKEN}")
+    assert (code, err) == (0, "")
+    assert TOKEN not in out
+    assert "\x1b" not in out
+    lines = out.splitlines()
+    assert lines[0] == f"aiockpt  {site.url}"
+    assert lines[1].startswith("step 7  6")
+    assert lines[2].startswith("readers 0  waiting 0  requests 3  refused 0  sent ")
+    assert lines[3] == "members 2  0 of 10 chunks given"
+    heads, first, second = lines[5:]
+    assert " ".join(heads.split()) == "MEMBER ADDRESS ZONE HAS RECEIVES COMPLAINTS"
+    place = "http://127.0.0.1:9/checkpoint/"
+    bar = "[########------------]"
+    assert first.split() == ["m1", place, r"r\x1b[31m", bar, "40%", "1"]
+    place = "http://127.0.0.1:10/"
+    assert second.split() == ["m2", place, f"[{'#' * 20}]", "100%", "0"]
+
+
+@pytest.mark.asyncio
+async def test_without_a_swarm_or_a_checkpoint() -> None:
+    """It says so in fewer lines."""
+    async with serving(Memory(1000)) as site:
+        assert (await top(f"{site.url}#{TOKEN}"))[1].count("\n") == 3
+    async with serving(swarm=Swarm()) as site:
+        code, out, _ = await top(f"{site.url}#{TOKEN}")
+    assert code == 0
+    assert "nothing is served now" in out
+
+
+@pytest.mark.asyncio
+async def test_a_terminal_is_drawn_again_until_it_is_interrupted() -> None:
+    """Once a second, with rates."""
+    ours, its = os.openpty()
+    os.set_blocking(ours, False)
+    async with serving(memory(), swarm=Swarm()) as site:
+        await announce(site, 4)
+        process = await asyncio.create_subprocess_exec(
+            *aiockpt_command("top", f"{site.url}#{TOKEN}"),
+            env=ENVIRONMENT,
+            stdout=its,
+            stderr=PIPE,
+            # A shell starts what runs in its background deaf to interrupts.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )
+        os.close(its)
+        seen = b""
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while seen.count(b"\x1b[2J") < 3 or seen.count(b"B/s") < 4:
+                    await announce(site, min(5 + seen.count(b"\x1b[2J"), CHUNKS))
+                    await asyncio.sleep(0.05)
+                    try:
+                        seen += os.read(ours, 1 << 16)
+                    except BlockingIOError:
+                        assert process.returncode is None
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGINT)
+            _, err = await process.communicate()
+            os.close(ours)
+    assert process.returncode == 130
+    assert err == b""
+
+
+@pytest.mark.asyncio
+async def test_what_is_no_sender() -> None:
+    """One line, as of the other commands."""
+
+    async def hello(_: web.Request) -> web.Response:
+        return web.json_response({"serving": None, "paths": {}})
+
+    app = web.Application()
+    app.router.add_get("/checkpoint/", hello)
+    async with running(app) as host:
+        code, _, err = await top(f"{host.url}/checkpoint/")
+        assert (code, "does not show its status" in the_error(err)) == (1, True)
+    async with serving(memory()) as site:
+        code, _, err = await top(f"{site.url}#wrong")
+        assert (code, "the token" in the_error(err)) == (1, True)
+
+
+def test_a_step_means_nothing(cli: Commands) -> None:
+    """The sender has one status."""
+    assert "leave it out" in cli.error("top", "http://h/7", code=2)
