@@ -109,7 +109,9 @@ class Membership:
             return
         if relay.memory not in (None, target.memory):
             relay.end()
-            self._relay = None
+            self._relay = relay.memory = self._kept = None
+            self._wake.notify()
+            return
         relay.memory, self._kept = target.memory, target.kept
 
     def add(self, chunk: int) -> None:
@@ -147,7 +149,7 @@ class Membership:
 
         Raises:
             StepNotFoundError: the member has left.
-        PeerBusy: the member is watched by many already.
+            PeerBusy: the member is watched by many already.
             RemoteProtocolError: the member announces what cannot be.
             TransportError: the connection broke.
         """
@@ -175,17 +177,17 @@ class Membership:
                 if have is None and len(data) < first:
                     continue
                 with answer.blamed():
+                    new = 0
                     if have is None:
-                        new = http.parse_have(bytes(data[:first]), count)
-                        have = 0
+                        new = have = http.parse_have(bytes(data[:first]), count)
                         del data[:first]
-                    else:
-                        whole = len(data) - len(data) % _RECORD
-                        new = http.parse_chunks(bytes(data[:whole]), count)
-                        del data[:whole]
-                    if new & have:
+                    # The first records may have come together with the bitmap.
+                    whole = len(data) - len(data) % _RECORD
+                    more = http.parse_chunks(bytes(data[:whole]), count)
+                    del data[:whole]
+                    if more & have:
                         raise RemoteProtocolError("a chunk is announced twice")
-                have |= new
+                have, new = have | more, new | more
                 if new:
                     yield new
         if have is None or have.bit_count() < count:

@@ -17,6 +17,10 @@ import torch
 from aiohttp import web
 
 from aiockpt import Swarm, TransferEvent, TransportError, add_hook
+from aiockpt.format.chunks import ChunkGrid
+from aiockpt.format.manifest import Outline
+from aiockpt.http.peers import Peer
+from aiockpt.http.protocol import Origin
 from aiockpt.http.server_process import ServerProcess
 from aiockpt.testing import Drip, assert_same
 from tests.support.proofs import proves
@@ -448,6 +452,22 @@ async def test_a_member_that_lies_is_dropped(body: Any) -> None:
     assert dropped
     ranges = [path for path, _ in liar.asked if path.endswith("full")]
     assert 1 <= len(ranges) <= 2 * len(dropped) + 2
+
+
+async def test_records_may_come_together_with_the_bitmap() -> None:
+    """A busy receiver reads both at once, and then the end."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=b"\x01" + (1).to_bytes(4, "little") + b"\xff" * 4)
+
+    app = web.Application()
+    app.router.add_get("/1/have", answer)
+    outline = Outline(1, "id", ChunkGrid(2 * CHUNK, CHUNK), ("",) * 2, 0)
+    async with running(app) as host, transport(swarm=True) as receiver:
+        membership = receiver._membership()
+        assert membership is not None
+        member = Peer(Origin(f"http://127.0.0.1:{host.port}/", "token"), have=0)
+        assert [new async for new in membership.watch(member, outline)] == [0b11]
 
 
 @proves("threat D16")
