@@ -16,7 +16,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from aiockpt import Swarm, TransferEvent, TransportError, add_hook
+from aiockpt import Swarm, TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
 from aiockpt.http.peers import Peer
@@ -295,46 +295,6 @@ async def test_a_cancel_ends_the_serving(how: str) -> None:
 
 
 # --------------------------------------------------------------------- failures
-
-
-def held(members: list[Transport]) -> int:
-    """Return how many chunks the members have together."""
-    have = 0
-    for each in members:
-        for membership in each._memberships:
-            have |= membership._relay.have if membership._relay else 0
-    return have.bit_count()
-
-
-async def test_members_go_on_when_the_source_dies() -> None:
-    """If each chunk has left it once."""
-    options: dict[str, Any] = {"reconnect_timeout": 0.3, "stall_timeout": 3.0}
-    async with receivers(3, **options) as members:
-        async with sending() as sender, slow(sender) as url:
-            tasks = [
-                asyncio.create_task(each.recv_checkpoint(0, url, 1)) for each in members
-            ]
-            await settle(lambda: held(members) == CHUNKS)
-            done = [task.done() for task in tasks]
-        for state in await asyncio.gather(*tasks):
-            assert_same(state, STATE)
-    assert not all(done), "it was too late to die"
-
-
-async def test_an_error_says_how_much_nobody_has() -> None:
-    """If the source dies before each chunk has left it."""
-    options: dict[str, Any] = {"reconnect_timeout": 0.3, "stall_timeout": 1.0}
-    async with receivers(2, **options) as members:
-        async with sending() as sender, slow(sender, SLOW // 2) as url:
-            tasks = [
-                asyncio.create_task(each.recv_checkpoint(0, url, 1)) for each in members
-            ]
-            await settle(lambda: all(each.statistics().requests for each in members))
-        done = await asyncio.gather(*tasks, return_exceptions=True)
-    for error in done:
-        assert isinstance(error, TransportError)
-        (note,) = [each for each in error.__notes__ if "no member" in each]
-        assert 1 <= int(note.split()[-4]) <= CHUNKS
 
 
 async def test_a_new_step_replaces_the_swarm() -> None:
