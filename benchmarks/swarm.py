@@ -1,10 +1,19 @@
 """One sender and many receivers, each in a network namespace with a slow line.
 
 ``python -m benchmarks.swarm 2 8 16`` receives a state dict with one receiver first, and
-then with so many at once. It prints how many times as long the last receiver took as
-the single one, how many copies left the sender, and the most that one receiver sent.
-``--star`` leaves out the swarm, and ``--late SHARE`` has one receiver begin later. The
-rate should leave the processor idle: the bytes of all receivers pass through it twice.
+then with so many at once. Each line of its output has, for one number of receivers:
+
+* ``last``, ``median``: how many times as long as the single receiver they took, each
+  from its own start;
+* ``apart``: the same of those that begin late or have a slower line;
+* ``egress``: how many copies left the sender, and ``hub``: the most from one receiver;
+* ``cpu``: the receivers' processor time, divided by what it costs to receive and to
+  send as many bytes without a swarm;
+* ``memory``: MiB that a receiver needed beside the state dict.
+
+``--star`` leaves out the swarm, and ``--rival`` runs libtorrent instead: from one file
+to others, with all peers known to all. The rate should leave the processor idle,
+because the bytes of all receivers pass through it twice.
 
 Needs Linux, root and iproute2; see `benchmarks.lines`.
 """
@@ -15,20 +24,23 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import gc
 import itertools
 import json
 import os
-import resource
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from aiockpt import HTTPTransport, Swarm
+from benchmarks import torrent
 from benchmarks.lines import call, hindrance
 
 _letters = itertools.cycle("abcdefgh")
@@ -36,26 +48,33 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _TENSORS: Final = 8
 _TIMEOUT: Final = 600.0
 _QUEUE: Final = 50  # milliseconds of bytes that a line holds
+_HALF: Final = 0.5  # of one receive, after which some are killed
 
 
 def main() -> None:
     """Measure, and print a line of JSON per number of receivers."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("receivers", nargs="+", type=int)
-    parser.add_argument("--rate", type=float, default=25.0, help="Mbit/s of each line")
-    parser.add_argument("--mib", type=int, default=128, help="size of the state dict")
-    parser.add_argument("--chunks", type=int, default=512)
-    parser.add_argument("--star", action="store_true", help="without a swarm")
-    parser.add_argument("--late", type=float, help="of one receive: one begins later")
-    parser.add_argument("--slow", type=float, help="of the rate: one has so much only")
+    add = parser.add_argument
+    add("receivers", nargs="+", type=int)
+    add("--rate", type=float, default=25.0, help="Mbit/s of each line")
+    add("--mib", type=int, default=128, help="size of the state dict")
+    add("--chunks", type=int, default=512)
+    add("--star", action="store_true", help="without a swarm")
+    add("--rival", action="store_true", help="libtorrent, with pieces for chunks")
+    add("--late", type=float, help="of one receive: one begins later")
+    add("--slow", type=float, help="of the rate: one has so much only")
+    add("--killed", type=float, default=0.0, help="part that others replace half way")
     given = parser.parse_args()
-    if why := hindrance():
+    if why := hindrance() or (torrent.hindrance() if given.rival else ""):
         sys.exit(why)
-    single = _measure(1, given, star=True)["seconds"]
-    _write({"receivers": 1, "seconds": round(single[0], 2)})
+    case = _Case(given.mib << 20, given.chunks, given.rate, star=True)
+    single = _measure(1, case)
+    one = single.seconds[0]
+    _write({"receivers": 1, "seconds": round(one, 2), "memory": _mib(single.memory)})
+    case.one, case.star, case.rival = one, given.star, given.rival
+    case.late, case.slow, case.killed = given.late, given.slow, given.killed
     for count in given.receivers:
-        found = _measure(count, given, star=given.star, one=single[0])
-        _write(_summary(found, single[0]))
+        _write(_summary(_measure(count, case), single))
 
 
 def _write(facts: dict[str, Any]) -> None:
@@ -63,75 +82,153 @@ def _write(facts: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _summary(found: dict[str, Any], one: float) -> dict[str, Any]:
-    times = sorted(found["seconds"])
+@dataclass
+class _Case:
+    """What is measured; ``one`` is how many seconds one receive takes."""
+
+    nbytes: int
+    chunks: int
+    rate: float
+    star: bool = False
+    rival: bool = False
+    late: float | None = None
+    slow: float | None = None
+    killed: float = 0.0
+    one: float = 0.0
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Return how large a chunk is."""
+        return max(self.nbytes // self.chunks // 64 * 64, 64 << 10)
+
+
+@dataclass
+class _Found:
+    """What was measured: a figure per receiver that lived, and those of the sender.
+
+    Bytes are given as parts of the state dict. ``egress`` is what the sender had sent
+    when all receivers but those apart had everything.
+    """
+
+    seconds: list[float]
+    apart: list[float]
+    sent: list[float]
+    egress: float
+    cpu: float
+    cpu_of_sender: float
+    memory: int
+    requests: int
+
+
+def _summary(found: _Found, single: _Found) -> dict[str, Any]:
+    one, times = single.seconds[0], sorted(found.seconds)
+    copies = len(times) + len(found.apart)
+    cpu = copies * single.cpu + sum(found.sent) * single.cpu_of_sender
     return {
-        "receivers": len(times),
+        "receivers": copies,
         "last": round(times[-1] / one, 3),
         "median": round(times[len(times) // 2] / one, 3),
-        "first of them": round(found["seconds"][0] / one, 3),
-        "last to begin": round(found["seconds"][-1] / one, 3),
-        "egress": round(found["sent"][0], 3),
-        "hub": round(max(found["sent"][1:]), 3),
-        "cpu seconds": round(found["cpu"], 1),
-        "requests of the sender": found["requests"],
+        "apart": [round(each / one, 3) for each in found.apart],
+        "egress": round(found.egress, 3),
+        "hub": round(max(found.sent), 3),
+        "cpu": round(found.cpu / cpu, 3),
+        "cpu seconds": round(found.cpu, 1),
+        "memory": _mib(found.memory),
+        "requests of the sender": found.requests,
     }
 
 
-def _measure(
-    count: int, given: argparse.Namespace, *, star: bool, one: float = 0.0
-) -> dict[str, Any]:
-    nbytes = given.mib << 20
-    with _network(count + 1, given.rate, given.slow) as spaces:
-        hosts = [_Host(spaces[0], lambda host: _send(host, nbytes, given.chunks))]
+def _mib(nbytes: int) -> float:
+    return round(nbytes / (1 << 20), 1)
+
+
+def _measure(count: int, case: _Case) -> _Found:
+    joining = round(count * case.killed)
+    send, receive = _send, _receive
+    if case.rival:
+        send, receive = torrent.send, torrent.receive
+    with _network(count + joining + 1, case.rate, case.slow) as spaces:
+        hosts = [Host(space) for space in spaces]
         try:
+            hosts[0].run(lambda host: send(host, case.nbytes, case.chunk_bytes))
             metadata = hosts[0].hear()["metadata"]
-            for space in spaces[1:]:
-                host = _Host(space, lambda host: _receive(host, nbytes, star=star))
-                hosts.append(host)
+            for host in hosts[1:]:
+                host.run(lambda host: receive(host, case.nbytes, star=case.star))
                 host.hear()
-            for number, host in enumerate(hosts[1:], 1):
-                if given.late is not None and number == count > 1:
-                    time.sleep(given.late * one)
-                host.say({"metadata": metadata})
-            received = [host.hear() for host in hosts[1:]]
-            if not all(each["right"] for each in received):
-                sys.exit("wrong bytes arrived")
-            ends = []
-            for host in hosts:
-                host.say({"end": True})
-                ends.append(host.hear())
+            said = {"metadata": metadata, "hosts": [host.address for host in hosts]}
+            starts = [0.0] * count + [_HALF * case.one] * joining
+            if case.late is not None and count > 1:
+                starts[-1] = case.late * case.one
+            began = time.monotonic()
+            for start, host in zip(starts, hosts[1:], strict=True):
+                if (left := began + start - time.monotonic()) > 0:
+                    time.sleep(left)
+                    for victim in hosts[1 : joining + 1]:
+                        victim.kill()
+                host.say(said)
+            return _results(hosts[0], hosts[joining + 1 :], case)
         finally:
             for host in hosts:
                 host.kill()
-    return {
-        "seconds": [each["seconds"] for each in received],
-        "cpu": sum(each["cpu"] for each in received),
-        "sent": [each["sent"] / nbytes for each in ends],
-        "requests": ends[0]["requests"],
-    }
+
+
+def _results(sender: Host, receivers: list[Host], case: _Case) -> _Found:
+    """Wait until all have received, and end them."""
+    apart, plain = [], list(receivers)
+    if case.slow is not None:
+        apart.append(plain.pop(0))
+    if case.late is not None and len(plain) > 1:
+        apart.append(plain.pop())
+    received = [host.hear() for host in plain]
+    sender.say({"end": False})
+    then = sender.hear()
+    others = [host.hear() for host in apart]
+    if not all(each["right"] for each in received + others):
+        sys.exit("wrong bytes arrived")
+    for host in receivers:
+        host.say({"end": True})
+    ends = [host.hear() for host in receivers]
+    sender.say({"end": True})
+    of_sender = sender.hear()
+    return _Found(
+        seconds=[each["seconds"] for each in received],
+        apart=[each["seconds"] for each in others],
+        sent=[each["sent"] / case.nbytes for each in ends],
+        egress=then["sent"] / case.nbytes,
+        cpu=sum(each["cpu"] for each in received + others + ends),
+        cpu_of_sender=of_sender["cpu"],
+        memory=max(each["memory"] for each in received + others + ends),
+        requests=then["requests"],
+    )
 
 
 @contextlib.contextmanager
-def _network(count: int, rate: float, slow: float | None) -> Iterator[list[str]]:
-    """Join so many namespaces by a bridge; the second one may have a slower line."""
+def _network(
+    count: int, rate: float, slow: float | None
+) -> Iterator[list[tuple[str, str]]]:
+    """Join so many namespaces by a bridge; give their names and addresses.
+
+    The second one may have a slower line.
+    """
     # The kernel takes its time to remove the last ones.
     name = f"sw{os.getpid() % 10_000}{next(_letters)}"
-    spaces = [f"{name}-{number}" for number in range(count)]
+    spaces = [
+        (f"{name}-{number}", f"10.77.{number // 250}.{number % 250 + 1}")
+        for number in range(count)
+    ]
     try:
         call(f"ip link add {name} type bridge")
         call(f"ip link set {name} up")
-        for number, space in enumerate(spaces):
+        for number, (space, address) in enumerate(spaces):
             mbit = rate * (slow if slow is not None and number == 1 else 1)
-            line = f"root tbf rate {mbit}mbit burst 64k latency {_QUEUE}ms"
+            line = f"root handle 1: tbf rate {mbit}mbit burst 64k latency {_QUEUE}ms"
             port = f"{name}v{number}"
-            address = f"10.77.{number // 250}.{number % 250 + 1}/16"
             for command in (
                 f"ip netns add {space}",
                 f"ip link add {port} type veth peer name eth0 netns {space}",
                 f"ip link set {port} master {name}",
                 f"ip link set {port} up",
-                f"ip -n {space} addr add {address} dev eth0",
+                f"ip -n {space} addr add {address}/16 dev eth0",
                 f"ip -n {space} link set eth0 up",
                 f"ip -n {space} link set lo up",
                 f"ip netns exec {space} tc qdisc add dev eth0 {line}",
@@ -142,15 +239,20 @@ def _network(count: int, rate: float, slow: float | None) -> Iterator[list[str]]
                     sys.exit(f"{command}: {done.stderr.strip()}")
         yield spaces
     finally:
-        for space in spaces:
+        for space, _ in spaces:
             call(f"ip netns del {space}")
         call(f"ip link del {name}")
 
 
-class _Host:
+class Host:
     """A forked process in a namespace, which runs a coroutine and talks JSON."""
 
-    def __init__(self, space: str, run: Callable[[_Host], Any]) -> None:
+    def __init__(self, space: tuple[str, str]) -> None:
+        self._space, self.address = space
+        self.pid = 0
+
+    def run(self, run: Callable[[Host], Any]) -> None:
+        """Start the process."""
         child_reads, parent_writes = os.pipe()
         parent_reads, child_writes = os.pipe()
         self.pid = os.fork()
@@ -167,7 +269,7 @@ class _Host:
         try:
             os.close(parent_reads)
             os.close(parent_writes)
-            _enter(space)
+            _enter(self._space)
             asyncio.run(run(self))
             code = 0
         except BaseException:  # noqa: BLE001 - it must not return into the parent's code
@@ -189,10 +291,13 @@ class _Host:
         return await asyncio.get_running_loop().run_in_executor(None, self.hear)
 
     def kill(self) -> None:
-        """End the process."""
+        """End the process. Idempotent."""
+        if not self.pid:
+            return
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
+        self.pid = 0
 
 
 def _enter(space: str) -> None:
@@ -203,34 +308,59 @@ def _enter(space: str) -> None:
     os.close(fd)
 
 
-def _state(nbytes: int) -> dict[str, torch.Tensor]:
+def _tensors(nbytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     count = nbytes // 8 // _TENSORS
-    return {f"w{n}": torch.arange(count) + n * 1_000_003 for n in range(_TENSORS)}
+    return ((f"w{n}", torch.arange(count) + n * 1_000_003) for n in range(_TENSORS))
 
 
-async def _send(host: _Host, nbytes: int, chunks: int) -> None:
-    chunk_bytes = max(nbytes // chunks // 64 * 64, 64 << 10)
+class _Costs:
+    """The processor time and the memory of this process, from now on."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+        self._memory, self._began = _status("VmRSS"), time.process_time()
+
+    def so_far(self) -> dict[str, Any]:
+        """Return the processor seconds and the peak of the bytes."""
+        peak = _status("VmHWM") - self._memory
+        return {"cpu": time.process_time() - self._began, "memory": peak}
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    raise LookupError(name)
+
+
+async def _send(host: Host, nbytes: int, chunk_bytes: int) -> None:
     async with HTTPTransport[Any](chunk_bytes=chunk_bytes) as transport:
-        await transport.send_checkpoint(step=1, state_dict=_state(nbytes))
+        await transport.send_checkpoint(step=1, state_dict=dict(_tensors(nbytes)))
+        costs = _Costs()
         host.say({"metadata": transport.metadata()})
-        await host.heard()
-        now = transport.statistics()
-        host.say({"sent": now.bytes_sent, "requests": now.requests})
+        ends = False
+        while not ends:
+            ends = (await host.heard())["end"]
+            now = transport.statistics()
+            found = {"sent": now.bytes_sent, "requests": now.requests}
+            host.say(found | costs.so_far())
 
 
-async def _receive(host: _Host, nbytes: int, *, star: bool) -> None:
+async def _receive(host: Host, nbytes: int, *, star: bool) -> None:
     swarm = None if star else Swarm(linger=_TIMEOUT)
     async with HTTPTransport[Any](_TIMEOUT, swarm=swarm, same_host=False) as transport:
         host.say({})
         metadata = (await host.heard())["metadata"]
-        began, used = time.monotonic(), time.process_time()
+        costs, began = _Costs(), time.monotonic()
         got = await transport.recv_checkpoint(metadata=metadata, step=1)
-        seconds, cpu = time.monotonic() - began, time.process_time() - used
-        right = all(torch.equal(got[name], w) for name, w in _state(nbytes).items())
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        host.say({"seconds": seconds, "cpu": cpu, "right": right, "peak": peak})
+        found = {"seconds": time.monotonic() - began} | costs.so_far()
+        found["memory"] -= nbytes
+        right = all(torch.equal(got[name], w) for name, w in _tensors(nbytes))
+        costs = _Costs()
+        host.say(found | {"right": right})
         await host.heard()
-        host.say({"sent": transport.statistics().bytes_sent})
+        host.say({"sent": transport.statistics().bytes_sent} | costs.so_far())
 
 
 if __name__ == "__main__":

@@ -83,6 +83,8 @@ class BodySender:
 
     Attributes:
         sent: How many bytes the kernel has taken.
+        arrived: How many of them the peer has acknowledged, as far as that is known,
+            once the writing has ended.
         outcome: How the writing ended, once it has. To end early is no error.
     """
 
@@ -96,7 +98,7 @@ class BodySender:
         threads: Bridge | None = None,
         joins: bool = False,
     ) -> None:
-        self.sent, self.joins = 0, joins
+        self.sent, self.arrived, self.joins = 0, 0, joins
         self.outcome: Outcome | None = None
         self._transport = transport
         self._nbytes = nbytes
@@ -284,8 +286,9 @@ class BodySender:
     def _end(self, outcome: Outcome) -> None:
         if self.outcome is not None:
             return
-        self.outcome = outcome
+        self.outcome, self.arrived = outcome, self.sent
         if outcome is not Outcome.SENT:
+            self.arrived -= min(sockets.unacknowledged(self._transport), self.sent)
             sockets.reset_on_close(self._transport)
             self._transport.abort()
         self._wake(None)

@@ -98,9 +98,10 @@ _LOOK = 0.02  # seconds between two looks at how much has come
 _DELTAS = 64 << 20  # bytes of the longest range for which deltas are requested
 _FROM_MEMBERS = 8  # chunks that are requested from members at a time
 _FROM_MEMBER = 2  # chunks that are requested from one member at a time
+_TRIES = 3  # members that are asked in turn; only the last one may let us wait
 _NEWS = 0.1  # of the last request in the average duration of all
 _LONG = 5.0  # a chunk from a member takes so many times as long as usual, and
-_LONGER = 1.0  # so many seconds more, before it is stolen in the middle
+_LONGER = 1.0  # so many seconds more, before its request is stopped
 _GATHER = 0.1  # seconds between two looks at which members are known
 
 
@@ -121,6 +122,8 @@ class Connection:
         steals: How often a run was taken from it since its last whole one.
         resting_until: In loop time; it takes no run before.
         is_busy: Whether it is fetching a run.
+        waits: Whether a member may let it wait until others are served.
+        refused: Whether its last run was refused, because the member was busy.
     """
 
     peer: Peer
@@ -129,6 +132,8 @@ class Connection:
     steals: int = 0
     resting_until: float = 0.0
     is_busy: bool = False
+    waits: bool = True
+    refused: bool = False
 
     def learn(self, nbytes: int, seconds: float) -> None:
         """Note how long a whole run took; a short one tells little, but something."""
@@ -340,6 +345,10 @@ class Download:
         if not self._peers:
             raise verdict(self._all.all)
         began = self._moved = self._idle_since = _now()
+        if self._swarm is not None:
+            for peer in self._peers:
+                if peer.invitation is not None:
+                    self._swarm.join(peer, peer.invitation)
         try:
             async with task_group() as tasks:
                 for number, connection in enumerate(self._connections):
@@ -387,6 +396,8 @@ class Download:
     def _connections_of_each(self) -> int:
         """Return how many connections each peer that is left may use now."""
         most, members = self._most, len(self._members_left())
+        if self._shares and not self._members:
+            return 1  # what a second one brings, others get from the source as well
         if len(self._left()) == 1 and not members:
             return most
         return max(1, min(most, _ALL_PEERS * most // (len(self._peers) + members)))
@@ -446,9 +457,6 @@ class Download:
 
     async def _gather(self, swarm: Membership, tasks: TaskGroup) -> None:
         """Add the members that the source names, until everything has come."""
-        for peer in self._left():
-            if peer.invitation is not None:
-                swarm.join(peer, peer.invitation)
         lanes = 0
         while not self._is_done:
             for peer in () if self._gets_deltas else swarm.members:
@@ -466,6 +474,7 @@ class Download:
                 lanes += 1
                 tasks.start_soon(self._work_with_members)
             self._check_reachable()
+            self._stop_slow_members()
             await self._news.wait(_GATHER)
 
     @property
@@ -477,14 +486,21 @@ class Download:
         return patches and not vain and any(known)
 
     async def _work_with_members(self) -> None:
-        """Fetch and steal one run after another from members, until all has come."""
+        """Fetch and steal one run after another from members, until all has come.
+
+        Some members have more to do than others. So it looks for one that can send at
+        once, before it waits.
+        """
+        refusals = 0
         while not self._is_done:
             connection = self._idle_member()
             job = None if connection is None else self._job(connection)
-            if job is not None:
-                await job
-            else:
+            if connection is None or job is None:
                 await self._news.wait(_TICK)
+                continue
+            connection.waits = refusals + 1 >= _TRIES
+            await job
+            refusals = refusals + 1 if connection.refused and refusals < _TRIES else 0
 
     def _idle_member(self) -> Connection | None:
         """Return a connection to a random member that could give a chunk."""
@@ -522,6 +538,17 @@ class Download:
             finally:
                 del self._joining[peer]
                 self._news.notify()
+
+    def _stop_slow_members(self) -> None:
+        """Stop requests to members that take much longer than is usual.
+
+        Otherwise members that send slowly on purpose could hold all connections.
+        """
+        usual, now = max(self._usual, self._usual_of_source), _now()
+        for each in self._assignments if usual else ():
+            took = now - each.began
+            if each.connection.peer.member and took > _LONG * usual + _LONGER:
+                self._stop(each, "it is wanted from others")
 
     def _check_reachable(self) -> None:
         """Fail if no source is left, and no member gets what is missing.
@@ -564,13 +591,7 @@ class Download:
         queue = self._runs_for(connection)
         victims = self._assignments
         if self._shares and self._fresh:
-            # Before the end, a peer without anything new is no reason to steal.
-            long = _LONG * max(self._usual, self._usual_of_source) + _LONGER
-            victims = [
-                each
-                for each in victims
-                if each.connection.peer.member and now - each.began > long
-            ]
+            victims = []  # before the end, a peer without anything new is no reason
         return choose(connection, queue, victims, rate=rate, now=now)
 
     def _runs_for(self, connection: Connection) -> Iterator[ChunkRun]:
@@ -632,9 +653,13 @@ class Download:
             peer.next = None
         return run
 
-    def _give_back(self, run: ChunkRun, peer: Peer) -> None:
+    def _give_back(self, run: ChunkRun, connection: Connection) -> None:
         """Want what is left of a run; the bad chunks of a member, from others."""
-        if peer.member and (settled := run.want_bad_again()) is not None:
+        if connection.refused or (connection.peer.member and self._fresh):
+            self._forget(run.assign(None, _ignore))
+            self._fresh |= run.bits
+            return
+        if connection.peer.member and (settled := run.want_bad_again()) is not None:
             self._forget(settled[0])
         self._begun.appendleft(run)
 
@@ -666,7 +691,7 @@ class Download:
         retries = self._client.retries(peer.origin, step, patience, self._all.on_retry)
         mine = Assignment(connection, run, retries, anyio.CancelScope(), began=started)
         self._assignments.append(mine)
-        connection.is_busy = True
+        connection.is_busy, connection.refused = True, False
 
         try:
             assert mine.scope is not None
@@ -674,7 +699,7 @@ class Download:
                 while run.unverified:
                     try:
                         if run.chunk is not None:
-                            await self._request(run, peer, patience)
+                            await self._request(run, connection)
                         if run.chunk is None:
                             self._want_bad_again(run, peer.origin)
                         continue
@@ -687,13 +712,14 @@ class Download:
         except (ClosedError, StagingError):
             raise  # not the peer's fault
         except AiockptError as error:
-            if not (peer.member and isinstance(error, PeerBusy)):
-                self._drop(peer, error)  # another member may be free
+            connection.refused = bool(peer.member) and isinstance(error, PeerBusy)
+            if not connection.refused:
+                self._drop(peer, error)
         finally:
             connection.is_busy = False
             self._assignments.remove(mine)
             if run.unverified:
-                self._give_back(run, peer)
+                self._give_back(run, connection)
             mine.ended.set()
             self._news.notify()
             if self._is_done:
@@ -704,9 +730,13 @@ class Download:
     def _learn(self, mine: Assignment, took: float) -> None:
         """Note how long a run took; drop a member from which much was stolen."""
         connection, peer = mine.connection, mine.connection.peer
+        if connection.refused:
+            connection.resting_until = _now() + _REST
+            return
         if mine.run.unverified:
             connection.rest(_now())
-            if mine.stolen and peer.member and connection.steals >= _VAIN:
+            pair = (each for each in self._of_members if each.peer is peer)
+            if mine.stolen and sum(each.steals for each in pair) >= _VAIN:
                 why = f"{peer.origin.base_url} is much slower than other members"
                 self._drop(peer, TransportError(why))
             return
@@ -739,11 +769,12 @@ class Download:
             self._forget(lost)
             raise error
 
-    async def _request(self, run: ChunkRun, peer: Peer, patience: Patience) -> None:
+    async def _request(self, run: ChunkRun, connection: Connection) -> None:
         """Receive the bytes of one request directly into the target.
 
         If the receiver holds bytes and the peer keeps a base, receive deltas instead.
         """
+        peer, patience = connection.peer, connection.patience
         start, stop, base = self._reach(run, peer)
         outline, origin = self._outline, peer.origin
         head = outline.header_bytes
@@ -753,6 +784,8 @@ class Download:
         wait = patience.stall_timeout / 2
         if not peer.member:
             wait = min(wait, patience.reconnect_timeout)
+        elif not connection.waits:
+            wait = 0.0
         request = Request(
             origin=origin,
             path=format_resource(Resource(ResourceKind.FULL, outline.step)),
@@ -868,21 +901,26 @@ class Download:
 
     async def _steal(self, thief: Connection, victim: Assignment) -> None:
         """Stop a much slower connection, which puts its run back into the queue."""
+        same = victim.connection.peer is thief.peer
+        self._stop(victim, f"another {'connection has' if same else 'peer takes'} it")
+        await victim.ended.wait()
+
+    def _stop(self, victim: Assignment, why: str) -> None:
+        if victim.stolen:
+            return
         run, loser = victim.run, victim.connection.peer
-        who = "connection has it" if loser is thief.peer else "peer takes it"
         emit(
             TransferEvent(
                 stop="retry",
                 step=self._outline.step,
                 peer=loser.origin.base_url,
-                detail=f"too slow with chunk {run.chunk}; another {who}",
+                detail=f"too slow with chunk {run.chunk}; {why}",
             )
         )
         run.steals += 1
         victim.stolen = True
         assert victim.scope is not None
         victim.scope.cancel()
-        await victim.ended.wait()
 
     def _verified(self, peer: Peer, chunk: int) -> None:
         start, stop = self._outline.grid.range(chunk)

@@ -91,7 +91,7 @@ _OF_OTHERS: Final = ("GET", "HEAD")
 _OF_MEMBERS: Final = ("POST", "DELETE")
 _KEEP_ALIVE: Final = 2.0  # seconds
 _SHORTEST: Final = 0.1  # seconds between two signs of life
-_INTERRUPTS: Final = 1.0  # seconds between two
+_INTERRUPTS: Final = 0.1  # seconds between two
 _MOST_WATCHERS: Final = 64  # members that are told of new chunks
 _MOST_RELAYED: Final = 2  # chunks in a body of a member, whose slots are for all
 _MOST_SHOWN: Final = 200  # members on the status page
@@ -357,8 +357,10 @@ class CheckpointService:
             return await self._relay(request, publication, resource, reply)
         if lease is not None and request.method == "GET":
             patience = self.config.stall_timeout
+            if not (publication.has_lease(lease) or publication.has_others(lease)):
+                publication.tracker.renew()  # it begins, and is alone
             self.store.lease(publication, lease, patience=patience)
-            reply.headers.update(self._invitation(publication, lease))
+            reply.headers.update(self._invitation(publication, lease, reply))
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._macs.headers_of(manifest))
             reply.headers.update(await self._offer(request, publication, lease))
@@ -410,7 +412,7 @@ class CheckpointService:
     # ------------------------------------------------------------------ swarm
 
     def _invitation(
-        self, publication: Publication, lease: http.Lease
+        self, publication: Publication, lease: http.Lease, reply: Reply
     ) -> Mapping[str, str]:
         """Return the headers for a receiver that can join a swarm, or that has joined.
 
@@ -419,7 +421,8 @@ class CheckpointService:
         if not lease.joins or self.config.swarm is None:
             return {}
         if publication.tracker.has(lease.id):
-            chunk = publication.tracker.promise()
+            taken = _chunks_over(publication, reply)
+            chunk = publication.tracker.promise(lease.id, taken)
             return {} if chunk is None else {http.NEXT_CHUNK_HEADER: str(chunk)}
         if not publication.has_others(lease):
             return {}
@@ -470,7 +473,7 @@ class CheckpointService:
     def _interrupt(self, publication: Publication) -> None:
         """Have the receivers of long ranges ask again, so that they join the swarm.
 
-        This happens at most once a second, whoever comes and goes.
+        This happens at most ten times a second, whoever comes and goes.
         """
         now = asyncio.get_running_loop().time()
         if now < self._interrupted + _INTERRUPTS:
@@ -688,7 +691,7 @@ class CheckpointService:
                 if nbytes <= SMALL_BYTES:
                     data = b"".join(views(0, nbytes))
                     self._counts["bytes_sent"] += nbytes
-                    request[VISIT].nbytes = body.sent = nbytes
+                    request[VISIT].nbytes = body.sent = body.arrived = nbytes
                     return _Answer(
                         status=reply.status, body=data, headers=reply.headers
                     )
@@ -699,7 +702,7 @@ class CheckpointService:
         finally:
             self._readers -= 1
             if body.joins:
-                given = _chunks_within(publication, reply.start, body.sent)
+                given = _chunks_within(publication, reply.start, body.arrived)
                 publication.tracker.give(given)
 
     @contextmanager

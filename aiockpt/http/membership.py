@@ -44,7 +44,7 @@ Door: TypeAlias = Callable[[Relay], Awaitable[str]]
 """Serves a relay, and returns the URL under which members reach it."""
 
 _FIRST: Final = 0.25  # seconds between the first two announcements; then ever more
-_MOST: Final = 12  # members that are asked at a time
+_MOST: Final = 24  # members that are asked at a time; the tracker names no more
 _LONGEST: Final = 64 << 10  # bytes of an answer to an announcement
 _AWAY: Final = 10.0  # seconds for which a member that failed is not asked
 _SHORTEST_LEASE: Final = 1.0  # seconds
@@ -121,7 +121,8 @@ class Membership:
 
     def hear(self, source: Peer, headers: Mapping[str, str]) -> None:
         """Join the swarm if the source's answer has an invitation."""
-        source.next = http.parse_next_chunk(headers.get(http.NEXT_CHUNK_HEADER))
+        named = http.parse_next_chunk(headers.get(http.NEXT_CHUNK_HEADER))
+        source.next = source.next if named is None else named
         token = http.parse_invitation(headers.get(http.SWARM_HEADER))
         if token is not None:
             self.join(source, token)
@@ -293,7 +294,11 @@ class Membership:
         """Tell the source what is served; return the seconds of the lease."""
         bad, self._complaints = tuple(self._complaints[:16]), self._complaints[16:]
         said = http.Announcement(
-            url=url, zone=self._options.zone, have=len(relay.order), bad=bad
+            url=url,
+            zone=self._options.zone,
+            have=len(relay.order),
+            bad=bad,
+            known=tuple(each.member for each in self.members),
         )
         request = self._request(
             relay, "POST", body=msgspec.json.encode(said), status=HTTPStatus.OK
@@ -326,7 +331,7 @@ class Membership:
             if not relay.is_lent:
                 origin = http.Origin(url, relay.token)
                 self.members.append(Peer(origin, have=0, member=info.id))
-        self.is_active = bool(found.members)
+        self.is_active = bool(found.members or self.members)
         if self._source is not None and found.next is not None:
             self._source.next = found.next
 

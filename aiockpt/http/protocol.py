@@ -398,12 +398,14 @@ class Announcement(msgspec.Struct, omit_defaults=True):
         zone: A name for its part of the network, such as a rack; empty if unknown.
         have: How many chunks it has.
         bad: The ids of members that sent it wrong bytes since its last announcement.
+        known: The ids of the members that it asks for chunks.
     """
 
     url: Annotated[str, msgspec.Meta(max_length=512)]
     zone: Annotated[str, msgspec.Meta(max_length=64)] = ""
     have: Annotated[int, msgspec.Meta(ge=0)] = 0
     bad: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=16)] = ()
+    known: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=64)] = ()
 
 
 class MemberInfo(msgspec.Struct, omit_defaults=True):

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 __all__ = ["Member", "neighbours", "next_chunk", "patience", "source_chunk"]
 
-_MOST = 12  # more neighbours cost requests, and no longer make a swarm faster
+_ENOUGH = 12  # more neighbours cost requests, and no longer make a swarm faster
+_MORE = 4  # members that one with enough neighbours is told of at a time
 _PATIENCE = 3.0  # usual requests, after which what does not come counts as lost
 _AT_FIRST = 30.0  # seconds; the same for a receiver that knows no usual request yet
 
@@ -39,37 +40,43 @@ def neighbours(
     asker: Member,
     others: Sequence[Member],
     *,
-    most: int = _MOST,
+    known: int = 0,
     chance: random.Random | None,
 ) -> list[int]:
     """Choose the members that the tracker names to a member.
 
-    Half of them are from the asker's zone and half from elsewhere; where one side has
-    too few, the other one fills up. So two or more are from elsewhere, if there are so
-    many and ``most`` is at least 3. On both sides, those named least often come first.
-    One or more has more chunks than the asker, if there is such a member.
+    It names as many as the asker lacks of 12 neighbours. Half of them are from the
+    asker's zone and half from elsewhere; where one side has too few, the other one
+    fills up. On both sides, those named least often come first. One or more has more
+    chunks than the asker, if there is such a member.
+
+    An asker with 12 neighbours learns of a few members that were named to fewer than 12
+    others, until it has 24. Otherwise nobody would fetch from those that join last, and
+    the source would have to send again what it gave to them.
 
     Args:
         asker: The member that asks.
-        others: All other members.
-        most: How many to name at most.
+        others: The other members that it does not know.
+        known: How many it knows.
         chance: Breaks ties. With None, the earlier member comes first.
 
     Returns:
         Indexes into ``others``, each once.
     """
-    if most < 1:
-        return []
     order = list(range(len(others)))
     if chance is not None:
         chance.shuffle(order)
     order.sort(key=lambda at: others[at].named)
+    most = _ENOUGH - known
+    if most < 1:
+        order = [at for at in order if others[at].named < _ENOUGH]
+        most = max(min(_MORE, 2 * _ENOUGH - known), 0)
     near = [at for at in order if others[at].zone == asker.zone]
     far = [at for at in order if others[at].zone != asker.zone]
     of_near = max(min(len(near), most // 2), most - len(far))
     near, far = near[:of_near], far[: most - min(of_near, len(near))]
     ahead = [at for at in order if others[at].have > asker.have]
-    if ahead and not any(others[at].have > asker.have for at in near + far):
+    if most and ahead and not any(others[at].have > asker.have for at in near + far):
         best = ahead[0]
         side = near if others[best].zone == asker.zone else far
         (side or near or far)[-1:] = [best]

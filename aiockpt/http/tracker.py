@@ -19,7 +19,7 @@ import msgspec
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.protocol import Announcement, MemberInfo, Membership, url_fault
-from aiockpt.http.swarm import Member, neighbours, next_chunk
+from aiockpt.http.swarm import Member, neighbours, next_chunk, patience
 
 __all__ = ["MemberStatistics", "Tracker"]
 
@@ -32,10 +32,16 @@ _MOST_OF_HOST: Final = 64  # members; a host has a few receivers
 _COMPLAINTS: Final = 2  # hosts that complained, after which a member is not named
 _MOST_ACCUSED: Final = 1024
 _RETRY_AFTER: Final = 2.0
+_SOONEST: Final = 0.1  # seconds after which a promise may be in vain
+_NEWS: Final = 0.1  # of the last promise that was kept in the average of all
+_NOTHING: Final = -1
 
 
 class _Member(msgspec.Struct, array_like=True):
-    """A member; the tracker keeps it packed, since there may be thousands."""
+    """A member; the tracker keeps it packed, since there may be thousands.
+
+    ``promised`` is the chunk that it should request from the source next.
+    """
 
     number: int
     url: str
@@ -43,6 +49,7 @@ class _Member(msgspec.Struct, array_like=True):
     have: int
     named: int
     until: float
+    promised: int = _NOTHING
 
 
 class MemberStatistics(NamedTuple):
@@ -70,6 +77,11 @@ class Tracker:
         self._accused: dict[str, set[str]] = {}  # URLs, and the hosts that complained
         self._numbers = 0
         self._new = self._unpromised = (1 << chunks) - 1
+        # Those that were promised since `_turned`, and some time before it.
+        self._recent = self._older = 0
+        self._turned = _now()
+        self._sample: tuple[int, float] | None = None  # a chunk, and its promise
+        self._usual = 0.0  # seconds from a promise until the chunk is given
         self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
 
     def __repr__(self) -> str:
@@ -106,45 +118,80 @@ class Tracker:
         packed = self._members.pop(int(lease, 16), None)
         if packed is None:
             self._check_room(url)
-            self._renew()
             self._numbers += 1
-            number, named = self._numbers, 0
+            member = _Member(self._numbers, url, said.zone, 0, 0, 0.0)
         else:
-            known = _unpack(packed)
-            number, named = known.number, known.named
-        have = min(said.have, self._chunks)
+            member = _unpack(packed)
+            member.url, member.zone = url, said.zone
+        member.have = min(said.have, self._chunks)
+        is_complete = member.have == self._chunks
         period = max(_PERIOD, len(self._members) / _BUSIEST)
-        until = now + _LEASE * period
-        member = _Member(number, url, said.zone, have, named, until)
+        member.until = now + _LEASE * period
         self._members[int(lease, 16)] = _pack(member)
         self._accuse(address, said.bad)
         return Membership(
             id=_id(member),
             lease=_LEASE * period,
-            members=self._name(member),
-            next=self.promise(),
+            members=() if is_complete else self._name(member, said.known),
+            next=None if is_complete else self.promise(lease),
         )
 
     def leave(self, lease: str) -> None:
         """Forget a member."""
-        self._members.pop(int(lease, 16), None)
+        packed = self._members.pop(int(lease, 16), None)
+        if packed is not None:
+            self._take_back(_unpack(packed).promised)
 
-    def promise(self) -> int | None:
-        """Return a chunk that nobody was given; promise it to one member after another.
+    def promise(self, lease: str, taken: range = range(0)) -> int | None:
+        """Return the chunk that a member should request next; None if there is none.
 
-        A promise may be in vain. So if all are promised, they are promised again.
+        Nobody has been given that chunk, and nobody else is promised it. A member
+        keeps its promise until it requests the chunk, which ``taken`` says. A promise
+        that is not kept for a while is in vain, and the chunk is promised again.
         """
-        left = self._new & self._unpromised
-        if not left:
-            self._unpromised = left = self._new
-        chunk = next_chunk(left, (), self._chance)
-        if chunk is not None:
-            self._unpromised &= ~(1 << chunk)
-        return chunk
+        packed = self._members.get(int(lease, 16))
+        if packed is None:
+            return None
+        member = _unpack(packed)
+        if self._is_promised(member.promised) and member.promised not in taken:
+            return member.promised
+        now = _now()
+        if now - self._turned > max(patience(self._usual), _SOONEST):
+            self._unpromised |= self._older
+            self._recent, self._older = 0, self._recent
+            self._turned, self._sample = now, None
+        chosen = next_chunk(self._new & self._unpromised, (), self._chance)
+        if chosen is not None:
+            self._unpromised &= ~(1 << chosen)
+            self._recent |= 1 << chosen
+            self._sample = self._sample or (chosen, now)
+        member.promised = _NOTHING if chosen is None else chosen
+        self._members[int(lease, 16)] = _pack(member)
+        return chosen
+
+    def _is_promised(self, chunk: int) -> bool:
+        promised = (self._recent | self._older) & self._new
+        return chunk != _NOTHING and bool(promised >> chunk & 1)
+
+    def _take_back(self, chunk: int) -> None:
+        """Let a chunk be promised again."""
+        if self._is_promised(chunk):
+            self._recent &= ~(1 << chunk)
+            self._older &= ~(1 << chunk)
+            self._unpromised |= 1 << chunk
 
     def give(self, chunks: range) -> None:
         """Note that a receiver has got these chunks from the source."""
         self._new &= ~(((1 << len(chunks)) - 1) << chunks.start)
+        if self._sample is not None and self._sample[0] in chunks:
+            took = _now() - self._sample[1]
+            self._usual += (took - self._usual) * (_NEWS if self._usual else 1)
+            self._sample = None
+
+    def renew(self) -> None:
+        """Give all chunks anew, because those that got them are gone."""
+        self._new = self._unpromised = (1 << self._chunks) - 1
+        self._recent = self._older = 0
 
     @property
     def given(self) -> int:
@@ -165,7 +212,8 @@ class Tracker:
             for each in heapq.nsmallest(most, self._all(), key=lambda one: one.number)
         ]
 
-    def _name(self, asker: _Member) -> tuple[MemberInfo, ...]:
+    def _name(self, asker: _Member, known: Sequence[str]) -> tuple[MemberInfo, ...]:
+        numbers = {_number(each) for each in known} | {asker.number}
         leases = [*self._members]
         if len(leases) > _SAMPLE:
             leases = self._chance.sample(leases, _SAMPLE)
@@ -173,12 +221,12 @@ class Tracker:
         for lease in leases:
             each = _unpack(self._members[lease])
             is_bad = len(self._accused.get(each.url, ())) >= _COMPLAINTS
-            if each.number != asker.number and not is_bad:
+            if each.number not in numbers and not is_bad:
                 others[lease] = each
         leases = [*others]
         seen = [*map(_seen, others.values())]
         found = []
-        for at in neighbours(_seen(asker), seen, chance=self._chance):
+        for at in neighbours(_seen(asker), seen, known=len(known), chance=self._chance):
             each = others[leases[at]]
             each.named += 1
             self._members[leases[at]] = _pack(each)
@@ -194,12 +242,6 @@ class Tracker:
             known = len(self._accused) < _MOST_ACCUSED or each.url in self._accused
             if known and _id(each) in ids:
                 self._accused.setdefault(each.url, set()).add(address)
-
-    def _renew(self) -> None:
-        """Give all chunks anew if those who got them are gone."""
-        everything = (1 << self._chunks) - 1
-        if self._new != everything and not any(each.have for each in self._all()):
-            self._new = self._unpromised = everything
 
     def _check_room(self, url: str) -> None:
         """Raise unless there is room for another member, at the host of this URL."""
@@ -217,9 +259,11 @@ class Tracker:
         now = _now()
         while self._members:
             lease, packed = next(iter(self._members.items()))
-            if _unpack(packed).until > now:
+            member = _unpack(packed)
+            if member.until > now:
                 break
             del self._members[lease]
+            self._take_back(member.promised)
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -232,6 +276,11 @@ def _seen(member: _Member) -> Member:
 
 def _id(member: _Member) -> str:
     return f"m{member.number}"
+
+
+def _number(name: str) -> int | None:
+    digits = name.removeprefix("m")
+    return int(digits) if digits.isdecimal() else None
 
 
 def _reachable(url: str, host: str | None) -> str:

@@ -45,45 +45,46 @@ def rarest(wanted: int, rivals: Sequence[int]) -> set[int]:
 # ----------------------------------------------------------------------- neighbours
 
 
-@given(members, swarms, st.integers(0, 14), seeds)
+@given(members, swarms, st.integers(0, 12), seeds)
 def test_each_member_is_named_once_and_as_many_as_there_are(
     asker: Member, others: list[Member], most: int, seed: int
 ) -> None:
-    """The tracker names as many members as it may, none twice."""
-    named = neighbours(asker, others, most=most, chance=random.Random(seed))
-    assert len(named) == len(set(named)) == min(most, len(others))
+    """The tracker names as many members as the asker lacks, none twice."""
+    named = neighbours(asker, others, known=12 - most, chance=random.Random(seed))
+    if most:
+        assert len(named) == len(set(named)) == min(most, len(others))
     assert set(named) <= set(range(len(others)))
 
 
-@given(members, swarms, st.integers(3, 14), seeds)
+@given(members, swarms, st.integers(3, 12), seeds)
 def test_both_the_own_zone_and_the_others_have_their_part(
     asker: Member, others: list[Member], most: int, seed: int
 ) -> None:
     """Half are from the own zone and two from elsewhere, if there are so many."""
     zones = [other.zone == asker.zone for other in others]
-    named = neighbours(asker, others, most=most, chance=random.Random(seed))
+    named = neighbours(asker, others, known=12 - most, chance=random.Random(seed))
     near = sum(zones[at] for at in named)
     assert near >= min(sum(zones), most // 2)
     assert len(named) - near >= min(len(zones) - sum(zones), 2)
 
 
-@given(members, swarms, st.integers(1, 14), seeds)
+@given(members, swarms, st.integers(1, 12), seeds)
 def test_one_is_ahead_of_the_asker(
     asker: Member, others: list[Member], most: int, seed: int
 ) -> None:
     """The asker can receive something, if anybody has more than it."""
-    named = neighbours(asker, others, most=most, chance=random.Random(seed))
+    named = neighbours(asker, others, known=12 - most, chance=random.Random(seed))
     if any(other.have > asker.have for other in others):
         assert any(others[at].have > asker.have for at in named)
 
 
-@given(swarms, st.integers(1, 14), seeds)
+@given(swarms, st.integers(1, 12), seeds)
 def test_the_least_often_named_of_a_side_come_first(
     others: list[Member], most: int, seed: int
 ) -> None:
     """Nobody is passed over for a member that was named more often."""
     asker = Member("a", have=9, named=0)  # nobody is ahead, so nobody is preferred
-    named = neighbours(asker, others, most=most, chance=random.Random(seed))
+    named = neighbours(asker, others, known=12 - most, chance=random.Random(seed))
     for near in (True, False):
         side = [at for at, other in enumerate(others) if (other.zone == "a") == near]
         counts = [others[at].named for at in side if at in named]
@@ -106,14 +107,14 @@ def test_the_least_often_named_of_a_side_come_first(
 def test_a_table_of_four_neighbours(others: str, named: str) -> None:
     """A member is written as its zone and what it has; the asker is in a with 3."""
     swarm = [Member(text[0], int(text[1]), 0) for text in others.split()]
-    found = neighbours(Member("a", 3, 0), swarm, most=4, chance=None)
+    found = neighbours(Member("a", 3, 0), swarm, known=8, chance=None)
     assert sorted(others.split()[at] for at in found) == named.split()
 
 
 def test_a_single_neighbour_is_the_one_ahead() -> None:
     """Being ahead counts more than the zone and the number of namings."""
     others = [Member("b", 0, 0), Member("a", 1, 7), Member("b", 0, 0)]
-    assert neighbours(Member("a", 0, 0), others, most=1, chance=None) == [1]
+    assert neighbours(Member("a", 0, 0), others, known=11, chance=None) == [1]
 
 
 def test_equal_members_are_named_equally_often() -> None:
@@ -129,10 +130,21 @@ def test_equal_members_are_named_equally_often() -> None:
     assert max(count.values()) < 570
 
 
+@given(members, st.lists(st.integers(0, 20), max_size=40), st.integers(12, 30), seeds)
+def test_one_that_knows_enough_learns_of_those_that_few_know(
+    asker: Member, counts: list[int], known: int, seed: int
+) -> None:
+    """A few at a time, so that somebody fetches from those that join last."""
+    others = [Member("a", 9, count) for count in counts]
+    named = neighbours(asker, others, known=known, chance=random.Random(seed))
+    few = sorted(count for count in counts if count < 12)
+    assert [counts[at] for at in named] == few[: max(min(4, 24 - known), 0)]
+
+
 def test_without_chance_the_earlier_member_comes_first() -> None:
     """A caller that needs no random ties gets none."""
     others = [Member("a", 0, 0)] * 5
-    assert neighbours(Member("a", 0, 0), others, most=3, chance=None) == [0, 1, 2]
+    assert neighbours(Member("a", 0, 0), others, known=9, chance=None) == [0, 1, 2]
 
 
 # ----------------------------------------------------------------------- next_chunk

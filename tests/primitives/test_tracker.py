@@ -15,6 +15,7 @@ from aiockpt.http.problems import PeerBusy
 from aiockpt.http.protocol import Announcement, Membership
 from aiockpt.http.tracker import Tracker
 from tests.support.proofs import proves
+from tests.support.servers import settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 
@@ -157,31 +158,67 @@ async def test_a_url_that_names_no_server(url: str) -> None:
         announce(Tracker(8), 1, url=url)
 
 
-async def test_each_chunk_is_promised_to_one_member_after_another() -> None:
-    """What was not given is promised again."""
+async def test_each_chunk_is_promised_to_one_member(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until it is given, or the member leaves."""
+    monkeypatch.setattr(module, "_SOONEST", 60.0)
     tracker = Tracker(8)
-    first = announce(tracker, 1, have=8).next
-    promised = [first, *(tracker.promise() for _ in range(7))]
-    assert sorted(each for each in promised if each is not None) == [*range(8)]
+    promised = [announce(tracker, number).next for number in range(10)]
+    assert sorted(each for each in promised[:8] if each is not None) == [*range(8)]
+    assert promised[8:] == [None, None]
     tracker.give(range(3))
     tracker.give(range(5, 8))
     assert tracker.given == 6
-    assert {tracker.promise() for _ in range(2)} == {3, 4}
+    assert [announce(tracker, number).next for number in (8, 9)] == [None, None]
+    tracker.leave(lease_of(promised.index(3)))
+    assert announce(tracker, 9).next == 3
     tracker.give(range(3, 5))
-    assert tracker.promise() is None
-    assert announce(tracker, 2).next is None
+    assert [announce(tracker, number).next for number in range(10)] == [None] * 10
 
 
-async def test_chunks_are_given_anew_once_their_holders_are_gone() -> None:
-    """So a second wave of receivers does not wait for what the first one took along."""
+async def test_a_member_is_told_the_same_chunk_until_it_requests_it() -> None:
+    """It may not have got the answer."""
+    tracker, lease = Tracker(8), lease_of(1)
+    chunk = announce(tracker, 1).next
+    assert chunk is not None
+    assert announce(tracker, 1).next == tracker.promise(lease) == chunk
+    other = tracker.promise(lease, range(chunk, chunk + 1))
+    assert other not in (None, chunk)
+    assert announce(tracker, 1).next == other
+    assert announce(tracker, 1, have=8).next is None
+    assert tracker.promise(lease_of(2)) is None
+
+
+async def test_a_promise_that_is_in_vain_is_made_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a few times as long as it takes usually."""
+    monkeypatch.setattr(module, "_SOONEST", 60.0)
+    tracker = Tracker(2)
+    first = announce(tracker, 1).next
+    assert first is not None
+    tracker.give(range(first, first + 1))
+    second = announce(tracker, 2).next
+    assert announce(tracker, 3).next is None
+    monkeypatch.setattr(module, "_SOONEST", 0.1)
+    await settle(lambda: announce(tracker, 3).next == second)
+
+
+async def test_a_member_is_not_told_of_those_that_it_knows() -> None:
+    """If it knows enough, it is told of a few that few others know."""
     tracker = Tracker(8)
-    announce(tracker, 1)
-    tracker.give(range(8))
-    announce(tracker, 1, have=8)
-    assert announce(tracker, 2).next is None
-    for number in (1, 2):
-        tracker.leave(lease_of(number))
-    assert announce(tracker, 3).next is not None
+    for number in range(20):
+        announce(tracker, number, known=tuple(f"m{n}" for n in range(64)))
+    found = announce(tracker, 20).members
+    assert len(found) == 12
+    known = tuple(each.id for each in found)
+    more = announce(tracker, 20, known=known).members
+    assert len(more) == 4
+    assert not {each.id for each in more}.intersection(known)
+    known += tuple(each.id for each in more)
+    assert len(announce(tracker, 20, known=(*known, "m99", "no", "m")).members) == 4
+    assert not announce(tracker, 20, have=8).members
 
 
 async def test_a_member_takes_little_memory(

@@ -116,22 +116,38 @@ async def test_a_member_is_told_what_nobody_has() -> None:
     """With each answer, until everything was given once."""
     size = 64 << 10
     async with serving(memory(), swarm=SWARM) as site:
+        assert site.store.latest is not None
+        head = len(site.store.latest.servable.manifest.header)
         await ask(site, "metadata", A)
         wanted = json.loads((await post(site, A, SAID)).body)["next"]
-        seen = set()
+        seen = set[int]()
         while wanted is not None:
             assert wanted not in seen
             seen.add(wanted)
-            head = len(site.store.latest.servable.manifest.header)  # type: ignore[union-attr]
             first = head + wanted * size
             answer = await ask(
                 site, "full", A, Range=f"bytes={first}-{first + size - 1}"
             )
             assert answer.status == 206
-            wanted = int(answer.headers.get("Aiockpt-Next-Chunk", -1))
-            if wanted in seen:  # it was promised before it was given
-                break
-        assert len(seen) >= CHUNKS - 1
+            named = answer.headers.get("Aiockpt-Next-Chunk")
+            wanted = None if named is None else int(named)
+        assert len(seen) == CHUNKS
+        again = json.loads((await post(site, A, {**SAID, "have": CHUNKS})).body)
+        assert "next" not in again
+
+
+async def test_a_receive_that_begins_alone_finds_nothing_given() -> None:
+    """Those that got the chunks are gone."""
+    async with serving(memory(), swarm=SWARM) as site:
+        for first, second in ((A, B), (B, A)):
+            await ask(site, "metadata", first)
+            assert "next" in json.loads((await post(site, first, SAID)).body)
+            await ask(site, "full", first)
+            await ask(site, "metadata", second)
+            assert "next" not in json.loads((await post(site, second, SAID)).body)
+            for each in (first, second):
+                await post(site, each, b"", method="DELETE")
+                await ask(site, "metadata", each.replace("60", "0"))
 
 
 @pytest.mark.parametrize(
