@@ -310,7 +310,7 @@ class Membership:
             self._complaints += bad
             raise
         try:
-            found = msgspec.json.decode(body, type=http.Membership)
+            found = msgspec.json.decode(body, type=http.AnnounceResponse)
         except (msgspec.MsgspecError, ValueError) as error:
             raise RemoteProtocolError(
                 f"{request.url} sent a malformed answer: {error}"
@@ -318,7 +318,7 @@ class Membership:
         self._learn(relay, found)
         return found.lease
 
-    def _learn(self, relay: Relay, found: http.Membership) -> None:
+    def _learn(self, relay: Relay, found: http.AnnounceResponse) -> None:
         """Take the members that are not known yet, as far as more are needed."""
         known, now = {each.origin.base_url for each in self.members}, _now()
         known |= {url for url, until in self._avoided.items() if until > now}

@@ -41,7 +41,7 @@ __all__ = [
     "Announcement",
     "Lease",
     "MemberInfo",
-    "Membership",
+    "AnnounceResponse",
     "Origin",
     "RangeNotSatisfiable",
     "Resource",
@@ -417,7 +417,7 @@ class MemberInfo(msgspec.Struct, omit_defaults=True):
     have: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class Membership(msgspec.Struct, omit_defaults=True):
+class AnnounceResponse(msgspec.Struct, omit_defaults=True):
     """The source's answer to an `Announcement`.
 
     Attributes:

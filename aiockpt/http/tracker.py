@@ -18,7 +18,7 @@ import msgspec
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.problems import PeerBusy
-from aiockpt.http.protocol import Announcement, MemberInfo, Membership, url_fault
+from aiockpt.http.protocol import Announcement, MemberInfo, AnnounceResponse, url_fault
 from aiockpt.http.swarm import Member, neighbours, next_chunk, patience
 
 __all__ = ["MemberStatistics", "Tracker"]
@@ -98,7 +98,7 @@ class Tracker:
 
     def announce(
         self, lease: str, said: Announcement, *, address: str, trusts_url: bool
-    ) -> Membership:
+    ) -> AnnounceResponse:
         """Add or renew a member; return what to answer.
 
         Args:
@@ -129,7 +129,7 @@ class Tracker:
         member.until = now + _LEASE * period
         self._members[int(lease, 16)] = _pack(member)
         self._accuse(address, said.bad)
-        return Membership(
+        return AnnounceResponse(
             id=_id(member),
             lease=_LEASE * period,
             members=() if is_complete else self._name(member, said.known),

@@ -18,6 +18,7 @@ import torch
 from vllm.distributed.weight_transfer import base
 
 from aiockpt.errors import LocalProtocolError, TemplateMismatchError
+from aiockpt.format.chunks import Algorithm
 from aiockpt.http.options import Auth, Server
 from aiockpt.http.transport import HTTPTransport
 from aiockpt.runtime.sync_facade import SyncFacade
@@ -43,11 +44,13 @@ class InitInfo(base.WeightTransferInitInfo):
         metadata: The string that the trainer's transport returned.
         timeout: Seconds that an update waits for its step.
         token: The trainer's token, if the metadata does not contain it.
+        swarm: Whether the hosts of engines serve each other.
     """
 
     metadata: str
     timeout: float = 300.0
     token: str | None = None
+    swarm: bool = False
 
 
 @dataclass
@@ -83,7 +86,9 @@ class ReceivingEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             LocalProtocolError: the metadata is malformed.
         """
-        mirror = HostMirror(init_info.metadata, token=init_info.token)
+        mirror = HostMirror(
+            init_info.metadata, token=init_info.token, swarm=init_info.swarm
+        )
         self.shutdown()
         self._mirror = mirror
         self._timeout = init_info.timeout
@@ -150,6 +155,8 @@ class TrainerInitInfo(base.TrainerInitInfo):
         auth: Who may read.
         timeout: Seconds for staging a step, and for an update of a worker.
         step: The step of the training so far; `TrainerEngine.send_weights` counts on.
+        swarm: Whether the hosts of engines serve each other what they have verified.
+        digest: Of the chunks, as `HTTPTransport` has it.
     """
 
     backend: ClassVar[str] = "aiockpt"
@@ -158,6 +165,8 @@ class TrainerInitInfo(base.TrainerInitInfo):
     auth: Auth = Auth()  # noqa: RUF009 - frozen
     timeout: float = 300.0
     step: int = 0
+    swarm: bool = False
+    digest: Algorithm = "xxh3-128"
 
 
 class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
@@ -181,8 +190,12 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
         self._facade: SyncFacade | None = None
         if self.is_sender:
             self._transport: HTTPTransport[Any] = HTTPTransport(
-                timeout=init_info.timeout, server=init_info.server, auth=init_info.auth
+                timeout=init_info.timeout,
+                server=init_info.server,
+                auth=init_info.auth,
+                digest=init_info.digest,
             )
+            self._swarm = init_info.swarm
             abrupt = partial(self._transport.shutdown, wait=False)
             self._facade = SyncFacade("the trainer's engine", at_exit=abrupt)
 
@@ -216,7 +229,11 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
             self.metadata = self._facade.call(
                 self._start, timeout=self._timeout, stop="start"
             )
-            info = {"metadata": self.metadata, "timeout": self._timeout}
+            info = {
+                "metadata": self.metadata,
+                "timeout": self._timeout,
+                "swarm": self._swarm,
+            }
             self.client.init_weight_transfer_engine(info)
 
     def send_weights(self, step: int | None = None) -> None:

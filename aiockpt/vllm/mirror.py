@@ -51,6 +51,7 @@ class HostMirror:
     Args:
         metadata: The string that the sender's ``metadata()`` returned.
         token: The sender's token, if the metadata does not contain it.
+        swarm: Whether this host serves other receivers what it has verified.
         place: The directory of the lock files. It must belong to this user alone.
             None: a directory in the system's temporary one.
 
@@ -63,10 +64,15 @@ class HostMirror:
     """
 
     def __init__(
-        self, metadata: str, *, token: str | None = None, place: Path | None = None
+        self,
+        metadata: str,
+        *,
+        token: str | None = None,
+        swarm: bool = False,
+        place: Path | None = None,
     ) -> None:
         self._metadata = Token(metadata)
-        self._auth = Auth(token=token)
+        self._auth, self._swarm = Auth(token=token), swarm
         del metadata, token  # a traceback with local variables would show the token
         parse_metadata(self._metadata)
         name = hashlib.sha256(self._metadata.encode()).hexdigest()[:32]
@@ -151,7 +157,7 @@ class HostMirror:
 
     async def _fetch(self, local: HTTPTransport[State]) -> None:
         """Publish each step of the sender to this host."""
-        remote = HTTPTransport[State](auth=self._auth)
+        remote = HTTPTransport[State](auth=self._auth, swarm=self._swarm)
         try:
             while True:
                 # A step of another layout does not fit the mirror: begin again.

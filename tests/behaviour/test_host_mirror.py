@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from aiockpt import TransferEvent, add_hook
 from aiockpt.errors import (
     AuthenticationError,
     LocalProtocolError,
@@ -19,12 +20,14 @@ from aiockpt.errors import (
     StorageError,
     TransferTimeoutError,
 )
-from aiockpt.testing import Fault, PeerProcess, assert_same
+from aiockpt.testing import Drip, Fault, PeerProcess, assert_same
 from aiockpt.testing.faults import Pipe
 from aiockpt.vllm import HostMirror
 from tests.support.servers import settle
 from tests.support.transports import (
+    CHUNK,
     MIB,
+    chunked,
     port_of,
     proxied,
     through,
@@ -37,10 +40,10 @@ pytestmark = pytest.mark.asyncio
 
 @asynccontextmanager
 async def mirroring(
-    metadata: str, place: Path, token: str | None = None
+    metadata: str, place: Path, token: str | None = None, *, swarm: bool = False
 ) -> AsyncIterator[HostMirror]:
     """Run a mirror as another process would."""
-    mirror = HostMirror(metadata, place=place, token=token)
+    mirror = HostMirror(metadata, place=place, token=token, swarm=swarm)
     task = asyncio.create_task(mirror.run())
     try:
         yield mirror
@@ -71,6 +74,28 @@ async def test_processes_of_a_host_fetch_once(tmp_path: Path) -> None:
                 del first, second
             assert one.is_leader != other.is_leader
     assert not list((tmp_path / "locks").iterdir())
+
+
+@pytest.mark.parametrize("swarm", [False, True])
+async def test_hosts_may_serve_each_other(tmp_path: Path, swarm: bool) -> None:
+    """With each full step, but only if they were asked to."""
+    events: list[TransferEvent] = []
+    remove = add_hook(events.append)
+    state = chunked(48)
+    async with transport() as sender, proxied(sender, otherwise=Drip(400_000)) as proxy:
+        await sender.send_checkpoint(step=1, state_dict=state)
+        url = through(proxy, sender)
+        async with (
+            mirroring(url, tmp_path / "one", swarm=swarm) as one,
+            mirroring(url, tmp_path / "two", swarm=swarm) as two,
+        ):
+            for mirror in (one, two):
+                assert_same(await mirror.wait_for(1, 60), state)
+    remove()
+    served = [each for each in events if each.stop == "swarm"]
+    assert bool(served) == swarm
+    sent = sender.statistics().bytes_sent / (48 * CHUNK)
+    assert sent < 1.8 if swarm else sent >= 2
 
 
 async def test_a_wrong_step_is_an_error(tmp_path: Path) -> None:

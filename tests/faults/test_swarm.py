@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -187,3 +188,74 @@ async def test_zones_that_cannot_reach_each_other(record: Record) -> None:
             sent = sender.statistics().bytes_sent / (COUNT * CHUNK)
             record.within("sent by the source", sent, 4.0, unit=" checkpoints")
             record.ran(4)
+
+
+@proves("fault 61", "invariant 1")
+async def test_a_member_has_a_tenth_of_the_rate(record: Record) -> None:
+    """The others do not wait for it."""
+    loop, state = asyncio.get_running_loop(), chunked(2 * COUNT)
+    for _ in record.part_of(range(10), few=1):
+        times = []
+        for rate in (RATE, RATE // 10):
+            async with AsyncExitStack() as stack:
+                enter = stack.enter_async_context
+                sender = await enter(transport())
+                await sender.send_checkpoint(step=1, state_dict=state)
+                proxies = [
+                    await enter(proxied(sender, otherwise=Drip(each, burst=8192)))
+                    for each in (RATE, rate)
+                ]
+                fast = {"swarm": True, "same_host": False}
+                members = [await enter(transport(**fast)) for _ in range(3)]
+                slow = {**fast, "swarm": Swarm(rate=rate)}
+                other = await enter(transport(**slow))
+                late = fetching([other], through(proxies[1], sender))
+                began = loop.time()
+                for got in await asyncio.gather(
+                    *fetching(members, through(proxies[0], sender))
+                ):
+                    assert_same(got, state)
+                times.append(loop.time() - began)
+                assert_same(await late[0], state)
+        ratio = times[1] / times[0]
+        record.within("the others' time", ratio, 2.0, unit=" times the usual")
+        record.ran(4)
+
+
+_OTHER_CLOCKS = """
+import asyncio, sys, time
+
+days, shift, real = 86_400 * float(sys.argv[1]), float(sys.argv[2]), time.time
+time.time = lambda: real() + days
+asyncio.BaseEventLoop.time = lambda self: time.monotonic() + shift
+from aiockpt.cli import main
+
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+@proves("fault 62", "invariant 1")
+async def test_clocks_do_not_matter(record: Record, tmp_path: Path) -> None:
+    """Neither the time of day nor the time since the start is the same anywhere."""
+    chance = record.chance()
+    for seed in record.part_of(range(10), few=1):
+        async with swarming(0) as (sender, _, url):
+            files = [tmp_path / f"{seed}-{n}" for n in range(4)]
+            days = chance.sample(range(-9000, 9000), len(files))
+            running = [
+                await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-c",
+                    _OTHER_CLOCKS,
+                    *map(str, (day, 1000 * day + 10_000_000)),
+                    *("fetch", url, "-q", "-o", str(file)),
+                )
+                for day, file in zip(days, files, strict=True)
+            ]
+            codes = [await each.wait() for each in running]
+            sent = sender.statistics().bytes_sent / (COUNT * CHUNK)
+        assert codes == [0] * len(files)
+        one, *others = (file.read_bytes() for file in files)
+        assert others == [one] * 3
+        record.within("sent by the source", sent, 3.0, unit=" checkpoints")
+        record.ran(4)

@@ -12,7 +12,7 @@ import pytest
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http import tracker as module
 from aiockpt.http.problems import PeerBusy
-from aiockpt.http.protocol import Announcement, Membership
+from aiockpt.http.protocol import Announcement, AnnounceResponse
 from aiockpt.http.tracker import Tracker
 from tests.support.proofs import proves
 from tests.support.servers import settle
@@ -27,7 +27,7 @@ def lease_of(number: int) -> str:
 
 def announce(
     tracker: Tracker, number: int, *, trusts_url: bool = False, **said: Any
-) -> Membership:
+) -> AnnounceResponse:
     """Announce a member of a host of its own, unless it says otherwise."""
     address = said.pop("address", f"10.0.{number // 250}.{number % 250}")
     url = said.pop("url", f"http://host:{1000 + number}/checkpoint/")
