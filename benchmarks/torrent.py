@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import os
 import shutil
 import tempfile
 import time
@@ -34,7 +33,7 @@ _SETTINGS: Final = {
     "enable_natpmp": False,
     "enable_incoming_utp": False,
     "enable_outgoing_utp": False,
-    "unchoke_slots_limit": int(os.environ.get("SLOTS", "8")),
+    "unchoke_slots_limit": 8,
     "connection_speed": 1000,
     "smooth_connects": False,
     "alert_mask": 0,

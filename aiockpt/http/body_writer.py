@@ -79,12 +79,12 @@ class BodySender:
         views: Returns the memory of a part of the body; it is asked slice by slice.
         stall_timeout: Seconds without progress after which the connection is aborted.
         threads: Send large bodies; None: the loop does.
-        joins: Whether the receiver can join a swarm.
+        joins: The id of the lease, if the receiver can join a swarm.
 
     Attributes:
         sent: How many bytes the kernel has taken.
-        arrived: How many of them the peer has acknowledged, as far as that is known,
-            once the writing has ended.
+        arrived: How many of them have arrived, once the writing has ended. After an
+            early end, it may be too few.
         outcome: How the writing ended, once it has. To end early is no error.
     """
 
@@ -96,9 +96,10 @@ class BodySender:
         *,
         stall_timeout: float,
         threads: Bridge | None = None,
-        joins: bool = False,
+        joins: str = "",
     ) -> None:
         self.sent, self.arrived, self.joins = 0, 0, joins
+        self._acknowledged = 0  # at the last look
         self.outcome: Outcome | None = None
         self._transport = transport
         self._nbytes = nbytes
@@ -276,8 +277,8 @@ class BodySender:
         if self._transport.is_closing():
             self._end(Outcome.GONE)
             return
-        acknowledged = self.sent - sockets.unacknowledged(self._transport)
-        if self._clock.has_stalled(acknowledged, self._loop.time()):
+        self._acknowledged = self.sent - sockets.unacknowledged(self._transport)
+        if self._clock.has_stalled(self._acknowledged, self._loop.time()):
             self._end(Outcome.STALLED)
         else:
             period = self._clock.period
@@ -288,7 +289,10 @@ class BodySender:
             return
         self.outcome, self.arrived = outcome, self.sent
         if outcome is not Outcome.SENT:
-            self.arrived -= min(sockets.unacknowledged(self._transport), self.sent)
+            if not self._transport.is_closing():
+                waiting = sockets.unacknowledged(self._transport)
+                self._acknowledged = self.sent - waiting
+            self.arrived = max(self._acknowledged, 0)
             sockets.reset_on_close(self._transport)
             self._transport.abort()
         self._wake(None)

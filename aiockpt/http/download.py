@@ -123,7 +123,8 @@ class Connection:
         resting_until: In loop time; it takes no run before.
         is_busy: Whether it is fetching a run.
         waits: Whether a member may let it wait until others are served.
-        refused: Whether its last run was refused, because the member was busy.
+        answered: Whether the peer has begun to send.
+        refused: Whether its last run was given up because the member was busy.
     """
 
     peer: Peer
@@ -133,6 +134,7 @@ class Connection:
     resting_until: float = 0.0
     is_busy: bool = False
     waits: bool = True
+    answered: bool = False
     refused: bool = False
 
     def learn(self, nbytes: int, seconds: float) -> None:
@@ -397,7 +399,7 @@ class Download:
         """Return how many connections each peer that is left may use now."""
         most, members = self._most, len(self._members_left())
         if self._shares and not self._members:
-            return 1  # what a second one brings, others get from the source as well
+            return 1  # a second one would mostly bring what others fetch, too
         if len(self._left()) == 1 and not members:
             return most
         return max(1, min(most, _ALL_PEERS * most // (len(self._peers) + members)))
@@ -457,8 +459,11 @@ class Download:
 
     async def _gather(self, swarm: Membership, tasks: TaskGroup) -> None:
         """Add the members that the source names, until everything has come."""
-        lanes = 0
+        lanes, shared = 0, self._shares
         while not self._is_done:
+            if self._shares != shared:  # then other connections may go on
+                shared = not shared
+                self._news.notify()
             for peer in () if self._gets_deltas else swarm.members:
                 if peer not in self._members:
                     self._members.append(peer)
@@ -499,8 +504,9 @@ class Download:
                 await self._news.wait(_TICK)
                 continue
             connection.waits = refusals + 1 >= _TRIES
+            connection.refused = False
             await job
-            refusals = refusals + 1 if connection.refused and refusals < _TRIES else 0
+            refusals = (refusals + 1) % _TRIES if connection.refused else 0
 
     def _idle_member(self) -> Connection | None:
         """Return a connection to a random member that could give a chunk."""
@@ -545,10 +551,15 @@ class Download:
         Otherwise members that send slowly on purpose could hold all connections.
         """
         usual, now = max(self._usual, self._usual_of_source), _now()
+        peers = [*self._left(), *self._members_left()]
         for each in self._assignments if usual else ():
-            took = now - each.began
-            if each.connection.peer.member and took > _LONG * usual + _LONGER:
-                self._stop(each, "it is wanted from others")
+            connection, run = each.connection, each.run
+            is_slow = now - each.began > _LONG * usual + _LONGER
+            if not (is_slow and connection.peer.member) or run.chunk is None:
+                continue
+            if any(peer is not connection.peer and peer.has(run) for peer in peers):
+                connection.refused = not connection.answered
+                self._stop(each, "others can send it")
 
     def _check_reachable(self) -> None:
         """Fail if no source is left, and no member gets what is missing.
@@ -591,7 +602,7 @@ class Download:
         queue = self._runs_for(connection)
         victims = self._assignments
         if self._shares and self._fresh:
-            victims = []  # before the end, a peer without anything new is no reason
+            victims = []  # before the end, there is something else to request
         return choose(connection, queue, victims, rate=rate, now=now)
 
     def _runs_for(self, connection: Connection) -> Iterator[ChunkRun]:
@@ -691,7 +702,8 @@ class Download:
         retries = self._client.retries(peer.origin, step, patience, self._all.on_retry)
         mine = Assignment(connection, run, retries, anyio.CancelScope(), began=started)
         self._assignments.append(mine)
-        connection.is_busy, connection.refused = True, False
+        connection.is_busy = True
+        connection.answered = connection.refused = False
 
         try:
             assert mine.scope is not None
@@ -731,7 +743,8 @@ class Download:
         """Note how long a run took; drop a member from which much was stolen."""
         connection, peer = mine.connection, mine.connection.peer
         if connection.refused:
-            connection.resting_until = _now() + _REST
+            rest = _LONGEST_REST if mine.stolen else _REST
+            connection.resting_until = _now() + rest
             return
         if mine.run.unverified:
             connection.rest(_now())
@@ -811,6 +824,7 @@ class Download:
                 self._on_progress(new, 0)
 
         async with self._client.request(request, count) as answer:
+            connection.answered = True
             if answer.status == HTTPStatus.NO_CONTENT:
                 raise RemoteProtocolError(
                     f"{request.url} does not have chunk {run.chunk}, which it announced"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -91,7 +90,7 @@ _OF_OTHERS: Final = ("GET", "HEAD")
 _OF_MEMBERS: Final = ("POST", "DELETE")
 _KEEP_ALIVE: Final = 2.0  # seconds
 _SHORTEST: Final = 0.1  # seconds between two signs of life
-_INTERRUPTS: Final = 0.1  # seconds between two
+_INTERRUPTS: Final = 1.0  # seconds between two of the same receive
 _MOST_WATCHERS: Final = 64  # members that are told of new chunks
 _MOST_RELAYED: Final = 2  # chunks in a body of a member, whose slots are for all
 _MOST_SHOWN: Final = 200  # members on the status page
@@ -191,7 +190,8 @@ class CheckpointService:
         self._deltas = Deltas(self._threads)
         self._rounds = _Rounds()
         self._bodies: dict[BodySender, Publication] = {}
-        self._watchers, self._interrupted = 0, -math.inf
+        self._watchers = 0
+        self._interrupted: dict[str, float] = {}  # ids of leases, and when
         self._slots = Slots(2 * (config.swarm or Swarm()).slots)
         self._reach = None if config.peers is None else Reach(config.peers)
         self._readers = 0
@@ -358,7 +358,7 @@ class CheckpointService:
         if lease is not None and request.method == "GET":
             patience = self.config.stall_timeout
             if not (publication.has_lease(lease) or publication.has_others(lease)):
-                publication.tracker.renew()  # it begins, and is alone
+                publication.tracker.renew()  # a receive begins, and is the only one
             self.store.lease(publication, lease, patience=patience)
             reply.headers.update(self._invitation(publication, lease, reply))
         if resource.kind is http.ResourceKind.METADATA:
@@ -420,9 +420,9 @@ class CheckpointService:
         """
         if not lease.joins or self.config.swarm is None:
             return {}
-        if publication.tracker.has(lease.id):
-            taken = _chunks_over(publication, reply)
-            chunk = publication.tracker.promise(lease.id, taken)
+        tracker = publication.tracker
+        chunk = tracker.promise(lease.id, _chunks_over(publication, reply))
+        if tracker.has(lease.id):
             return {} if chunk is None else {http.NEXT_CHUNK_HEADER: str(chunk)}
         if not publication.has_others(lease):
             return {}
@@ -473,15 +473,17 @@ class CheckpointService:
     def _interrupt(self, publication: Publication) -> None:
         """Have the receivers of long ranges ask again, so that they join the swarm.
 
-        This happens at most ten times a second, whoever comes and goes.
+        This happens to a receive at most once a second, whoever comes and goes.
         """
         now = asyncio.get_running_loop().time()
-        if now < self._interrupted + _INTERRUPTS:
-            return
-        self._interrupted = now
-        short = publication.servable.manifest.chunk_bytes
+        for lease, since in [*self._interrupted.items()]:
+            if now - since > _INTERRUPTS:
+                del self._interrupted[lease]
+        short, again = publication.servable.manifest.chunk_bytes, {*self._interrupted}
         for body, of in tuple(self._bodies.items()):
-            if of is publication and body.joins and body.left > short:
+            long = of is publication and body.left > short
+            if long and body.joins and body.joins not in again:
+                self._interrupted[body.joins] = now
                 body.interrupt()
 
     async def _have(
@@ -683,7 +685,7 @@ class CheckpointService:
             views,
             stall_timeout=self.config.stall_timeout,
             threads=self._threads,
-            joins=lease is not None and lease.joins and delta is None,
+            joins=lease.id if lease and lease.joins and delta is None else "",
         )
         self._readers += 1
         try:
@@ -814,12 +816,15 @@ def _chunks_over(publication: Publication, reply: Reply) -> range:
 
 
 def _chunks_within(publication: Publication, start: int, nbytes: int) -> range:
-    """Return the chunks that lie wholly in a part of the file."""
+    """Return the chunks whose end lies in a part of the file.
+
+    A receiver that asks for the end of a chunk has its beginning.
+    """
     manifest = publication.servable.manifest
     size, head = manifest.chunk_bytes, manifest.header_bytes
     first, last = max(start - head, 0), max(start + nbytes - head, 0)
     stop = len(manifest.grid) if last == manifest.segment_bytes else last // size
-    return range(min(-(-first // size), stop), stop)
+    return range(min(first // size, stop), stop)
 
 
 def _chunks_of(publication: Publication, reply: Reply) -> range:

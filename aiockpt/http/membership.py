@@ -46,6 +46,8 @@ Door: TypeAlias = Callable[[Relay], Awaitable[str]]
 _FIRST: Final = 0.25  # seconds between the first two announcements; then ever more
 _MOST: Final = 24  # members that are asked at a time; the tracker names no more
 _LONGEST: Final = 64 << 10  # bytes of an answer to an announcement
+_LONGEST_LIST: Final = 64  # ids in an announcement
+_HOPE: Final = 1.0  # seconds for which a receive waits to hear of others
 _AWAY: Final = 10.0  # seconds for which a member that failed is not asked
 _SHORTEST_LEASE: Final = 1.0  # seconds
 _FAREWELL: Final = 1.0  # seconds in which the source hears that a member leaves
@@ -64,7 +66,6 @@ class Membership:
         leave: Ends that.
 
     Attributes:
-        is_active: Whether the receive is in a swarm with others.
         members: Those that may be asked for chunks.
     """
 
@@ -75,7 +76,6 @@ class Membership:
         enter: Door,
         leave: Callable[[Relay], Awaitable[None]],
     ) -> None:
-        self.is_active = False
         self.members: list[Peer] = []
         self._client, self._options = client, options
         self._enter, self._leave = enter, leave
@@ -83,7 +83,9 @@ class Membership:
         self._kept: object = None
         self._source: Peer | None = None
         self._task: asyncio.Task[None] | None = None
-        self._avoided: dict[str, float] = {}  # URLs, and until when
+        # Members that failed: their URLs, until when, and their ids.
+        self._avoided: dict[str, tuple[float, str]] = {}
+        self._joined = 0.0
         self._complaints: list[str] = []
         self._until = math.inf
         self._is_closed = False
@@ -131,7 +133,7 @@ class Membership:
         """Begin to serve, and to announce that. Only the first call counts."""
         if self._task is not None or self._relay is None:
             return
-        self.is_active = True
+        self._joined = _now()
         self._source, self._relay.token = source, token
         self._task = asyncio.get_running_loop().create_task(self._run(self._relay))
 
@@ -141,7 +143,7 @@ class Membership:
             self.members.remove(member)
         lied = isinstance(error, IntegrityError | RemoteProtocolError)
         until = math.inf if lied else _now() + _AWAY
-        self._avoided[member.origin.base_url] = until
+        self._avoided[member.origin.base_url] = (until, member.member)
         if lied:
             self._complaints.append(member.member)
 
@@ -195,6 +197,13 @@ class Membership:
             raise StepNotFoundError(outline.step, url=request.url)
 
     # ---------------------------------------------------------------- its end
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the receive knows others, or may be about to hear of some."""
+        if self._task is None or self._task.done():
+            return False
+        return bool(self.members) or _now() < self._joined + _HOPE
 
     @property
     def has_joined(self) -> bool:
@@ -260,7 +269,6 @@ class Membership:
         except (AiockptError, OSError) as error:
             self._tell(relay, f"in no swarm: {error}", level=logging.WARNING)
         finally:
-            self.is_active = False
             self._kept = relay.memory = None
             if is_joined:
                 with anyio.CancelScope(shield=True):
@@ -298,7 +306,7 @@ class Membership:
             zone=self._options.zone,
             have=len(relay.order),
             bad=bad,
-            known=tuple(each.member for each in self.members),
+            known=tuple(self._known().values()),
         )
         request = self._request(
             relay, "POST", body=msgspec.json.encode(said), status=HTTPStatus.OK
@@ -320,8 +328,7 @@ class Membership:
 
     def _learn(self, relay: Relay, found: http.AnnounceResponse) -> None:
         """Take the members that are not known yet, as far as more are needed."""
-        known, now = {each.origin.base_url for each in self.members}, _now()
-        known |= {url for url, until in self._avoided.items() if until > now}
+        known = self._known()
         for info in found.members:
             url = f"{info.url.rstrip('/')}/"
             if len(self.members) >= _MOST or url in known or http.url_fault(url):
@@ -331,9 +338,19 @@ class Membership:
             if not relay.is_lent:
                 origin = http.Origin(url, relay.token)
                 self.members.append(Peer(origin, have=0, member=info.id))
-        self.is_active = bool(found.members or self.members)
-        if self._source is not None and found.next is not None:
-            self._source.next = found.next
+        source = self._source
+        assert source is not None
+        if source.next is None or relay.have >> source.next & 1:
+            source.next = found.next
+
+    def _known(self) -> dict[str, str]:
+        """Return URLs and ids of members that the source need not name."""
+        now = _now()
+        avoided = {
+            url: name for url, (until, name) in self._avoided.items() if until > now
+        }
+        found = {each.origin.base_url: each.member for each in self.members}
+        return dict([*avoided.items(), *found.items()][-_LONGEST_LIST:])
 
     async def _say_goodbye(self, relay: Relay) -> None:
         request = self._request(relay, "DELETE", status=HTTPStatus.NO_CONTENT)

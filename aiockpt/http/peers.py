@@ -90,7 +90,7 @@ class Peer:
         origin: Its address and token.
         have: The chunks that it holds: bit i is chunk i. All bits stand for all.
         member: What the tracker calls it; empty if it is no member of a swarm.
-        next: A chunk that it has given to nobody yet, as it says.
+        next: The chunk that it wants to be asked for next.
         invitation: The token for the members of its swarm, if others are in it.
         joined: Whether it is known to hold this checkpoint.
         given: Verified bytes that came from it, in the last download.

@@ -38,10 +38,10 @@ __all__ = [
     "STEP_HEADER",
     "SWARM_HEADER",
     "Address",
+    "AnnounceResponse",
     "Announcement",
     "Lease",
     "MemberInfo",
-    "AnnounceResponse",
     "Origin",
     "RangeNotSatisfiable",
     "Resource",
@@ -92,7 +92,7 @@ SWARM_HEADER = "Aiockpt-Swarm"
 the members of the swarm, if others receive the same snapshot."""
 JOINS = "join"
 NEXT_CHUNK_HEADER = "Aiockpt-Next-Chunk"
-"""In an answer to a member: a chunk that the source has given to nobody yet."""
+"""In an answer to a member: the chunk that it should request next."""
 DELTA = "aiockpt-delta"
 """The name of our deltas as an instance manipulation (RFC 3229)."""
 DELTA_BASE_HEADER = "Delta-Base"
@@ -425,7 +425,7 @@ class AnnounceResponse(msgspec.Struct, omit_defaults=True):
         lease: Seconds after which the source forgets the member, unless it announces
             itself again.
         members: Some of the other members.
-        next: A chunk that the source has given to nobody yet.
+        next: The chunk that the member should request from the source next.
     """
 
     id: _Id

@@ -18,7 +18,7 @@ import msgspec
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.problems import PeerBusy
-from aiockpt.http.protocol import Announcement, MemberInfo, AnnounceResponse, url_fault
+from aiockpt.http.protocol import Announcement, AnnounceResponse, MemberInfo, url_fault
 from aiockpt.http.swarm import Member, neighbours, next_chunk, patience
 
 __all__ = ["MemberStatistics", "Tracker"]
@@ -32,7 +32,8 @@ _MOST_OF_HOST: Final = 64  # members; a host has a few receivers
 _COMPLAINTS: Final = 2  # hosts that complained, after which a member is not named
 _MOST_ACCUSED: Final = 1024
 _RETRY_AFTER: Final = 2.0
-_SOONEST: Final = 0.1  # seconds after which a promise may be in vain
+_SOONEST: Final = 0.1  # seconds after which a promise may lapse
+_AT_FIRST: Final = 5.0  # seconds; the same before any promise was kept
 _NEWS: Final = 0.1  # of the last promise that was kept in the average of all
 _NOTHING: Final = -1
 
@@ -40,7 +41,7 @@ _NOTHING: Final = -1
 class _Member(msgspec.Struct, array_like=True):
     """A member; the tracker keeps it packed, since there may be thousands.
 
-    ``promised`` is the chunk that it should request from the source next.
+    ``promised`` is the chunk that it should request next, since the period ``turn``.
     """
 
     number: int
@@ -50,6 +51,7 @@ class _Member(msgspec.Struct, array_like=True):
     named: int
     until: float
     promised: int = _NOTHING
+    turn: int = 0
 
 
 class MemberStatistics(NamedTuple):
@@ -77,9 +79,9 @@ class Tracker:
         self._accused: dict[str, set[str]] = {}  # URLs, and the hosts that complained
         self._numbers = 0
         self._new = self._unpromised = (1 << chunks) - 1
-        # Those that were promised since `_turned`, and some time before it.
+        # Chunks promised or requested in this period, and in the one before it.
         self._recent = self._older = 0
-        self._turned = _now()
+        self._turns, self._turned = 0, _now()
         self._sample: tuple[int, float] | None = None  # a chunk, and its promise
         self._usual = 0.0  # seconds from a promise until the chunk is given
         self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
@@ -140,58 +142,89 @@ class Tracker:
         """Forget a member."""
         packed = self._members.pop(int(lease, 16), None)
         if packed is not None:
-            self._take_back(_unpack(packed).promised)
+            self._take_back(_unpack(packed))
 
     def promise(self, lease: str, taken: range = range(0)) -> int | None:
         """Return the chunk that a member should request next; None if there is none.
 
-        Nobody has been given that chunk, and nobody else is promised it. A member
-        keeps its promise until it requests the chunk, which ``taken`` says. A promise
-        that is not kept for a while is in vain, and the chunk is promised again.
+        Nobody has been given that chunk, and nobody else is promised it. The member
+        keeps the promise until it requests a chunk, or for some time.
+
+        Args:
+            lease: The id of the receive's lease.
+            taken: The chunks that it requests now.
         """
+        self._turn_over()
+        if len(taken) == 1:  # more are a long run, which the members will share
+            bit = 1 << taken.start
+            self._unpromised &= ~bit
+            self._older &= ~bit
+            self._recent |= bit
         packed = self._members.get(int(lease, 16))
         if packed is None:
             return None
         member = _unpack(packed)
-        if self._is_promised(member.promised) and member.promised not in taken:
+        if not taken and self._holds(member):
             return member.promised
-        now = _now()
-        if now - self._turned > max(patience(self._usual), _SOONEST):
-            self._unpromised |= self._older
-            self._recent, self._older = 0, self._recent
-            self._turned, self._sample = now, None
+        if member.promised not in taken:
+            self._take_back(member)  # perhaps it has that chunk
         chosen = next_chunk(self._new & self._unpromised, (), self._chance)
         if chosen is not None:
             self._unpromised &= ~(1 << chosen)
             self._recent |= 1 << chosen
-            self._sample = self._sample or (chosen, now)
+            self._sample = self._sample or (chosen, _now())
         member.promised = _NOTHING if chosen is None else chosen
+        member.turn = self._turns
         self._members[int(lease, 16)] = _pack(member)
         return chosen
 
-    def _is_promised(self, chunk: int) -> bool:
-        promised = (self._recent | self._older) & self._new
-        return chunk != _NOTHING and bool(promised >> chunk & 1)
+    def _turn_over(self) -> None:
+        """Let promises lapse that were not kept in a whole period."""
+        now = _now()
+        period = max(patience(self._usual), _SOONEST) if self._usual else _AT_FIRST
+        if now - self._turned <= period:
+            return
+        self._unpromised |= self._older & self._new
+        if self._sample is not None:
+            chunk, since = self._sample
+            self._learn(max(now - since, self._usual))
+            if self._older >> chunk & 1:
+                self._sample = None
+        self._recent, self._older = 0, self._recent
+        self._turns, self._turned = self._turns + 1, now
 
-    def _take_back(self, chunk: int) -> None:
-        """Let a chunk be promised again."""
-        if self._is_promised(chunk):
-            self._recent &= ~(1 << chunk)
-            self._older &= ~(1 << chunk)
-            self._unpromised |= 1 << chunk
+    def _learn(self, seconds: float) -> None:
+        self._usual += (seconds - self._usual) * (_NEWS if self._usual else 1)
+
+    def _holds(self, member: _Member) -> bool:
+        """Return whether what a member was promised is still its own."""
+        if member.promised == _NOTHING or self._turns - member.turn > 1:
+            return False
+        return bool(self._new & ~self._unpromised & 1 << member.promised)
+
+    def _take_back(self, member: _Member) -> None:
+        """Let the chunk that a member was promised be promised again."""
+        if not self._holds(member):
+            return
+        bit = 1 << member.promised
+        self._recent &= ~bit
+        self._older &= ~bit
+        self._unpromised |= bit
+        if self._sample is not None and self._sample[0] == member.promised:
+            self._sample = None
 
     def give(self, chunks: range) -> None:
         """Note that a receiver has got these chunks from the source."""
         self._new &= ~(((1 << len(chunks)) - 1) << chunks.start)
         if self._sample is not None and self._sample[0] in chunks:
-            took = _now() - self._sample[1]
-            self._usual += (took - self._usual) * (_NEWS if self._usual else 1)
+            self._learn(_now() - self._sample[1])
             self._sample = None
 
     def renew(self) -> None:
         """Give all chunks anew, because those that got them are gone."""
         self._new = self._unpromised = (1 << self._chunks) - 1
         self._recent = self._older = 0
+        self._sample = None
 
     @property
     def given(self) -> int:
@@ -263,7 +296,7 @@ class Tracker:
             if member.until > now:
                 break
             del self._members[lease]
-            self._take_back(member.promised)
+            self._take_back(member)
 
 
 _pack = msgspec.msgpack.Encoder().encode

@@ -133,6 +133,22 @@ async def test_the_source_sends_little_more_than_once(count: int) -> None:
     assert sent + relayed >= count * NBYTES
 
 
+async def test_a_receive_that_hears_of_nobody_asks_as_without_a_swarm() -> None:
+    """After a moment. It was invited because another one might have joined."""
+    async with sending() as sender, receivers(1) as (receiver,), slow(sender) as url:
+        base, _, token = url.partition("#")
+        headers = {
+            "Authorization": f"Bearer {token}",
+            "Aiockpt-Lease": f"{7:032x}; ttl=60",
+            "Aiockpt-Swarm": "join",
+        }
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{base}1/metadata", headers=headers) as answer:
+                assert answer.status == HTTPStatus.OK
+        await all_of([receiver], url)
+        assert sender.statistics().requests < CHUNKS
+
+
 async def test_the_first_receiver_joins_when_a_second_one_comes() -> None:
     """The source cuts its long ranges, so that it asks again."""
     large = chunked(512)  # more than the buffers of sockets hold

@@ -190,6 +190,49 @@ async def test_a_member_is_told_the_same_chunk_until_it_requests_it() -> None:
     assert tracker.promise(lease_of(2)) is None
 
 
+async def test_a_promise_ends_when_its_member_requests_another_chunk() -> None:
+    """It may have the promised one."""
+    tracker = Tracker(2)
+    chunk = announce(tracker, 1).next
+    assert chunk is not None
+    other = 1 - chunk
+    assert tracker.promise(lease_of(1), range(other, other + 1)) == chunk
+    tracker = Tracker(3)
+    first, second = announce(tracker, 1).next, announce(tracker, 2).next
+    assert first is not None
+    assert second is not None
+    tracker.promise(lease_of(1), range(second, second + 1))
+    tracker.leave(lease_of(1))
+    assert announce(tracker, 3).next is not None
+    assert announce(tracker, 4).next is not None
+
+
+async def test_what_is_requested_unbidden_is_promised_to_nobody() -> None:
+    """It is on its way, also to a receive that is no member yet."""
+    tracker = Tracker(2)
+    assert tracker.promise(lease_of(1), range(1)) is None
+    assert announce(tracker, 2).next == 1
+    assert announce(tracker, 3).next is None
+
+
+async def test_a_promise_that_has_lapsed_stays_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if the chunk is promised to another member meanwhile."""
+    tracker = Tracker(1)
+    assert announce(tracker, 1).next == 0
+    monkeypatch.setattr(module, "_AT_FIRST", 0.05)
+    tracker._usual = 0.0
+    await settle(lambda: announce(tracker, 2).next == 0)
+    monkeypatch.setattr(module, "_AT_FIRST", 60.0)
+    monkeypatch.setattr(module, "_SOONEST", 60.0)
+    assert announce(tracker, 1).next is None
+    tracker.leave(lease_of(1))
+    assert announce(tracker, 3).next is None
+    tracker.leave(lease_of(2))
+    assert announce(tracker, 3).next == 0
+
+
 async def test_a_promise_that_is_in_vain_is_made_to_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
