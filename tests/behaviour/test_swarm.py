@@ -142,9 +142,11 @@ async def test_a_receive_that_hears_of_nobody_asks_as_without_a_swarm() -> None:
             "Aiockpt-Lease": f"{7:032x}; ttl=60",
             "Aiockpt-Swarm": "join",
         }
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"{base}1/metadata", headers=headers) as answer:
-                assert answer.status == HTTPStatus.OK
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{base}1/metadata", headers=headers) as answer,
+        ):
+            assert answer.status == HTTPStatus.OK
         await all_of([receiver], url)
         assert sender.statistics().requests < CHUNKS
 
