@@ -398,7 +398,7 @@ class Announcement(msgspec.Struct, omit_defaults=True):
         zone: A name for its part of the network, such as a rack; empty if unknown.
         have: How many chunks it has.
         bad: The ids of members that sent it wrong bytes since its last announcement.
-        known: The ids of the members that it asks for chunks.
+        known: The ids of members that it asks for chunks, or that failed.
     """
 
     url: Annotated[str, msgspec.Meta(max_length=512)]
