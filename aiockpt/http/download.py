@@ -11,7 +11,7 @@ Members of a swarm are peers that hold some of the chunks, and they come and go.
 as there are some, every connection takes one chunk at a time, as `next_chunk` decides.
 
 The path of a run: `Download.run` -> `_work` (decide with `choose`) -> `_fetch_run`
-(retry) -> `_request` (one range, straight into the target).
+(retry) -> `RangeFetcher.fetch` (one range, straight into the target).
 """
 
 from __future__ import annotations
@@ -20,240 +20,53 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
-from http import HTTPStatus
-from math import inf
 from statistics import median
 from typing import Any
 
 import anyio
-from aiohttp import hdrs
 from anyio.abc import TaskGroup
 
 from aiockpt.errors import (
     AiockptError,
-    CheckpointChangedError,
     ClosedError,
     LocalProtocolError,
-    RemoteProtocolError,
     StagingError,
     TransportError,
 )
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Outline
-from aiockpt.http.body_reader import BodySink
 from aiockpt.http.chunk_run import ChunkRun, bits_of
-from aiockpt.http.client import Answer, Request
 from aiockpt.http.manifests import fetch_manifest
 from aiockpt.http.membership import Membership
 from aiockpt.http.peers import Peer, Peers, verdict
 from aiockpt.http.problems import PeerBusy
-from aiockpt.http.protocol import (
-    DELTA,
-    DELTA_BASE_HEADER,
-    Origin,
-    Resource,
-    ResourceKind,
-    format_delta,
-    format_etag,
-    format_prefer_wait,
-    format_range,
-    format_resource,
-    parse_content_range,
-    parse_etag,
-)
-from aiockpt.http.retry import Patience, Retries
+from aiockpt.http.protocol import Origin
+from aiockpt.http.range_fetcher import RangeFetcher
+from aiockpt.http.scheduling import Assignment, Connection, Pace, choose
 from aiockpt.http.swarm import next_chunk, source_chunk
-from aiockpt.runtime.system import failing_here, of_caller
-from aiockpt.runtime.tasks import Notifier, beside, task_group
-from aiockpt.transfer.deltas import HEAD_BYTES, is_available, split
-from aiockpt.transfer.source import OnProgress, PlainTarget, Prepare, Target
+from aiockpt.runtime.system import of_caller
+from aiockpt.runtime.tasks import Notifier, task_group
+from aiockpt.transfer.source import OnProgress, Target
 
-__all__ = [
-    "Assignment",
-    "Connection",
-    "Download",
-    "choose",
-]
+__all__ = ["Download"]
 
 _MAX_RUN = 1 << 30  # tens of megabytes might come in the time of one request
 _TURN = 0.25  # seconds that a run takes where several peers share the work
-_MUCH = 2.0  # a connection that needs so many times as long is much slower
-_SLACK = 0.25  # seconds; a lost packet, or a loop that was busy, is not slowness
-_GLANCE = 0.5  # seconds for which a connection is watched at most, if bytes come
 _BUSY = 0.25  # seconds between two looks; if it takes longer, this process is slow
 _TICK = 0.05  # seconds after which a free connection looks at the others again
-_TELLING = 1 << 20  # bytes from which on a run tells how fast its connection is
-_UNKNOWN = 0.5  # seconds for a run, for a peer that never brought one
-_VAIN = 3  # steals of one run, from the same peer, between which no byte came
-_REST = 0.1  # seconds that a connection rests after a steal; they double each time
-_LONGEST_REST = 2.0
+_SLOW = 3  # runs that are stolen from a member in a row, before it is dropped
+_REST = 0.1  # seconds for which a member that is busy is not asked
+_LONG_REST = 2.0  # seconds for which a member that did not answer is not asked
 _ALL_PEERS = 4  # most connections to all peers, as a multiple of those to a single one
-_AHEAD = 64 << 20  # bytes of memory that all requests together prepare ahead
-_STEP = 8 << 20  # bytes that are prepared at a time, by whole strides of the arena
-_LOOK = 0.02  # seconds between two looks at how much has come
-_DELTAS = 64 << 20  # bytes of the longest range for which deltas are requested
-_FROM_MEMBERS = 8  # chunks that are requested from members at a time
+_FROM_MEMBERS = 5  # chunks that are requested from members at a time
 _FROM_MEMBER = 2  # chunks that are requested from one member at a time
 _TRIES = 3  # members that are asked in turn; only the last one may let us wait
-_NEWS = 0.1  # of the last request in the average duration of all
 _LONG = 5.0  # a chunk from a member takes so many times as long as usual, and
 _LONGER = 1.0  # so many seconds more, before its request is stopped
 _GATHER = 0.1  # seconds between two looks at which members are known
-
-
-class _Closed:
-    """The memory of a download that has ended."""
-
-    def buffers(self, start: int, stop: int) -> list[memoryview]:
-        raise AssertionError(f"bytes {start} to {stop} come after the download")
-
-
-@dataclass(eq=False, slots=True)
-class Connection:
-    """One of the connections to a peer.
-
-    Attributes:
-        patience: With the peer; its connections share it.
-        rate: Bytes per second of its last run; 0.0 before that.
-        steals: How often a run was taken from it since its last whole one.
-        resting_until: In loop time; it takes no run before.
-        is_busy: Whether it is fetching a run.
-        waits: Whether a member may let it wait until others are served.
-        answered: Whether the peer has begun to send.
-        refused: Whether its last run was given up because the member was busy.
-    """
-
-    peer: Peer
-    patience: Patience
-    rate: float = 0.0
-    steals: int = 0
-    resting_until: float = 0.0
-    is_busy: bool = False
-    waits: bool = True
-    answered: bool = False
-    refused: bool = False
-
-    def learn(self, nbytes: int, seconds: float) -> None:
-        """Note how long a whole run took; a short one tells little, but something."""
-        self.steals = 0
-        if nbytes >= _TELLING or not self.rate:
-            self.rate = nbytes / max(seconds, 1e-6)
-
-    def rest(self, now: float) -> None:
-        """Leave the work to others for a while, longer each time."""
-        self.resting_until = now + min(_REST * 2**self.steals, _LONGEST_REST)
-        self.steals = min(self.steals + 1, 16)
-
-
-@dataclass(eq=False, slots=True)
-class Assignment:
-    """A run that a connection is fetching.
-
-    Attributes:
-        retries: Its attempts.
-        scope: Ends it when it is stolen.
-        stolen: Whether that has happened.
-        began: When it was assigned, in loop time.
-        ended: Set when nothing is received for it any more.
-    """
-
-    connection: Connection
-    run: ChunkRun
-    retries: Retries
-    scope: anyio.CancelScope | None = None
-    stolen: bool = False
-    began: float = 0.0
-    size: int = field(init=False)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    _watched: float = -1.0
-    _moved: float = 0.0
-    _had: int = 0
-    _last: int = 0
-
-    def __post_init__(self) -> None:
-        self.size = self.run.remaining
-
-    def watch(self, now: float, *, again: bool) -> None:
-        """Look how much has come; ``again`` if the last look still counts.
-
-        Only the pace since the first look counts: before it, the connection shared the
-        line with others.
-        """
-        left = self.run.remaining
-        if not again or self._watched < 0:
-            self._watched = self._moved = now
-            self._had = self._last = left
-        elif left != self._last:
-            self._last, self._moved = left, now
-
-    def seconds_left(self, now: float) -> float:
-        """Return the estimated seconds left, at the pace since the first look.
-
-        A connection that is silent will probably be silent for as long again.
-        """
-        come, elapsed = self._had - self._last, now - self._watched
-        pace = elapsed * self._last / come if come else elapsed
-        return max(pace, now - self._moved)
-
-    def is_early(self, now: float, seconds: float) -> bool:
-        """Say whether a run that needs ``seconds`` was watched too shortly to judge."""
-        return now - self._watched <= min(seconds, _GLANCE)
-
-
-def choose(
-    free: Connection,
-    queue: Iterable[ChunkRun],
-    assignments: Iterable[Assignment],
-    *,
-    rate: float,
-    now: float,
-) -> ChunkRun | Assignment | None:
-    """Decide what a free connection does next.
-
-    Args:
-        free: The connection.
-        queue: Runs that nobody is fetching, in order.
-        assignments: Runs that are being fetched, and watched.
-        rate: Bytes per second of the peer's connections; 0.0 if that is unknown.
-        now: Loop time.
-
-    Returns:
-        A run of the queue to fetch, an assignment to steal, or None to wait.
-    """
-    if now < free.resting_until:
-        return None
-    for run in queue:
-        if free.peer.has(run):
-            return run
-    slowest, longest = None, 0.0
-    for each in assignments:
-        left, limit = _steal_at(free, each, rate, now)
-        if left > max(limit, longest):
-            slowest, longest = each, left
-    return slowest
-
-
-def _steal_at(
-    free: Connection, victim: Assignment, rate: float, now: float
-) -> tuple[float, float]:
-    """Return the seconds that a run will take, and above how many it is stolen."""
-    run = victim.run
-    if run.chunk is None or victim.stolen or not free.peer.has(run):
-        return 0.0, inf
-    if victim.connection.peer is free.peer:
-        vain = run.steals >= _VAIN or victim.retries.due > now
-        own = inf if vain or not rate else run.remaining / rate
-    elif victim.connection.patience.silent_since is not None:
-        return inf, 0.0
-    else:
-        own = run.unverified / rate if rate else _UNKNOWN
-    if victim.is_early(now, own):
-        return 0.0, inf
-    return victim.seconds_left(now), _MUCH * own + _SLACK * 2**run.steals
 
 
 class Download:
@@ -285,7 +98,8 @@ class Download:
             peers.all[0].error = None
         self._all, self._peers = peers, peers.left()
         self._client, self._outline = peers.client, outline
-        self._target, self._on_progress = target, of_caller(on_progress)
+        self._complete: Callable[[int], None] = target.complete
+        self._on_progress = of_caller(on_progress)
         self._most = peers.client.options.connections
         wanted = {*chunks}
         for chunk in (max(wanted, default=0), min(wanted, default=0)):
@@ -301,12 +115,10 @@ class Download:
         self._members: list[Peer] = []
         self._of_members: list[Connection] = []
         self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
+        self._pace = Pace()
         self._moved = 0.0  # when a chunk was verified last, in loop time
-        self._has_failed = False
         self._idle_since = 0.0  # since when no member has had anything that is wanted
-        self._got_from_member = 0.0  # when the last one came, in loop time
-        self._usual = 0.0  # seconds that a chunk from a member takes on average
-        self._usual_of_source = 0.0
+        self._has_failed = False
         self._patience = {peer: peers.client.patience() for peer in self._peers}
         self._connections = [
             Connection(peer, self._patience[peer])
@@ -316,8 +128,7 @@ class Download:
         self._joining: dict[Peer, anyio.CancelScope] = {}
         self._news = Notifier()
         self._looked = 0.0
-        self._patched = self._unpatched = 0
-        self._plain: set[int] = set()  # chunks whose delta did not fit the held bytes
+        self._ranges = RangeFetcher(self._client, outline, target, self._on_progress)
         for peer, patience in self._patience.items():
             peer.given, patience.connected = 0, True
         self._set_alone()
@@ -362,7 +173,8 @@ class Download:
                 self._forget(run.assign(None, _ignore))
             # Tracebacks of requests that were cancelled keep this object, which must
             # not keep the memory.
-            self._target, self._swarm = PlainTarget(_Closed()), None
+            self._ranges.close()
+            self._complete, self._swarm = _ignore, None
         assert self._is_done, "a chunk was left out"
         given = self._all.given()
         given |= {each.origin.base_url: each.given for each in self._members}
@@ -393,7 +205,7 @@ class Download:
     def _shares(self) -> bool:
         """Whether the chunks are shared out one by one, because others need them."""
         active = self._swarm is not None and self._swarm.is_active
-        return active and not self._gets_deltas
+        return active and not self._ranges.gets_deltas(self._left())
 
     def _connections_of_each(self) -> int:
         """Return how many connections each peer that is left may use now."""
@@ -446,11 +258,16 @@ class Download:
             else:
                 await self._news.wait(_TICK)
 
-    def _job(self, connection: Connection) -> Coroutine[Any, Any, None] | None:
-        """Return what a connection does next: fetch a run, steal one, or nothing."""
+    def _job(
+        self, connection: Connection, *, waits: bool = True
+    ) -> Coroutine[Any, Any, bool] | None:
+        """Return what a connection does next: fetch a run, steal one, or nothing.
+
+        Awaiting it says whether a member refused, which only one may that waits.
+        """
         match self._next_for(connection):
             case ChunkRun() as run:
-                return self._fetch_run(connection, self._take(connection, run))
+                return self._fetch_run(self._take(connection, run, waits=waits))
             case Assignment() as victim:
                 return self._steal(connection, victim)
         return None
@@ -464,7 +281,9 @@ class Download:
             if self._shares != shared:  # then other connections may go on
                 shared = not shared
                 self._news.notify()
-            for peer in () if self._gets_deltas else swarm.members:
+            # Deltas of the sources are shorter than the chunks of members.
+            gets_deltas = self._ranges.gets_deltas(self._left())
+            for peer in () if gets_deltas else swarm.members:
                 if peer not in self._members:
                     self._members.append(peer)
                     peer.given, peer.joined = 0, False
@@ -482,14 +301,6 @@ class Download:
             self._stop_slow_members()
             await self._news.wait(_GATHER)
 
-    @property
-    def _gets_deltas(self) -> bool:
-        """Whether the sources send less than the members could."""
-        vain = self._unpatched > self._patched + _VAIN
-        known = [peer.delta_base for peer in self._left()]
-        patches = self._target.patch is not None and is_available()
-        return patches and not vain and any(known)
-
     async def _work_with_members(self) -> None:
         """Fetch and steal one run after another from members, until all has come.
 
@@ -498,15 +309,16 @@ class Download:
         """
         refusals = 0
         while not self._is_done:
-            connection = self._idle_member()
-            job = None if connection is None else self._job(connection)
-            if connection is None or job is None:
+            connection, waits = self._idle_member(), refusals + 1 >= _TRIES
+            job = None
+            if connection is not None:
+                job = self._job(connection, waits=waits)
+            if job is None:
                 await self._news.wait(_TICK)
-                continue
-            connection.waits = refusals + 1 >= _TRIES
-            connection.refused = False
-            await job
-            refusals = (refusals + 1) % _TRIES if connection.refused else 0
+            elif await job:
+                refusals = (refusals + 1) % _TRIES
+            else:
+                refusals = 0
 
     def _idle_member(self) -> Connection | None:
         """Return a connection to a random member that could give a chunk."""
@@ -550,7 +362,7 @@ class Download:
 
         Otherwise members that send slowly on purpose could hold all connections.
         """
-        usual, now = max(self._usual, self._usual_of_source), _now()
+        usual, now = max(self._pace.of_members, self._pace.of_sources), _now()
         peers = [*self._left(), *self._members_left()]
         for each in self._assignments if usual else ():
             connection, run = each.connection, each.run
@@ -558,7 +370,7 @@ class Download:
             if not (is_slow and connection.peer.member) or run.chunk is None:
                 continue
             if any(peer is not connection.peer and peer.has(run) for peer in peers):
-                connection.refused = not connection.answered
+                each.is_refused = not each.is_answered
                 self._stop(each, "others can send it")
 
     def _check_reachable(self) -> None:
@@ -632,8 +444,8 @@ class Download:
         now = _now()
         if any(self._fresh & each for each in have):
             # They may offer much, and send little.
-            self._idle_since = max(self._idle_since, self._got_from_member)
-        if have and not self._usual_of_source and self._usual:
+            self._idle_since = max(self._idle_since, self._pace.last_from_member)
+        if have and self._pace.of_members and not self._pace.of_sources:
             have = []  # so that it is known how fast the source is
         return source_chunk(
             peer.next,
@@ -646,15 +458,18 @@ class Download:
 
     def _usual_seconds(self) -> float:
         """Return how long a chunk usually takes; 0.0 before anything has come."""
-        known = [each for each in (self._usual, self._usual_of_source) if each]
+        pace = self._pace
+        known = [each for each in (pace.of_members, pace.of_sources) if each]
         if not known:  # longer runs may have come before there was a swarm
             size = self._outline.grid.chunk_bytes
             known = [size / each.rate for each in self._connections if each.rate]
         return min(known, default=0.0)
 
-    def _take(self, connection: Connection, run: ChunkRun) -> ChunkRun:
+    def _take(
+        self, connection: Connection, run: ChunkRun, *, waits: bool
+    ) -> Assignment:
         """Take a run out of what is wanted."""
-        peer = connection.peer
+        peer, patience = connection.peer, connection.patience
         self._forget(run.assign(peer, partial(self._verified, peer)))
         if run in self._begun:
             self._begun.remove(run)
@@ -662,15 +477,19 @@ class Download:
         else:
             self._fresh &= ~run.bits
             peer.next = None
-        return run
+        retries = self._client.retries(
+            peer.origin, self._outline.step, patience, self._all.on_retry
+        )
+        return Assignment(connection, run, retries, _now(), waits)
 
-    def _give_back(self, run: ChunkRun, connection: Connection) -> None:
+    def _give_back(self, mine: Assignment) -> None:
         """Want what is left of a run; the bad chunks of a member, from others."""
-        if connection.refused or (connection.peer.member and self._fresh):
+        run, peer = mine.run, mine.connection.peer
+        if mine.is_refused or (peer.member and self._fresh):
             self._forget(run.assign(None, _ignore))
             self._fresh |= run.bits
             return
-        if connection.peer.member and (settled := run.want_bad_again()) is not None:
+        if peer.member and (settled := run.want_bad_again()) is not None:
             self._forget(settled[0])
         self._begun.appendleft(run)
 
@@ -695,23 +514,23 @@ class Download:
         connections = len(self._left()) * self._connections_of_each()
         return min(left // (2 * connections), int(connection.rate * _TURN))
 
-    async def _fetch_run(self, connection: Connection, run: ChunkRun) -> None:
-        """Fetch what is left of a run; what does not come goes back into the queue."""
-        peer, patience, step = connection.peer, connection.patience, self._outline.step
-        started = began = _now()
-        retries = self._client.retries(peer.origin, step, patience, self._all.on_retry)
-        mine = Assignment(connection, run, retries, anyio.CancelScope(), began=started)
+    async def _fetch_run(self, mine: Assignment) -> bool:
+        """Fetch what is left of a run; what does not come goes back into the queue.
+
+        Returns:
+            Whether a member was too busy.
+        """
+        connection, run, began = mine.connection, mine.run, mine.began
+        peer = connection.peer
         self._assignments.append(mine)
         connection.is_busy = True
-        connection.answered = connection.refused = False
 
         try:
-            assert mine.scope is not None
-            with mine.scope:
+            with anyio.CancelScope() as mine.scope:
                 while run.unverified:
                     try:
                         if run.chunk is not None:
-                            await self._request(run, connection)
+                            await self._ranges.fetch(mine, partial(self._hear, mine))
                         if run.chunk is None:
                             self._want_bad_again(run, peer.origin)
                         continue
@@ -724,44 +543,39 @@ class Download:
         except (ClosedError, StagingError):
             raise  # not the peer's fault
         except AiockptError as error:
-            connection.refused = bool(peer.member) and isinstance(error, PeerBusy)
-            if not connection.refused:
+            mine.is_refused = bool(peer.member) and isinstance(error, PeerBusy)
+            if not mine.is_refused:
                 self._drop(peer, error)
         finally:
             connection.is_busy = False
             self._assignments.remove(mine)
             if run.unverified:
-                self._give_back(run, connection)
+                self._give_back(mine)
             mine.ended.set()
             self._news.notify()
             if self._is_done:
                 for scope in self._joining.values():
                     scope.cancel()
-        self._learn(mine, _now() - started)
+        self._learn(mine, _now())
+        return mine.is_refused
 
-    def _learn(self, mine: Assignment, took: float) -> None:
+    def _learn(self, mine: Assignment, now: float) -> None:
         """Note how long a run took; drop a member from which much was stolen."""
-        connection, peer = mine.connection, mine.connection.peer
-        if connection.refused:
-            rest = _LONGEST_REST if mine.stolen else _REST
-            connection.resting_until = _now() + rest
+        connection, peer, took = mine.connection, mine.connection.peer, now - mine.began
+        if mine.is_refused:
+            rest = _LONG_REST if mine.is_stolen else _REST
+            connection.resting_until = now + rest
             return
         if mine.run.unverified:
-            connection.rest(_now())
+            connection.rest(now)
             pair = (each for each in self._of_members if each.peer is peer)
-            if mine.stolen and sum(each.steals for each in pair) >= _VAIN:
+            if mine.is_stolen and sum(each.steals for each in pair) >= _SLOW:
                 why = f"{peer.origin.base_url} is much slower than other members"
                 self._drop(peer, TransportError(why))
             return
         connection.learn(mine.size, took)
-        if mine.size > self._outline.grid.chunk_bytes:
-            return  # chunks of a swarm are compared with single ones only
-        if peer.member:
-            self._got_from_member = _now()
-            self._usual += (took - self._usual) * (_NEWS if self._usual else 1)
-        else:
-            before = self._usual_of_source
-            self._usual_of_source += (took - before) * (_NEWS if before else 1)
+        if mine.size <= self._outline.grid.chunk_bytes:
+            self._pace.learn(took, now, is_member=bool(peer.member))
 
     def _delay_after(
         self, error: AiockptError, failed: Assignment, *, started: float
@@ -782,145 +596,15 @@ class Download:
             self._forget(lost)
             raise error
 
-    async def _request(self, run: ChunkRun, connection: Connection) -> None:
-        """Receive the bytes of one request directly into the target.
-
-        If the receiver holds bytes and the peer keeps a base, receive deltas instead.
-        """
-        peer, patience = connection.peer, connection.patience
-        start, stop, base = self._reach(run, peer)
-        outline, origin = self._outline, peer.origin
-        head = outline.header_bytes
-        wanted = {} if base is None else format_delta(base)
-        # A peer that has just come back may not have published again yet. A member of
-        # a swarm may have to serve others first.
-        wait = patience.stall_timeout / 2
-        if not peer.member:
-            wait = min(wait, patience.reconnect_timeout)
-        elif not connection.waits:
-            wait = 0.0
-        request = Request(
-            origin=origin,
-            path=format_resource(Resource(ResourceKind.FULL, outline.step)),
-            headers={
-                hdrs.RANGE: format_range(head + start, head + stop),
-                hdrs.IF_MATCH: format_etag(outline.snapshot_id),
-                "Prefer": format_prefer_wait(min(wait, origin.patience)),
-                **wanted,
-            },
-            status=HTTPStatus.PARTIAL_CONTENT,
-            may_be_delta=base is not None,
-            may_be_empty=bool(peer.member),
-            step=outline.step,
-            snapshot_id=outline.snapshot_id,
-            chunk=run.chunk,
-        )
-
-        is_delta = False
-
-        def count(new: int) -> None:
-            patience.heard(_now())
-            if not is_delta:  # `_patch` counts those bytes
-                self._on_progress(new, 0)
-
-        async with self._client.request(request, count) as answer:
-            connection.answered = True
-            if answer.status == HTTPStatus.NO_CONTENT:
-                raise RemoteProtocolError(
-                    f"{request.url} does not have chunk {run.chunk}, which it announced"
-                )
-            if self._swarm is not None and not peer.member:
-                self._swarm.hear(peer, answer.headers)
-            _check_range(answer, head + start, head + stop, outline.total_bytes)
-            if is_delta := answer.status == HTTPStatus.IM_USED:
-                deltas = await _read_deltas(answer, stop - start, base)
-                await self._patch(run, deltas, range(start, stop), answer)
-                return
-            _check_length(answer, stop - start)
-            writer = BodySink(self._target.memory.buffers, start, stop, run)
-            if (prepare := self._target.prepare) is None:
-                await answer.read_into(writer)
-                return
-            read = Notifier()
-            async with beside(partial(self._keep_ready, prepare, writer, start, read)):
-                await answer.read_into(writer)
-                read.notify()
-
-    def _reach(self, run: ChunkRun, peer: Peer) -> tuple[int, int, str | None]:
-        """Return the range to request, and the base of the deltas to ask for.
-
-        The base is None if only the bytes will do. An answer with deltas takes memory,
-        so a request covers only a part of a long run. If more deltas have failed than
-        succeeded, the receiver does not hold the base, so it asks for no more.
-        """
-        start, stop = run.begin_request()
-        vain = self._unpatched > self._patched + _VAIN
-        if peer.delta_base is None or self._target.patch is None or vain:
-            return start, stop, None
-        grid, chunk = self._outline.grid, run.chunk
-        assert chunk is not None
-        first, last = grid.range(chunk)
-        if start != first or chunk in self._plain:
-            return start, last, None
-        stop = min(stop, start + max(_DELTAS // grid.chunk_bytes, 1) * grid.chunk_bytes)
-        plain = (grid.range(each)[0] for each in self._plain)
-        ends = [stop, *(each for each in plain if start < each < stop)]
-        return start, min(ends), peer.delta_base if is_available() else None
-
-    async def _patch(
-        self, run: ChunkRun, deltas: memoryview, reach: range, answer: Answer
-    ) -> None:
-        """Apply deltas to the held chunks, until the first wrong digest."""
-        size = self._outline.grid.chunk_bytes
-        chunks = range(reach.start // size, -(-reach.stop // size))
-        patch = self._target.patch
-        assert patch is not None
-        with answer.blamed():
-            parts = split(deltas, len(chunks))
-        for chunk, (kind, body) in zip(chunks, parts, strict=True):
-            try:
-                with answer.blamed():
-                    right = await patch(self._target.memory, chunk, kind, body)
-            except asyncio.CancelledError:
-                self._plain.add(chunk)  # the bytes that a delta needs may have changed
-                raise
-            if not right:
-                self._unpatched += 1
-                self._plain.add(chunk)
-                return
-            self._patched += 1
-            self._on_progress(
-                min(HEAD_BYTES + len(body), _size(self._outline, chunk)), 0
-            )
-            run.complete()
-
-    async def _keep_ready(
-        self, prepare: Prepare, writer: BodySink, start: int, read: Notifier
-    ) -> None:
-        """Prepare memory from ``start`` on, a little ahead of what ``writer`` gets.
-
-        No further: a peer that claims gigabytes and sends nothing takes no memory. It
-        ends when all is prepared, or when ``read`` says that all has come.
-        """
-        at, stop = start, start + writer.size
-        ahead = max(_AHEAD // self._most, _STEP)
-        while at < stop and writer.remaining:
-            if at - start - writer.filled >= ahead:
-                await read.wait(_LOOK)
-                continue
-            end = min(at - at % _STEP + _STEP, stop)
-            with failing_here("preparing memory"):  # not the fault of the peer
-                await self._client.bridge.run(prepare, at, end)
-            at = end
-
-    async def _steal(self, thief: Connection, victim: Assignment) -> None:
+    async def _steal(self, thief: Connection, victim: Assignment) -> bool:
         """Stop a much slower connection, which puts its run back into the queue."""
         same = victim.connection.peer is thief.peer
         self._stop(victim, f"another {'connection has' if same else 'peer takes'} it")
         await victim.ended.wait()
+        return False
 
     def _stop(self, victim: Assignment, why: str) -> None:
-        if victim.stolen:
+        if victim.is_stolen:
             return
         run, loser = victim.run, victim.connection.peer
         emit(
@@ -932,16 +616,23 @@ class Download:
             )
         )
         run.steals += 1
-        victim.stolen = True
+        victim.is_stolen = True
         assert victim.scope is not None
         victim.scope.cancel()
+
+    def _hear(self, mine: Assignment, headers: Mapping[str, str]) -> None:
+        """Learn that a peer answers; from a source, whether others receive the same."""
+        mine.is_answered = True
+        peer = mine.connection.peer
+        if self._swarm is not None and not peer.member:
+            self._swarm.hear(peer, headers)
 
     def _verified(self, peer: Peer, chunk: int) -> None:
         start, stop = self._outline.grid.range(chunk)
         peer.given += stop - start
         self._moved = _now()
         self._on_progress(0, 1)
-        self._target.complete(chunk)
+        self._complete(chunk)
         if self._swarm is not None:
             self._swarm.add(chunk)
 
@@ -978,49 +669,6 @@ class Download:
         left = self._left()
         for peer in left:
             self._patience[peer].alone = len(left) == 1
-
-
-async def _read_deltas(answer: Answer, most: int, base: str | None) -> memoryview:
-    """Return the body of a 226 answer, of at most ``most`` bytes, for its ``base``."""
-    request = answer.request
-    named = parse_etag(answer.headers.get(DELTA_BASE_HEADER))
-    if named != base or answer.headers.get("IM", "").strip().lower() != DELTA:
-        raise RemoteProtocolError(
-            f"{request.url} answered with a delta that was not requested: the headers "
-            f"IM and Delta-Base must be {DELTA} and {format_etag(str(base))}"
-        )
-    return await answer.read(most, "deltas")
-
-
-def _size(outline: Outline, chunk: int) -> int:
-    start, stop = outline.grid.range(chunk)
-    return stop - start
-
-
-def _check_range(answer: Answer, start: int, stop: int, size: int) -> None:
-    """Raise unless an answer covers the requested ``[start, stop)`` of ``size``."""
-    request = answer.request
-    # The headers are no variable: a peer may repeat the request's token in them.
-    tag = parse_etag(answer.headers.get(hdrs.ETAG))
-    if tag is not None and tag != request.snapshot_id:
-        raise CheckpointChangedError(
-            expected=request.snapshot_id or "", actual=tag, url=request.url
-        )
-    with answer.blamed():
-        given = parse_content_range(answer.headers.get(hdrs.CONTENT_RANGE))
-    if given != (start, stop, size):
-        raise RemoteProtocolError(
-            f"{request.url} sent bytes {given[0]} to {given[1]} of {given[2]} "
-            f"where {start} to {stop} of {size} were asked for"
-        )
-
-
-def _check_length(answer: Answer, nbytes: int) -> None:
-    if (length := answer.length()) != nbytes:
-        raise RemoteProtocolError(
-            f"{answer.request.url} sent Content-Length {length} for a range of "
-            f"{nbytes} bytes"
-        )
 
 
 def _ignore(_: int) -> None:

@@ -45,8 +45,8 @@ async def test_a_receive_says_what_it_leaves_of_its_template(
         raise OSError(12, "Cannot allocate memory")
 
     async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, weights())
+        await sender.send_checkpoint([], 1, weights(mib=16.0))
         monkeypatch.setattr("aiockpt.memory.arena.Arena.populate", refuse)
         with pytest.raises(AiockptError, match="Cannot allocate") as caught:
-            await receive(sender, receiver, into=weights(0.0))
+            await receive(sender, receiver, into=weights(0.0, mib=16.0))
     assert "the template was not modified" in caught.value.__notes__

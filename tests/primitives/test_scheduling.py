@@ -9,10 +9,10 @@ import pytest
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun
-from aiockpt.http.download import Assignment, Connection, choose
 from aiockpt.http.peers import ALL, Peer
 from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import Patience, Retries
+from aiockpt.http.scheduling import Assignment, Connection, choose
 
 pytestmark = pytest.mark.torch_free
 
@@ -124,7 +124,7 @@ class TestSteal:
         receive(victim, MIB, 0.0)
         assert not self.steal(peer, victim, 100.0)
         victim = assignment(connection_to(ONE))
-        victim.stolen = True
+        victim.is_stolen = True
         assert not self.steal(peer, victim, 100.0)
 
     def test_ever_later_in_vain(self, peer: Peer) -> None:

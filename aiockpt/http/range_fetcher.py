@@ -1,0 +1,282 @@
+"""Fetches a range of a peer's checkpoint straight into the receiver's memory.
+
+If the receiver holds the bytes of a base that the peer knows, it asks for deltas
+instead. Memory is prepared a little ahead of the bytes that come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from http import HTTPStatus
+
+from aiohttp import hdrs
+
+from aiockpt.errors import CheckpointChangedError, RemoteProtocolError
+from aiockpt.format.manifest import Outline
+from aiockpt.http.body_reader import BodySink
+from aiockpt.http.chunk_run import ChunkRun
+from aiockpt.http.client import Answer, CheckpointClient, Request
+from aiockpt.http.peers import Peer
+from aiockpt.http.protocol import (
+    DELTA,
+    DELTA_BASE_HEADER,
+    Resource,
+    ResourceKind,
+    format_delta,
+    format_etag,
+    format_prefer_wait,
+    format_range,
+    format_resource,
+    parse_content_range,
+    parse_etag,
+)
+from aiockpt.http.scheduling import Assignment
+from aiockpt.runtime.system import failing_here
+from aiockpt.runtime.tasks import Notifier, beside
+from aiockpt.transfer.deltas import HEAD_BYTES, is_available, split
+from aiockpt.transfer.source import OnProgress, PlainTarget, Prepare, Target
+
+__all__ = ["RangeFetcher"]
+
+_AHEAD = 64 << 20  # bytes of memory that all requests together prepare ahead
+_STEP = 8 << 20  # bytes that are prepared at a time, by whole strides of the arena
+_SHORT = 1 << 20  # bytes of a range that come sooner than a thread maps their pages
+_LOOK = 0.02  # seconds between two looks at how much has come
+_DELTAS = 64 << 20  # bytes of the longest range for which deltas are requested
+_VAIN = 3  # more deltas that failed than succeeded, after which none is requested
+
+
+class _Closed:
+    """The memory of a download that has ended."""
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        raise AssertionError(f"bytes {start} to {stop} come after the download")
+
+
+class RangeFetcher:
+    """Fetches ranges of one checkpoint into ``target``, for the assignments of runs.
+
+    Args:
+        client: Sends the requests.
+        outline: Of the checkpoint.
+        target: Where the bytes go.
+        on_progress: Gets newly arrived bytes.
+    """
+
+    def __init__(
+        self,
+        client: CheckpointClient,
+        outline: Outline,
+        target: Target,
+        on_progress: OnProgress,
+    ) -> None:
+        self._client, self._outline, self._target = client, outline, target
+        self._on_progress = on_progress
+        self._patched = self._unpatched = 0
+        self._plain: set[int] = set()  # chunks whose delta did not fit the held bytes
+
+    def __repr__(self) -> str:
+        return f"<RangeFetcher step={self._outline.step} deltas={self._patched}>"
+
+    def close(self) -> None:
+        """Let go of the memory.
+
+        Tracebacks of requests that were cancelled keep this object, which must not keep
+        the memory.
+        """
+        self._target = PlainTarget(_Closed())
+
+    def gets_deltas(self, peers: Iterable[Peer]) -> bool:
+        """Return whether any of these peers may send deltas instead of chunks."""
+        return self._can_patch and any(peer.delta_base for peer in peers)
+
+    @property
+    def _can_patch(self) -> bool:
+        """Whether deltas are of use.
+
+        If more of them have failed than succeeded, the receiver does not hold the base.
+        """
+        vain = self._unpatched > self._patched + _VAIN
+        return self._target.patch is not None and not vain and is_available()
+
+    async def fetch(
+        self, assignment: Assignment, hear: Callable[[Mapping[str, str]], None]
+    ) -> None:
+        """Receive what one request brings of a run directly into the target.
+
+        Args:
+            assignment: The run, and the connection.
+            hear: Gets the headers of the answer before its body is read.
+
+        Raises:
+            AiockptError: what is wrong with the peer or with its answer.
+        """
+        run, peer = assignment.run, assignment.connection.peer
+        patience = assignment.connection.patience
+        start, stop, base = self._reach(run, peer)
+        outline, origin = self._outline, peer.origin
+        head = outline.header_bytes
+        wanted = {} if base is None else format_delta(base)
+        # A peer that has just come back may not have published again yet. In a swarm,
+        # a peer may have to serve others first.
+        wait = patience.stall_timeout / 2 if assignment.waits else 0.0
+        if not (peer.member or peer.invitation):
+            wait = min(wait, patience.reconnect_timeout, origin.patience)
+        request = Request(
+            origin=origin,
+            path=format_resource(Resource(ResourceKind.FULL, outline.step)),
+            headers={
+                hdrs.RANGE: format_range(head + start, head + stop),
+                hdrs.IF_MATCH: format_etag(outline.snapshot_id),
+                "Prefer": format_prefer_wait(wait),
+                **wanted,
+            },
+            status=HTTPStatus.PARTIAL_CONTENT,
+            may_be_delta=base is not None,
+            may_be_empty=bool(peer.member),
+            step=outline.step,
+            snapshot_id=outline.snapshot_id,
+            chunk=run.chunk,
+        )
+        is_delta = False
+
+        def count(new: int) -> None:
+            patience.heard(_now())
+            if not is_delta:  # `_patch` counts those bytes
+                self._on_progress(new, 0)
+
+        async with self._client.request(request, count) as answer:
+            hear(answer.headers)
+            if answer.status == HTTPStatus.NO_CONTENT:
+                raise RemoteProtocolError(
+                    f"{request.url} does not have chunk {run.chunk}, which it announced"
+                )
+            _check_range(answer, head + start, head + stop, outline.total_bytes)
+            if is_delta := answer.status == HTTPStatus.IM_USED:
+                deltas = await _read_deltas(answer, stop - start, base)
+                await self._patch(run, deltas, range(start, stop), answer)
+                return
+            _check_length(answer, stop - start)
+            writer = BodySink(self._target.memory.buffers, start, stop, run)
+            prepare = self._target.prepare
+            if prepare is None or writer.size < _SHORT:
+                await answer.read_into(writer)
+                return
+            read = Notifier()
+            async with beside(partial(self._keep_ready, prepare, writer, start, read)):
+                await answer.read_into(writer)
+                read.notify()
+
+    def _reach(self, run: ChunkRun, peer: Peer) -> tuple[int, int, str | None]:
+        """Return the range to request, and the base of the deltas to ask for.
+
+        The base is None if only the bytes will do. An answer with deltas takes memory,
+        so a request covers only a part of a long run.
+        """
+        start, stop = run.begin_request()
+        if peer.delta_base is None or not self._can_patch:
+            return start, stop, None
+        grid, chunk = self._outline.grid, run.chunk
+        assert chunk is not None
+        first, last = grid.range(chunk)
+        if start != first or chunk in self._plain:
+            return start, last, None
+        stop = min(stop, start + max(_DELTAS // grid.chunk_bytes, 1) * grid.chunk_bytes)
+        plain = (grid.range(each)[0] for each in self._plain)
+        ends = [stop, *(each for each in plain if start < each < stop)]
+        return start, min(ends), peer.delta_base
+
+    async def _patch(
+        self, run: ChunkRun, deltas: memoryview, reach: range, answer: Answer
+    ) -> None:
+        """Apply deltas to the held chunks, until the first wrong digest."""
+        size = self._outline.grid.chunk_bytes
+        chunks = range(reach.start // size, -(-reach.stop // size))
+        patch = self._target.patch
+        assert patch is not None
+        with answer.blamed():
+            parts = split(deltas, len(chunks))
+        for chunk, (kind, body) in zip(chunks, parts, strict=True):
+            try:
+                with answer.blamed():
+                    right = await patch(self._target.memory, chunk, kind, body)
+            except asyncio.CancelledError:
+                self._plain.add(chunk)  # the bytes that a delta needs may have changed
+                raise
+            if not right:
+                self._unpatched += 1
+                self._plain.add(chunk)
+                return
+            self._patched += 1
+            self._on_progress(
+                min(HEAD_BYTES + len(body), _size(self._outline, chunk)), 0
+            )
+            run.complete()
+
+    async def _keep_ready(
+        self, prepare: Prepare, writer: BodySink, start: int, read: Notifier
+    ) -> None:
+        """Prepare memory from ``start`` on, a little ahead of what ``writer`` gets.
+
+        No further: a peer that claims gigabytes and sends nothing takes no memory. It
+        ends when all is prepared, or when ``read`` says that all has come.
+        """
+        at, stop = start, start + writer.size
+        ahead = max(_AHEAD // self._client.options.connections, _STEP)
+        while at < stop and writer.remaining:
+            if at - start - writer.filled >= ahead:
+                await read.wait(_LOOK)
+                continue
+            end = min(at - at % _STEP + _STEP, stop)
+            with failing_here("preparing memory"):  # not the fault of the peer
+                await self._client.bridge.run(prepare, at, end)
+            at = end
+
+
+async def _read_deltas(answer: Answer, most: int, base: str | None) -> memoryview:
+    """Return the body of a 226 answer, of at most ``most`` bytes, for its ``base``."""
+    request = answer.request
+    named = parse_etag(answer.headers.get(DELTA_BASE_HEADER))
+    if named != base or answer.headers.get("IM", "").strip().lower() != DELTA:
+        raise RemoteProtocolError(
+            f"{request.url} answered with a delta that was not requested: the headers "
+            f"IM and Delta-Base must be {DELTA} and {format_etag(str(base))}"
+        )
+    return await answer.read(most, "deltas")
+
+
+def _size(outline: Outline, chunk: int) -> int:
+    start, stop = outline.grid.range(chunk)
+    return stop - start
+
+
+def _check_range(answer: Answer, start: int, stop: int, size: int) -> None:
+    """Raise unless an answer covers the requested ``[start, stop)`` of ``size``."""
+    request = answer.request
+    # The headers are no variable: a peer may repeat the request's token in them.
+    tag = parse_etag(answer.headers.get(hdrs.ETAG))
+    if tag is not None and tag != request.snapshot_id:
+        raise CheckpointChangedError(
+            expected=request.snapshot_id or "", actual=tag, url=request.url
+        )
+    with answer.blamed():
+        given = parse_content_range(answer.headers.get(hdrs.CONTENT_RANGE))
+    if given != (start, stop, size):
+        raise RemoteProtocolError(
+            f"{request.url} sent bytes {given[0]} to {given[1]} of {given[2]} "
+            f"where {start} to {stop} of {size} were asked for"
+        )
+
+
+def _check_length(answer: Answer, nbytes: int) -> None:
+    if (length := answer.length()) != nbytes:
+        raise RemoteProtocolError(
+            f"{answer.request.url} sent Content-Length {length} for a range of "
+            f"{nbytes} bytes"
+        )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
