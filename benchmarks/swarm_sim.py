@@ -29,7 +29,10 @@ from math import inf
 from statistics import median
 
 from aiockpt.http.swarm import (
+    FIRST,
+    LEASE,
     Member,
+    heartbeat,
     neighbours,
     next_chunk,
     patience,
@@ -62,9 +65,6 @@ class Case:
         zones: How many there are; members are in them in turn, the source in the first.
         trunk: Rate of a zone's link to the others, in parts of its members' rates.
         lag: Until a member has announced a chunk.
-        heartbeat: Until the second heartbeat of a member; each is twice as late as the
-            one before, up to ``slowest_heartbeat``.
-        lease: Until the tracker forgets a member that died.
         linger: For which a complete member serves others.
         lanes: Most members that one receiver receives from at a time.
         slots: Most bodies that a member sends at a time.
@@ -87,11 +87,8 @@ class Case:
     zones: int = 1
     trunk: float = 0.5
     lag: float = 0.1
-    heartbeat: float = 0.25
-    slowest_heartbeat: float = 2.0
-    lease: float = 6.0
     linger: float = 30.0
-    lanes: int = 4
+    lanes: int = 5
     slots: int = 4
     source_slots: int = 8
     probes: int = 3
@@ -178,7 +175,7 @@ class _Host:
         self.looking = False
         self.usual = 0.0
         self.source_had_sent = 0.0
-        self.interval = 0.0
+        self.pause = FIRST
 
 
 class _Request:
@@ -297,7 +294,6 @@ class _Swarm:
             self.joining -= 1
             self.missing += 1
             member = _Host(rate, self.case.slots, zone, self.now)
-            member.interval = self.case.heartbeat
             self.members.append(member)
             self.tracked.append(member)
             self.beat(member)
@@ -341,7 +337,7 @@ class _Swarm:
             if hint is not None:
                 self.unsent.append(hint)
 
-        self.later(self.case.lease, forget)
+        self.later(LEASE * self.period, forget)
 
     # ----------------------------------------------------------------- tracker
 
@@ -370,8 +366,13 @@ class _Swarm:
         if member.hint is None and member.at_source is None and self.unsent:
             member.hint = self.unsent.pop()
         self.fill(member)
-        self.later(member.interval, lambda: self.beat(member))
-        member.interval = min(2 * member.interval, self.case.slowest_heartbeat)
+        self.later(member.pause * self.period, lambda: self.beat(member))
+        member.pause = min(2 * member.pause, 1.0)
+
+    @property
+    def period(self) -> float:
+        """Seconds between two heartbeats of a member, as the tracker wants them."""
+        return heartbeat(len(self.tracked))
 
     # ---------------------------------------------------------------- receiver
 
@@ -627,9 +628,7 @@ def _times(members: Sequence[_Host], one: float) -> list[float]:
     return [(member.done - member.joined) / one for member in members]
 
 
-_HUGE = Case(
-    "", 1000, 2048, 130e9, 1.25e9, slowest_heartbeat=10.0, linger=300.0, seeds=1
-)
+_HUGE = Case("", 1000, 2048, 130e9, 1.25e9, linger=300.0, seeds=1)
 CASES = {
     case.name: case
     for case in [
@@ -647,7 +646,7 @@ CASES = {
         Case("lanes6", 32, lanes=6),
         Case("lanes8", 32, lanes=8, slots=8),
         replace(_HUGE, name="n1000"),
-        replace(_HUGE, name="n10000", members=10_000, chunks=256),
+        replace(_HUGE, name="n10000", members=10_000, chunks=512),
     ]
 }
 """The cases by name. All but the last two take a few minutes together."""

@@ -34,6 +34,7 @@ from aiockpt.http.client import CheckpointClient, Request
 from aiockpt.http.options import Swarm
 from aiockpt.http.peers import Peer
 from aiockpt.http.relay import Relay
+from aiockpt.http.swarm import FIRST, LEASE
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.tasks import Notifier
 from aiockpt.transfer.source import Target
@@ -43,13 +44,13 @@ __all__ = ["Door", "Membership"]
 Door: TypeAlias = Callable[[Relay], Awaitable[str]]
 """Serves a relay, and returns the URL under which members reach it."""
 
-_FIRST: Final = 0.25  # seconds between the first two announcements; then ever more
 _MOST: Final = 24  # members that are asked at a time; the tracker names no more
 _LONGEST: Final = 64 << 10  # bytes of an answer to an announcement
 _LONGEST_LIST: Final = 64  # ids in an announcement
 _HOPE: Final = 1.0  # seconds for which a receive waits to hear of others
 _AWAY: Final = 10.0  # seconds for which a member that failed is not asked
 _SHORTEST_LEASE: Final = 1.0  # seconds
+_LONGEST_LEASE: Final = 3600.0
 _FAREWELL: Final = 1.0  # seconds in which the source hears that a member leaves
 _RECORD: Final = 4  # bytes of a chunk's number
 _NOTHINGS: Final = 100  # records without a chunk that a member may send, and
@@ -127,6 +128,7 @@ class Membership:
         source.next = source.next if named is None else named
         token = http.parse_invitation(headers.get(http.SWARM_HEADER))
         if token is not None:
+            source.invitation = token
             self.join(source, token)
 
     def join(self, source: Peer, token: Token) -> None:
@@ -276,21 +278,23 @@ class Membership:
                     await self._say_goodbye(relay)
 
     async def _announce_always(self, relay: Relay, url: str) -> None:
-        wait, lease, knows = _FIRST, _AWAY, True
+        part, lease, knows = FIRST, _AWAY, True
         self._tell(relay, f"serves the swarm at {url}")
         while self._until > _now() and not relay.ended:
             if knows:
                 try:
-                    lease = max(await self._announce(relay, url), _SHORTEST_LEASE)
+                    lease = await self._announce(relay, url)
                 except TransportError as error:
                     # The members that are known are enough to go on.
                     self._tell(relay, f"cannot announce itself: {error}")
                 except AiockptError as error:
                     self._tell(relay, f"announces itself no more: {error}")
                     knows = False
-            pause = min(wait if knows else _AWAY, lease / 3, self._until - _now())
-            wait *= 2
-            await self._wake.wait(max(pause, 0.0))
+            pause = part * lease / LEASE if knows else _AWAY
+            part = min(2 * part, 1.0)
+            if self.is_active and not self.members:
+                pause = min(pause, _HOPE / 2)  # soon it would do without others
+            await self._wake.wait(max(min(pause, self._until - _now()), 0.0))
 
     def _is_safe(self, url: str) -> bool:
         """Return whether a member's URL is as private as the source's."""
@@ -324,7 +328,7 @@ class Membership:
                 f"{request.url} sent a malformed answer: {error}"
             ) from None
         self._learn(relay, found)
-        return found.lease
+        return min(max(found.lease, _SHORTEST_LEASE), _LONGEST_LEASE)
 
     def _learn(self, relay: Relay, found: http.AnnounceResponse) -> None:
         """Take the members that are not known yet, as far as more are needed."""

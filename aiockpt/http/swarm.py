@@ -14,11 +14,31 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Member", "neighbours", "next_chunk", "patience", "source_chunk"]
+__all__ = [
+    "FIRST",
+    "LEASE",
+    "Member",
+    "heartbeat",
+    "neighbours",
+    "next_chunk",
+    "patience",
+    "source_chunk",
+]
+
+LEASE = 3
+"""Heartbeats of a member in one lease, so that two of them may be lost."""
+
+FIRST = 1 / 8
+"""Part of the usual time after which a member's second heartbeat comes.
+
+Each further one takes twice as long as the one before, up to the usual time.
+"""
 
 _ENOUGH = 12  # more neighbours cost requests, and no longer make a swarm faster
 _MORE = 4  # members that one with enough neighbours is told of at a time
 _PATIENCE = 3.0  # usual requests, after which what does not come counts as lost
+_PERIOD = 2.0  # seconds between two heartbeats of a member, at least
+_BUSIEST = 60.0  # heartbeats per second, at most; each takes about a millisecond
 _AT_FIRST = 30.0  # seconds; the same for a receiver that knows no usual request yet
 
 
@@ -34,6 +54,14 @@ class Member(NamedTuple):
     zone: str
     have: int
     named: int
+
+
+def heartbeat(members: int) -> float:
+    """Return the seconds between two heartbeats of one of so many members.
+
+    A heartbeat is an announcement at the tracker, whose work is bounded.
+    """
+    return max(_PERIOD, members / _BUSIEST)
 
 
 def neighbours(

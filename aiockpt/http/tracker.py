@@ -19,13 +19,17 @@ import msgspec
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.protocol import Announcement, AnnounceResponse, MemberInfo, url_fault
-from aiockpt.http.swarm import Member, neighbours, next_chunk, patience
+from aiockpt.http.swarm import (
+    LEASE,
+    Member,
+    heartbeat,
+    neighbours,
+    next_chunk,
+    patience,
+)
 
 __all__ = ["MemberStatistics", "Tracker"]
 
-_PERIOD: Final = 2.0  # seconds between two announcements of a member, at least
-_BUSIEST: Final = 100.0  # announcements per second, at most
-_LEASE: Final = 3  # announcements of which two may be lost
 _SAMPLE: Final = 64  # members of which some are named
 _MOST: Final = 16_384  # members
 _MOST_OF_HOST: Final = 64  # members; a host has a few receivers
@@ -127,13 +131,13 @@ class Tracker:
             member.url, member.zone = url, said.zone
         member.have = min(said.have, self._chunks)
         is_complete = member.have == self._chunks
-        period = max(_PERIOD, len(self._members) / _BUSIEST)
-        member.until = now + _LEASE * period
+        seconds = LEASE * heartbeat(len(self._members))
+        member.until = now + seconds
         self._members[int(lease, 16)] = _pack(member)
         self._accuse(address, said.bad)
         return AnnounceResponse(
             id=_id(member),
-            lease=_LEASE * period,
+            lease=seconds,
             members=() if is_complete else self._name(member, said.known),
             next=None if is_complete else self.promise(lease),
         )
