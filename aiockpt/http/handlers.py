@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final, NamedTuple, cast
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import anyio
 import msgspec
@@ -92,7 +93,9 @@ _KEEP_ALIVE: Final = 2.0  # seconds
 _SHORTEST: Final = 0.1  # seconds between two signs of life
 _INTERRUPTS: Final = 1.0  # seconds between two of the same receive
 _MOST_WATCHERS: Final = 64  # members that are told of new chunks
-_MOST_RELAYED: Final = 2  # chunks in a body of a member, whose slots are for all
+_MOST_OF_SLOT: Final = 2  # chunks in a body that holds a slot
+_UNSENT: Final = 4  # the kernel may hold a fourth of such a body,
+_LEAST_UNSENT: Final = 32 << 10  # and at least so many bytes
 _MOST_SHOWN: Final = 200  # members on the status page
 _FACTS: Final = ("readers", "waiting", "bytes_sent", "requests", "refused")
 _MAX_ANNOUNCEMENT: Final = 8 << 10
@@ -115,7 +118,8 @@ class ServerConfig:
         manifest_key: The key that authenticates manifests, if any.
         lends: Whether other processes of this host may map what is served.
         incarnation: The id of this start of the sender.
-        swarm: How many bodies to send to members of a swarm; None: offer no swarm.
+        swarm: How many bodies to send at a time to receivers that can join a swarm;
+            None: offer no swarm.
         peers: The hosts that may stand in the URL of a member; see `Auth`. None: the
             host that the member has.
     """
@@ -186,6 +190,7 @@ class CheckpointService:
         self.config = config
         self._lender = lender
         self._own_sockets = own_sockets
+        self._tuned = WeakSet[asyncio.BaseTransport]()
         self._threads = Bridge(threads=sockets.IO_THREADS, name="aiockpt-serve")
         self._deltas = Deltas(self._threads)
         self._rounds = _Rounds()
@@ -285,11 +290,14 @@ class CheckpointService:
                 f"{request.method} is not answered here",
                 {"Allow": ", ".join(allowed)},
             )
-        sockets.tune(
-            _transport_of(request),
-            dead_after=2 * config.stall_timeout,
-            began_classic=self._own_sockets,
-        )
+        transport = _transport_of(request)
+        if transport not in self._tuned:
+            self._tuned.add(transport)
+            sockets.tune(
+                transport,
+                dead_after=2 * config.stall_timeout,
+                began_classic=self._own_sockets,
+            )
 
     # --------------------------------------------------------------- handling
 
@@ -394,7 +402,7 @@ class CheckpointService:
         reply: Reply,
         lease: http.Lease | None,
     ) -> web.StreamResponse:
-        """Send a range or its delta; the members of a swarm wait for a slot."""
+        """Send a range or its delta, perhaps as soon as a slot is free."""
         if (base := self._delta_base(request, publication, reply)) is not None:
             delta = await self._delta(publication, base, reply, lease)
             if delta is not None:
@@ -404,10 +412,26 @@ class CheckpointService:
                 reply.headers[http.DELTA_BASE_HEADER] = tag
                 reply.headers["Content-Length"] = str(delta.nbytes)
                 return await self._send_body(request, publication, reply, lease, delta)
-        if lease is None or not publication.tracker.has(lease.id):
+        if not self._needs_slot(publication, reply, lease):
             return await self._send_body(request, publication, reply, lease)
         async with self._slots.take(wait=self._wait_of(request)):
-            return await self._send_body(request, publication, reply, lease)
+            return await self._send_body(request, publication, reply, lease, slot=True)
+
+    def _needs_slot(
+        self, publication: Publication, reply: Reply, lease: http.Lease | None
+    ) -> bool:
+        """Return whether a body is for a member of a swarm, or for one to be.
+
+        Long ranges are for receivers that do without others. They need no slot, since
+        they would keep it for long.
+        """
+        chunks = _chunks_over(publication, reply)
+        if lease is None or self.config.swarm is None or not chunks:
+            return False
+        if publication.tracker.has(lease.id):
+            return True
+        is_short = len(chunks) <= _MOST_OF_SLOT
+        return is_short and lease.joins and publication.has_others(lease)
 
     # ------------------------------------------------------------------ swarm
 
@@ -542,10 +566,10 @@ class CheckpointService:
         if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
             return _Stream(status=reply.status, headers=reply.headers)
         chunks = _chunks_over(publication, reply)
-        if len(chunks) > _MOST_RELAYED:
+        if len(chunks) > _MOST_OF_SLOT:
             raise RefusedError(
                 HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
-                f"a member sends at most {_MOST_RELAYED} chunks at a time",
+                f"a member sends at most {_MOST_OF_SLOT} chunks at a time",
             )
         if not relay.has(chunks):
             return _Stream(status=HTTPStatus.NO_CONTENT, headers=self._identity)
@@ -556,7 +580,7 @@ class CheckpointService:
                 raise StepNotFoundError(resource.step)
             if relay.pace is not None:
                 sockets.pace(_transport_of(request), relay.pace)
-            return await self._send_body(request, publication, reply, None)
+            return await self._send_body(request, publication, reply, None, slot=True)
 
     async def _is_intact(self, publication: Publication, chunks: range) -> bool:
         """Return whether chunks of a relay still have their digests."""
@@ -667,8 +691,13 @@ class CheckpointService:
         reply: Reply,
         lease: http.Lease | None,
         delta: DeltaBody | None = None,
+        *,
+        slot: bool = False,
     ) -> web.StreamResponse:
-        """Send the reply's range of the publication's file, or the delta of it."""
+        """Send the reply's range of the publication's file, or the delta of it.
+
+        If the body holds a slot, this returns only when almost all of it has left.
+        """
         if self._readers >= self.config.options.readers:
             raise PeerBusy(retry_after=_RETRY_AFTER)
         servable, nbytes = publication.servable, reply.stop - reply.start
@@ -678,6 +707,12 @@ class CheckpointService:
 
         if delta is not None:
             nbytes, views = delta.nbytes, delta.views
+        small = SMALL_BYTES
+        if slot:
+            unsent = small = max(nbytes // _UNSENT, _LEAST_UNSENT)
+            sockets.limit_unsent(_transport_of(request), unsent)
+        elif self.config.swarm is not None:  # earlier bodies may have held slots
+            sockets.limit_unsent(_transport_of(request), 0)
 
         body = BodySender(
             _transport_of(request),
@@ -690,7 +725,7 @@ class CheckpointService:
         self._readers += 1
         try:
             async with self.store.reading(publication, evict=body.evict, lease=lease):
-                if nbytes <= SMALL_BYTES:
+                if nbytes <= small:
                     data = b"".join(views(0, nbytes))
                     self._counts["bytes_sent"] += nbytes
                     request[VISIT].nbytes = body.sent = body.arrived = nbytes

@@ -7,6 +7,7 @@ stripped of control characters before it becomes part of a message.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -166,7 +167,7 @@ def _headers_of(error: Exception) -> dict[str, str]:
         case RangeNotSatisfiable():
             headers["Content-Range"] = format_unsatisfied_range(error.size)
         case PeerBusy() if error.retry_after is not None:
-            headers["Retry-After"] = str(max(1, round(error.retry_after)))
+            headers["Retry-After"] = str(math.ceil(error.retry_after))
     return headers
 
 

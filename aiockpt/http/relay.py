@@ -23,13 +23,22 @@ __all__ = ["Relay", "Slots"]
 _BATCH: Final = 3  # chunks that are announced together, on average
 _SOON, _LATE = 0.02, 0.5  # seconds
 _RETRY_AFTER: Final = 0.0  # the request has waited already
+_LONG: Final = 5.0  # a body that takes so many times as long as usual, and
+_LONGER: Final = 1.0  # so many seconds more, does not count
+_AT_FIRST: Final = 10.0  # seconds; the same before any body has ended
+_NEWS: Final = 0.1  # of the last body in the average of all
 
 
 class Slots:
-    """Admits so many bodies at a time; the others wait in order of arrival."""
+    """Admits so many bodies at a time; the others wait in order of arrival.
+
+    A body that takes much longer than usual no longer counts, so that slow readers
+    cannot hold all slots.
+    """
 
     def __init__(self, most: int) -> None:
         self._free = asyncio.Semaphore(most)
+        self._usual = 0.0  # seconds that a body takes on average
 
     @asynccontextmanager
     async def take(self, *, wait: float) -> AsyncIterator[None]:
@@ -44,10 +53,25 @@ class Slots:
                 taken = await self._free.acquire()
         if not taken:
             raise PeerBusy(retry_after=_RETRY_AFTER)
+        loop = asyncio.get_running_loop()
+        began, counts = loop.time(), True
+
+        def free() -> None:
+            nonlocal counts
+            if counts:
+                counts = False
+                self._free.release()
+
+        longest = _LONG * self._usual + _LONGER if self._usual else _AT_FIRST
+        timer = loop.call_later(longest, free)
         try:
             yield
         finally:
-            self._free.release()
+            timer.cancel()
+            if counts:
+                took = loop.time() - began
+                self._usual += (took - self._usual) * (_NEWS if self._usual else 1)
+            free()
 
 
 class Relay:

@@ -33,6 +33,7 @@ __all__ = [
     "descriptor_of",
     "duplicate",
     "is_same_host",
+    "limit_unsent",
     "pace",
     "reset_on_close",
     "tune",
@@ -42,7 +43,7 @@ __all__ = [
 _INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
 _STREAMS: Final = (*_INTERNET, getattr(socket, "AF_UNIX", -1))
 _LINGER_0: Final = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
-_LONGEST: Final = 2**31 - 1  # milliseconds, or bytes per second, in an option
+_LONGEST: Final = 2**31 - 1  # milliseconds, bytes, or bytes per second, in an option
 _CLASSIC: Final = b"reno"  # everybody may choose it
 _LONGEST_NAME: Final = 16
 _SO_MAX_PACING_RATE: Final = 47  # of Linux; Python does not name it
@@ -228,6 +229,18 @@ def pace(transport: asyncio.BaseTransport, rate: int) -> None:
     if sock is not None and sys.platform == "linux" and rate <= _LONGEST:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+
+
+def limit_unsent(transport: asyncio.BaseTransport, nbytes: int) -> None:
+    """Have the kernel take no more than about ``nbytes`` ahead of what it can send.
+
+    It would take a whole chunk otherwise, and the sender could not know that the line
+    is still busy with it. Zero restores the system's own limit. Systems other than
+    Linux may only wake a writer later, and still take more.
+    """
+    sock = _socket_of(transport)
+    if sock is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        _try_set(sock, socket.TCP_NOTSENT_LOWAT, min(nbytes, _LONGEST))
 
 
 def _congestion_control(sock: Any) -> bytes:

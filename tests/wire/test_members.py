@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -148,6 +149,30 @@ async def test_a_receive_that_begins_alone_finds_nothing_given() -> None:
             for each in (first, second):
                 await post(site, each, b"", method="DELETE")
                 await ask(site, "metadata", each.replace("60", "0"))
+
+
+@proves("threat D17")
+async def test_a_body_holds_its_slot_until_it_has_left() -> None:
+    """The kernel could take it as a whole. One that takes too long no longer counts."""
+    wanted = {"Range": "bytes=0-119999", "Aiockpt-Swarm": "join"}
+    one = Swarm(slots=1)  # for the source, two
+    async with serving(Memory(2 << 20), swarm=one) as site, AsyncExitStack() as stack:
+        for lease in (A, B, C):
+            await ask(site, "metadata", lease)
+        quick = await ask(site, "full", C, Range="bytes=0-119999")
+        assert quick.status == 206  # now the source knows how long a body takes
+        for lease in (A, B):
+            peer = await stack.enter_async_context(site.peer(receive_buffer=4096))
+            await peer.request("/checkpoint/7/full", **wanted, Aiockpt_Lease=lease)
+            assert (await peer.head()).status == 206
+        refused = await ask(site, "full", C, Range="bytes=0-119999", Prefer="wait=0")
+        assert refused.status == 503
+        assert refused.headers["Retry-After"] == "0"
+        for path in ("metadata", "full"):  # a manifest and long ranges need no slot
+            answer = await ask(site, path, C, Prefer="wait=0")
+            assert answer.status == 200
+        later = await ask(site, "full", C, Range="bytes=0-119999", Prefer="wait=20")
+        assert later.status == 206
 
 
 @pytest.mark.parametrize(
