@@ -263,7 +263,8 @@ class Download:
     ) -> Coroutine[Any, Any, bool] | None:
         """Return what a connection does next: fetch a run, steal one, or nothing.
 
-        Awaiting it says whether a member refused, which only one may that waits.
+        With ``waits``, a member may let the request wait for others. Awaiting the job
+        says whether the member was too busy.
         """
         match self._next_for(connection):
             case ChunkRun() as run:

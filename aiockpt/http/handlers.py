@@ -573,7 +573,8 @@ class CheckpointService:
             )
         if not relay.has(chunks):
             return _Stream(status=HTTPStatus.NO_CONTENT, headers=self._identity)
-        async with relay.slots.take(wait=self._wait_of(request)):
+        least = (reply.stop - reply.start) / relay.pace if relay.pace else 0.0
+        async with relay.slots.take(wait=self._wait_of(request), least=least):
             if relay.is_lent and not await self._is_intact(publication, chunks):
                 relay.end()
             if relay.ended:

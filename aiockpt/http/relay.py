@@ -14,6 +14,7 @@ from typing import Final
 from aiockpt.format.chunks import digest
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.problems import PeerBusy
+from aiockpt.http.swarm import average
 from aiockpt.memory.arena import Memory
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.tasks import Notifier
@@ -26,14 +27,13 @@ _RETRY_AFTER: Final = 0.0  # the request has waited already
 _LONG: Final = 5.0  # a body that takes so many times as long as usual, and
 _LONGER: Final = 1.0  # so many seconds more, does not count
 _AT_FIRST: Final = 10.0  # seconds; the same before any body has ended
-_NEWS: Final = 0.1  # of the last body in the average of all
 
 
 class Slots:
     """Admits so many bodies at a time; the others wait in order of arrival.
 
     A body that takes much longer than usual no longer counts, so that slow readers
-    cannot hold all slots.
+    cannot hold all slots. If all bodies become slower, that becomes usual.
     """
 
     def __init__(self, most: int) -> None:
@@ -41,8 +41,8 @@ class Slots:
         self._usual = 0.0  # seconds that a body takes on average
 
     @asynccontextmanager
-    async def take(self, *, wait: float) -> AsyncIterator[None]:
-        """Hold a slot during the block.
+    async def take(self, *, wait: float, least: float = 0.0) -> AsyncIterator[None]:
+        """Hold a slot during the block, which should take ``least`` seconds or more.
 
         Raises:
             PeerBusy: no slot was free within ``wait`` seconds.
@@ -60,17 +60,16 @@ class Slots:
             nonlocal counts
             if counts:
                 counts = False
+                self._usual = average(self._usual, loop.time() - began)
                 self._free.release()
 
-        longest = _LONG * self._usual + _LONGER if self._usual else _AT_FIRST
+        usual = max(self._usual, least)
+        longest = _LONG * usual + _LONGER if usual else _AT_FIRST
         timer = loop.call_later(longest, free)
         try:
             yield
         finally:
             timer.cancel()
-            if counts:
-                took = loop.time() - began
-                self._usual += (took - self._usual) * (_NEWS if self._usual else 1)
             free()
 
 

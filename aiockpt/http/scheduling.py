@@ -16,6 +16,7 @@ import anyio
 from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.peers import Peer
 from aiockpt.http.retry import Patience, Retries
+from aiockpt.http.swarm import average
 
 __all__ = ["Assignment", "Connection", "Pace", "choose"]
 
@@ -27,7 +28,6 @@ _UNKNOWN = 0.5  # seconds for a run, for a peer that never brought one
 _VAIN = 3  # steals of one run, from the same peer, between which no byte came
 _REST = 0.1  # seconds that a connection rests after a steal; they double each time
 _LONGEST_REST = 2.0
-_NEWS = 0.1  # of the last chunk in the average duration of all
 
 
 @dataclass(eq=False, slots=True)
@@ -141,13 +141,9 @@ class Pace:
         """Note how long a chunk took."""
         if is_member:
             self.last_from_member = now
-            self.of_members = _average(self.of_members, took)
+            self.of_members = average(self.of_members, took)
         else:
-            self.of_sources = _average(self.of_sources, took)
-
-
-def _average(before: float, new: float) -> float:
-    return before + (new - before) * _NEWS if before else new
+            self.of_sources = average(self.of_sources, took)
 
 
 def choose(

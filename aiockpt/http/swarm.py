@@ -18,6 +18,7 @@ __all__ = [
     "FIRST",
     "LEASE",
     "Member",
+    "average",
     "heartbeat",
     "neighbours",
     "next_chunk",
@@ -37,9 +38,10 @@ Each further one takes twice as long as the one before, up to the usual time.
 _ENOUGH = 12  # more neighbours cost requests, and no longer make a swarm faster
 _MORE = 4  # members that one with enough neighbours is told of at a time
 _PATIENCE = 3.0  # usual requests, after which what does not come counts as lost
+_AT_FIRST = 30.0  # seconds; the same for a receiver that knows no usual request yet
 _PERIOD = 2.0  # seconds between two heartbeats of a member, at least
 _BUSIEST = 60.0  # heartbeats per second, at most; each takes about a millisecond
-_AT_FIRST = 30.0  # seconds; the same for a receiver that knows no usual request yet
+_NEWS = 0.1  # of the last duration in the average of all
 
 
 class Member(NamedTuple):
@@ -186,6 +188,11 @@ def patience(usual: float) -> float:
     none at first, and the source cannot serve them all.
     """
     return _PATIENCE * usual or _AT_FIRST
+
+
+def average(before: float, new: float) -> float:
+    """Return a moving average of durations; 0.0 before the first one."""
+    return before + (new - before) * _NEWS if before else new
 
 
 def _nth_bit(bits: int, n: int) -> int:

@@ -22,6 +22,7 @@ from aiockpt.http.protocol import Announcement, AnnounceResponse, MemberInfo, ur
 from aiockpt.http.swarm import (
     LEASE,
     Member,
+    average,
     heartbeat,
     neighbours,
     next_chunk,
@@ -38,7 +39,6 @@ _MOST_ACCUSED: Final = 1024
 _RETRY_AFTER: Final = 2.0
 _SOONEST: Final = 0.1  # seconds after which a promise may lapse
 _AT_FIRST: Final = 5.0  # seconds; the same before any promise was kept
-_NEWS: Final = 0.1  # of the last promise that was kept in the average of all
 _NOTHING: Final = -1
 
 
@@ -191,14 +191,11 @@ class Tracker:
         self._unpromised |= self._older & self._new
         if self._sample is not None:
             chunk, since = self._sample
-            self._learn(max(now - since, self._usual))
+            self._usual = average(self._usual, max(now - since, self._usual))
             if self._older >> chunk & 1:
                 self._sample = None
         self._recent, self._older = 0, self._recent
         self._turns, self._turned = self._turns + 1, now
-
-    def _learn(self, seconds: float) -> None:
-        self._usual += (seconds - self._usual) * (_NEWS if self._usual else 1)
 
     def _holds(self, member: _Member) -> bool:
         """Return whether what a member was promised is still its own."""
@@ -221,7 +218,7 @@ class Tracker:
         """Note that a receiver has got these chunks from the source."""
         self._new &= ~(((1 << len(chunks)) - 1) << chunks.start)
         if self._sample is not None and self._sample[0] in chunks:
-            self._learn(_now() - self._sample[1])
+            self._usual = average(self._usual, _now() - self._sample[1])
             self._sample = None
 
     def renew(self) -> None:
