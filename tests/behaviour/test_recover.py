@@ -189,10 +189,12 @@ class TestRecovery:
             await made.killed()
             await made.keeps()
             for turns in range(8):
+                os.kill(made.child, signal.SIGSTOP)  # or it may succeed before
                 task = asyncio.create_task(made.recovered())
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 task.cancel()
+                os.kill(made.child, signal.SIGCONT)
                 await asyncio.wait({task})
                 assert task.cancelled()
             run = tmp_path / "run"
