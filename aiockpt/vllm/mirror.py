@@ -14,9 +14,12 @@ import logging
 import os
 import stat
 import tempfile
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
+
+import anyio
 
 from aiockpt.errors import (
     AiockptError,
@@ -142,7 +145,7 @@ class HostMirror:
     async def _lead(self, fd: int) -> None:
         """Fetch for this host until cancelled; ``fd`` holds the lock."""
         server = Server(host="127.0.0.1")
-        async with HTTPTransport[State](same_host=True, server=server) as local:
+        async with _open(HTTPTransport(same_host=True, server=server)) as local:
             try:
                 with files.named(self._path):
                     os.ftruncate(fd, 0)
@@ -157,15 +160,12 @@ class HostMirror:
 
     async def _fetch(self, local: HTTPTransport[State]) -> None:
         """Publish each step of the sender to this host."""
-        remote = HTTPTransport[State](auth=self._auth, swarm=self._swarm)
-        try:
+        async with _open(HTTPTransport(auth=self._auth, swarm=self._swarm)) as remote:
             while True:
                 # A step of another layout does not fit the mirror: begin again.
                 with suppress(StateDictError):
                     await self._refresh(remote, local)
                 await asyncio.sleep(_PAUSE)
-        finally:
-            await remote.shutdown(wait=False)
 
     async def _refresh(
         self, remote: HTTPTransport[State], local: HTTPTransport[State]
@@ -183,17 +183,27 @@ class HostMirror:
 
     async def _map(self, leader: str) -> None:
         """Map each step that the leader publishes, until the leader is gone."""
-        here = HTTPTransport[State](receive=Receive(reconnect_timeout=_LOST))
+        receive = Receive(reconnect_timeout=_LOST)
         try:
-            steps = here.follow(leader, share=True, reconnect_timeout=_LOST)
-            async with aclosing(steps):
-                async for step, state in steps:
-                    self.step, self._state = step, state
-                    self._news.notify()
+            async with _open(HTTPTransport(receive=receive)) as here:
+                steps = here.follow(leader, share=True, reconnect_timeout=_LOST)
+                async with aclosing(steps):
+                    async for step, state in steps:
+                        self.step, self._state = step, state
+                        self._news.notify()
         except AuthenticationError as error:  # another process has the port now
             raise TransportError(str(error)) from error
-        finally:
-            await here.shutdown(wait=False)
+
+
+@asynccontextmanager
+async def _open(transport: HTTPTransport[State]) -> AsyncIterator[HTTPTransport[State]]:
+    """Shut a transport down after the block, and wait for it though cancelled."""
+    try:
+        yield transport
+    finally:
+        # A cancelled scope of anyio repeats its cancel, which would end the wait.
+        with anyio.CancelScope(shield=True):
+            await transport.shutdown(wait=False)
 
 
 async def _publish(local: HTTPTransport[State], step: int, state: State) -> None:

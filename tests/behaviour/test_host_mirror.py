@@ -44,14 +44,18 @@ FAULT = Drip(400_000, burst=8192)
 async def mirroring(
     metadata: str, place: Path, token: str | None = None, *, swarm: bool = False
 ) -> AsyncIterator[HostMirror]:
-    """Run a mirror as another process would."""
+    """Run a mirror as another process would; all it uses ends with it."""
     mirror = HostMirror(metadata, place=place, token=token, swarm=swarm)
+    before = asyncio.all_tasks()
     task = asyncio.create_task(mirror.run())
     try:
         yield mirror
     finally:
         task.cancel()
         await asyncio.wait([task])
+    # The connections of the sender have tasks here too.
+    left = [repr(task) for task in asyncio.all_tasks() - before]
+    assert not [each for each in left if "/lifetime.py" in each], "still shutting down"
 
 
 async def test_processes_of_a_host_fetch_once(tmp_path: Path) -> None:
