@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final, NamedTuple, cast
@@ -292,7 +292,8 @@ class CheckpointService:
             )
         transport = _transport_of(request)
         if transport not in self._tuned:
-            self._tuned.add(transport)
+            with suppress(TypeError):  # uvloop's TLS: tuned again by each request
+                self._tuned.add(transport)
             sockets.tune(
                 transport,
                 dead_after=2 * config.stall_timeout,

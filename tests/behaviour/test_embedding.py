@@ -427,6 +427,7 @@ class TestPlaces:
 class TestReverseProxy:
     """The public address is another host's, and has another path."""
 
+    @pytest.mark.every_loop
     @pytest.mark.parametrize("tls", ["none", "proxy", "both"])
     async def test_peers_find_the_transport_by_the_public_address(
         self, ask, tls, caplog

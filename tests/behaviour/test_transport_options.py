@@ -93,6 +93,7 @@ class TestCredentials:
 
 
 @proves("threat S3")
+@pytest.mark.every_loop
 async def test_an_untrusted_server_is_refused():
     """Before the token is shown to it; a trusted one is read over https."""
     server, client = certified()
