@@ -58,7 +58,7 @@ from aiockpt.http.server_messages import (
 from aiockpt.http.store import Failure, StoreStatistics
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.snapshot import Snapshot
-from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.children import Child
 from aiockpt.runtime.ipc import pack
 
@@ -326,18 +326,12 @@ class ServerProcess:
         """
         before, step = self.retractions, snapshot.manifest.step
         await self._serves()
-        parcels: list[int] = []
-        try:
-            # A cancelled call returns nothing, so the thread leaves its result here.
-            await self._bridge.run(lambda: parcels.append(_pack(snapshot)))
-            if self.retractions != before:  # it may even be closed by now
-                raise StepNotFoundError(step)
-        except BaseException:
-            for parcel in parcels:
-                os.close(parcel)
-            raise
+        parcel = await obtain(self._bridge, lambda: _pack(snapshot), os.close)
+        if self.retractions != before:  # it may even be closed by now
+            os.close(parcel)
+            raise StepNotFoundError(step)
         number = next(self._numbers)
-        self._give(number, snapshot, *parcels)
+        self._give(number, snapshot, parcel)
         try:
             await self._prepared(number)
             if self.retractions != before:
@@ -395,7 +389,8 @@ class ServerProcess:
                 "the server process cannot map the memory of this receive: leave out "
                 "direct=True"
             )
-        parcel = await self._bridge.run(pack, relay.manifest.header)
+        header = relay.manifest.header
+        parcel = await obtain(self._bridge, lambda: pack(header), os.close)
         try:
             options = self._config.swarm or Swarm()
             self._tell(

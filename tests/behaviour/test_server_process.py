@@ -14,8 +14,9 @@ import signal
 import ssl
 import subprocess
 import sys
+import threading
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ from aiockpt.errors import (
 )
 from aiockpt.events import add_hook
 from aiockpt.http import setup
-from aiockpt.memory.arena import CAN_LEND
+from aiockpt.http.relay import Relay
+from aiockpt.memory.arena import CAN_LEND, Arena
+from aiockpt.runtime.ipc import pack
 from aiockpt.testing import assert_same, interruptions
 from tests.support.proofs import proves
-from tests.support.servers import settle
+from tests.support.servers import Memory, settle
 from tests.support.shortages import exhausted_fds
 from tests.support.transports import in_the_middle, receive, transport, weights
 from tests.support.waiting import FROM_A_TERMINAL, ignored
@@ -199,6 +202,32 @@ class TestServing:
             assert_same(await receive(sender, receiver, 3), new)
             with pytest.raises(StepNotFoundError):
                 await receive(sender, receiver, 2, timeout=5)
+
+    async def test_a_cancelled_relay_leaves_no_descriptor(self, monkeypatch):
+        """Not even if the thread has just made it."""
+        packing, go_on, made = asyncio.Event(), threading.Event(), []
+        loop = asyncio.get_running_loop()
+
+        def slow_pack(*parts):
+            made.append(pack(*parts))
+            loop.call_soon_threadsafe(packing.set)
+            go_on.wait()
+            return made[0]
+
+        async with apart() as sender:
+            await sender.start()
+            monkeypatch.setattr("aiockpt.http.server_process.pack", slow_pack)
+            memory = Memory()
+            relay = Relay(memory.manifest, {}, slots=1)
+            with closing(Arena(len(memory.data), shared=True)) as relay.memory:
+                relaying = asyncio.create_task(process_of(sender).relay(relay))
+                await packing.wait()
+                relaying.cancel()
+                go_on.set()
+                await asyncio.wait({relaying})
+            assert relaying.cancelled()
+            with pytest.raises(OSError, match="descriptor"):
+                os.fstat(made[0])
 
 
 class TestItsDeath:
