@@ -580,8 +580,6 @@ class CheckpointService:
                 relay.end()
             if relay.ended:
                 raise StepNotFoundError(resource.step)
-            if relay.pace is not None:
-                sockets.pace(_transport_of(request), relay.pace)
             return await self._send_body(request, publication, reply, None, slot=True)
 
     async def _is_intact(self, publication: Publication, chunks: range) -> bool:
@@ -709,15 +707,16 @@ class CheckpointService:
 
         if delta is not None:
             nbytes, views = delta.nbytes, delta.views
-        small = SMALL_BYTES
+        transport, unsent, small = _transport_of(request), 0, SMALL_BYTES
         if slot:
             unsent = small = max(nbytes // _UNSENT, _LEAST_UNSENT)
-            sockets.limit_unsent(_transport_of(request), unsent)
-        elif self.config.swarm is not None:  # earlier bodies may have held slots
-            sockets.limit_unsent(_transport_of(request), 0)
+        if slot or self.config.swarm is not None:  # this ends an earlier body's limits
+            sockets.limit_unsent(transport, unsent)
+            rate = servable.pace if isinstance(servable, Relay) else None
+            sockets.pace(transport, rate)
 
         body = BodySender(
-            _transport_of(request),
+            transport,
             nbytes,
             views,
             stall_timeout=self.config.stall_timeout,

@@ -47,6 +47,7 @@ _LONGEST: Final = 2**31 - 1  # milliseconds, bytes, or bytes per second, in an o
 _CLASSIC: Final = b"reno"  # everybody may choose it
 _LONGEST_NAME: Final = 16
 _SO_MAX_PACING_RATE: Final = 47  # of Linux; Python does not name it
+_UNLIMITED: Final = -1  # the system's own default
 
 MIN_TURN_BYTES: Final = 2 << 20
 """A thread's turn costs more than it saves for fewer bytes."""
@@ -223,12 +224,16 @@ def tune(
                 _try_set(sock, socket.TCP_CONGESTION, _congestion_control(fresh))
 
 
-def pace(transport: asyncio.BaseTransport, rate: int) -> None:
-    """Have the kernel send at most ``rate`` bytes per second, where it can."""
+def pace(transport: asyncio.BaseTransport, rate: int | None) -> None:
+    """Have the kernel send at most ``rate`` bytes per second, where it can.
+
+    None removes the limit.
+    """
     sock = _socket_of(transport)
-    if sock is not None and sys.platform == "linux" and rate <= _LONGEST:
+    if sock is not None and sys.platform == "linux":
+        limit = _UNLIMITED if rate is None or rate > _LONGEST else rate
         with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+            sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, limit)
 
 
 def limit_unsent(transport: asyncio.BaseTransport, nbytes: int) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -21,10 +23,13 @@ from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
 from aiockpt.http.peers import Peer
 from aiockpt.http.protocol import Origin
+from aiockpt.http.relay import Relay
 from aiockpt.http.server_process import ServerProcess
+from aiockpt.memory.arena import Arena
+from aiockpt.runtime.secrets import Token
 from aiockpt.testing import Drip, assert_same
 from tests.support.proofs import proves
-from tests.support.servers import running, settle
+from tests.support.servers import TOKEN, Memory, running, serving, settle
 from tests.support.transports import (
     CHUNK,
     Transport,
@@ -39,6 +44,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
 STATE = chunked(48)  # 3 MiB
 NBYTES, CHUNKS = 48 * CHUNK, 48
+SO_MAX_PACING_RATE, UNLIMITED = 47, -1
 SLOW = 400_000  # bytes per second of each connection to the source
 
 
@@ -233,6 +239,35 @@ async def test_a_server_process_that_dies_takes_its_relay_along() -> None:
             os.kill(server.pid, signal.SIGKILL)
         for state in await asyncio.gather(*tasks):
             assert_same(state, STATE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces connections")
+@pytest.mark.every_loop
+async def test_the_rate_limits_only_what_a_member_sends() -> None:
+    """And nothing that comes over the same connection afterwards."""
+    memory = Memory(1 << 20, step=7)
+    wanted = {"Range": "bytes=0-99999"}
+    async with serving(memory, swarm=Swarm()) as site, site.peer() as peer:
+        relay = Relay(memory.manifest, {}, slots=2, rate=40e6)
+        with closing(Arena(len(memory.data))) as relay.memory:
+            relay.token = Token("of-members")
+            for chunk in range(len(memory.manifest.grid)):
+                relay.add(chunk)
+            await site.store.relay(relay)
+
+            def paced() -> int:
+                sock = site.connections[0].transport.get_extra_info("socket")
+                return int(sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE))
+
+            found = []
+            for token in (TOKEN, "of-members", TOKEN):
+                answer = await peer.ask(
+                    "/checkpoint/7/full", Authorization=f"Bearer {token}", **wanted
+                )
+                assert answer.status == HTTPStatus.PARTIAL_CONTENT
+                found.append(paced())
+            assert found == [UNLIMITED, 20_000_000, UNLIMITED]
+            await site.store.end_relay(relay)
 
 
 async def test_senders_that_hold_the_same_are_sources_beside_members() -> None:
