@@ -409,7 +409,12 @@ class ServerProcess:
         self._relays[relay] = number, telling
 
     async def end_relay(self, relay: Relay) -> None:
-        """Serve it no more; once this returns, no byte of it is read. Idempotent."""
+        """Serve it no more; once this returns, no byte of it is read. Idempotent.
+
+        If the process does not answer within 5 s, this returns with a warning, and the
+        process may read for longer. What it sends then may have changed, and its
+        readers refuse that.
+        """
         relay.end()
         found = self._relays.pop(relay, None)
         if found is not None:
