@@ -415,8 +415,9 @@ class CheckpointService:
                 return await self._send_body(request, publication, reply, lease, delta)
         if not self._needs_slot(publication, reply, lease):
             return await self._send_body(request, publication, reply, lease)
-        async with self._slots.take(wait=self._wait_of(request)):
-            return await self._send_body(request, publication, reply, lease, slot=True)
+        nbytes, wait = reply.stop - reply.start, self._wait_of(request)
+        async with self._slots.take(nbytes, wait=wait) as sent:
+            return await self._send_body(request, publication, reply, lease, sent=sent)
 
     def _needs_slot(
         self, publication: Publication, reply: Reply, lease: http.Lease | None
@@ -574,13 +575,14 @@ class CheckpointService:
             )
         if not relay.has(chunks):
             return _Stream(status=HTTPStatus.NO_CONTENT, headers=self._identity)
-        least = (reply.stop - reply.start) / relay.pace if relay.pace else 0.0
-        async with relay.slots.take(wait=self._wait_of(request), least=least):
+        nbytes, wait = reply.stop - reply.start, self._wait_of(request)
+        least = nbytes / relay.pace if relay.pace else 0.0
+        async with relay.slots.take(nbytes, wait=wait, least=least) as sent:
             if relay.is_lent and not await self._is_intact(publication, chunks):
                 relay.end()
             if relay.ended:
                 raise StepNotFoundError(resource.step)
-            return await self._send_body(request, publication, reply, None, slot=True)
+            return await self._send_body(request, publication, reply, None, sent=sent)
 
     async def _is_intact(self, publication: Publication, chunks: range) -> bool:
         """Return whether chunks of a relay still have their digests."""
@@ -692,11 +694,12 @@ class CheckpointService:
         lease: http.Lease | None,
         delta: DeltaBody | None = None,
         *,
-        slot: bool = False,
+        sent: Callable[[], None] | None = None,
     ) -> web.StreamResponse:
         """Send the reply's range of the publication's file, or the delta of it.
 
-        If the body holds a slot, this returns only when almost all of it has left.
+        If the body holds a slot, this returns only when almost all of it has left, and
+        calls ``sent`` if that succeeds.
         """
         if self._readers >= self.config.options.readers:
             raise PeerBusy(retry_after=_RETRY_AFTER)
@@ -708,9 +711,9 @@ class CheckpointService:
         if delta is not None:
             nbytes, views = delta.nbytes, delta.views
         transport, unsent, small = _transport_of(request), 0, SMALL_BYTES
-        if slot:
+        if sent is not None:
             unsent = small = max(nbytes // _UNSENT, _LEAST_UNSENT)
-        if slot or self.config.swarm is not None:  # this ends an earlier body's limits
+        if unsent or self.config.swarm is not None:  # or end earlier limits
             sockets.limit_unsent(transport, unsent)
             rate = servable.pace if isinstance(servable, Relay) else None
             sockets.pace(transport, rate)
@@ -736,6 +739,8 @@ class CheckpointService:
                 response = _Stream(status=reply.status, headers=reply.headers)
                 with self._accounting(request, publication, body):
                     await body.run(request, response)
+                if sent is not None and body.outcome is Outcome.SENT:
+                    sent()
             return response
         finally:
             self._readers -= 1

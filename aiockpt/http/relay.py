@@ -7,7 +7,7 @@ no others, to the members of the swarm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
@@ -23,51 +23,76 @@ __all__ = ["Relay", "Slots"]
 
 _BATCH: Final = 3  # chunks that are announced together, on average
 _SOON, _LATE = 0.02, 0.5  # seconds
-_RETRY_AFTER: Final = 0.0  # the request has waited already
+_RETRY_AFTER: Final = 0.0  # seconds; the request has waited already,
+_LATER: Final = 1.0  # or it has not
+_MOST_WAITING: Final = 1000  # requests for a slot
 _LONG: Final = 5.0  # a body that takes so many times as long as usual, and
 _LONGER: Final = 1.0  # so many seconds more, does not count
 _AT_FIRST: Final = 10.0  # seconds; the same before any body has ended
+_SLOWEST: Final = 512 << 10  # bytes per second; what is slower is never usual
 
 
 class Slots:
     """Admits so many bodies at a time; the others wait in order of arrival.
 
     A body that takes much longer than usual no longer counts, so that slow readers
-    cannot hold all slots. If all bodies become slower, that becomes usual.
+    cannot hold all slots. If all bodies become slower, that becomes usual, as long as
+    they are no slower than any line should be.
     """
 
     def __init__(self, most: int) -> None:
         self._free = asyncio.Semaphore(most)
+        self._waiting = 0
         self._usual = 0.0  # seconds that a body takes on average
 
     @asynccontextmanager
-    async def take(self, *, wait: float, least: float = 0.0) -> AsyncIterator[None]:
-        """Hold a slot during the block, which should take ``least`` seconds or more.
+    async def take(
+        self, nbytes: int, *, wait: float, least: float = 0.0
+    ) -> AsyncIterator[Callable[[], None]]:
+        """Hold a slot during the block, which calls the result when it has sent a body.
+
+        Args:
+            nbytes: The length of the body.
+            wait: Seconds to wait for a slot.
+            least: Seconds that the body should take at least.
 
         Raises:
-            PeerBusy: no slot was free within ``wait`` seconds.
+            PeerBusy: no slot was free within ``wait`` seconds, or too many wait.
         """
+        if self._waiting >= _MOST_WAITING:
+            raise PeerBusy(retry_after=_LATER)
         taken = False
-        with suppress(TimeoutError):
-            async with asyncio.timeout(wait):
-                taken = await self._free.acquire()
+        self._waiting += 1
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    taken = await self._free.acquire()
+        finally:
+            self._waiting -= 1
         if not taken:
             raise PeerBusy(retry_after=_RETRY_AFTER)
         loop = asyncio.get_running_loop()
         began, counts = loop.time(), True
 
+        def learn() -> None:
+            if counts:
+                self._usual = average(self._usual, loop.time() - began)
+
         def free() -> None:
             nonlocal counts
             if counts:
                 counts = False
-                self._usual = average(self._usual, loop.time() - began)
                 self._free.release()
 
-        usual = max(self._usual, least)
+        def give_up() -> None:
+            learn()
+            free()
+
+        usual = max(min(self._usual, nbytes / _SLOWEST), least)
         longest = _LONG * usual + _LONGER if usual else _AT_FIRST
-        timer = loop.call_later(longest, free)
+        timer = loop.call_later(longest, give_up)
         try:
-            yield
+            yield learn
         finally:
             timer.cancel()
             free()

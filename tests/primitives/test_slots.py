@@ -12,10 +12,13 @@ from aiockpt.http.relay import Slots
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 
 
+NBYTES = 4096
+
+
 async def is_free(slots: Slots, *, wait: float) -> bool:
     """Return whether a slot becomes free in so many seconds."""
     try:
-        async with slots.take(wait=wait):
+        async with slots.take(NBYTES, wait=wait):
             return True
     except PeerBusy:
         return False
@@ -27,7 +30,7 @@ async def test_what_is_always_slow_is_usual(monkeypatch: pytest.MonkeyPatch) -> 
     slots, never = Slots(1), asyncio.Event()
 
     async def hold() -> None:
-        async with slots.take(wait=10):
+        async with slots.take(1 << 20, wait=10):
             await never.wait()
 
     first = asyncio.create_task(hold())
@@ -46,6 +49,59 @@ async def test_a_body_may_take_as_long_as_its_rate_says(
     """Else more bodies would be sent than the rate of all is divided by."""
     monkeypatch.setattr("aiockpt.http.relay._AT_FIRST", 0.1)
     slots = Slots(1)
-    async with slots.take(wait=0, least=60):
+    async with slots.take(NBYTES, wait=0, least=60):
         assert not await is_free(slots, wait=0.5)
+    assert await is_free(slots, wait=0)
+
+
+async def test_readers_that_are_always_slow_starve_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They cannot make it usual to hold a slot for ever longer."""
+    monkeypatch.setattr("aiockpt.http.relay._AT_FIRST", 0.01)
+    monkeypatch.setattr("aiockpt.http.relay._LONGER", 0.01)
+    slots, never = Slots(2), asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+
+        async def hold() -> None:
+            async with slots.take(NBYTES, wait=600):
+                if not never.is_set():
+                    group.create_task(hold())  # four of them always wait
+                await never.wait()
+
+        for _ in range(6):
+            group.create_task(hold())
+        await asyncio.sleep(0)  # they come first
+        for _ in range(20):
+            assert not await is_free(slots, wait=0)
+            async with slots.take(NBYTES, wait=20) as sent:
+                sent()
+        never.set()
+
+
+async def test_only_a_body_that_was_sent_tells_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request that was refused behind its slot took no time at all."""
+    monkeypatch.setattr("aiockpt.http.relay._LONGER", 0.01)
+    slots = Slots(1)
+    for is_sent in (False, True):
+        async with slots.take(NBYTES, wait=0) as sent:
+            if is_sent:
+                sent()
+        async with slots.take(NBYTES, wait=0):
+            assert await is_free(slots, wait=5 if is_sent else 0.5) is is_sent
+
+
+async def test_a_bounded_number_of_requests_waits() -> None:
+    """The next one is told to come back later."""
+    slots = Slots(1)
+    async with slots.take(NBYTES, wait=0):
+        waiting = [asyncio.create_task(is_free(slots, wait=60)) for _ in range(1000)]
+        await asyncio.sleep(0)
+        with pytest.raises(PeerBusy) as refused:
+            async with slots.take(NBYTES, wait=60):
+                pass
+        assert refused.value.retry_after == 1
+    assert all(await asyncio.gather(*waiting))
     assert await is_free(slots, wait=0)
