@@ -427,13 +427,13 @@ class CheckpointService:
         Long ranges are for receivers that do without others. They need no slot, since
         they would keep it for long.
         """
-        chunks = _chunks_over(publication, reply)
-        if lease is None or self.config.swarm is None or not chunks:
+        chunks = len(_chunks_over(publication, reply))
+        if lease is None or self.config.swarm is None:
             return False
-        if publication.tracker.has(lease.id):
-            return True
-        is_short = len(chunks) <= _MOST_OF_SLOT
-        return is_short and lease.joins and publication.has_others(lease)
+        if not 0 < chunks <= _MOST_OF_SLOT:
+            return False
+        is_next = lease.joins and publication.has_others(lease)
+        return is_next or publication.tracker.has(lease.id)
 
     # ------------------------------------------------------------------ swarm
 

@@ -22,7 +22,7 @@ from aiockpt import Swarm, TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
 from aiockpt.http.peers import Peer
-from aiockpt.http.protocol import Origin
+from aiockpt.http.protocol import Announcement, Origin
 from aiockpt.http.relay import Relay
 from aiockpt.http.server_process import ServerProcess
 from aiockpt.memory.arena import Arena
@@ -239,6 +239,29 @@ async def test_a_server_process_that_dies_takes_its_relay_along() -> None:
             os.kill(server.pid, signal.SIGKILL)
         for state in await asyncio.gather(*tasks):
             assert_same(state, STATE)
+
+
+async def test_a_member_that_asks_for_a_long_range_needs_no_slot() -> None:
+    """It would keep one for long; short ranges wait for those that have one."""
+    memory = Memory(2 << 20, step=7)
+    a, b, c = (digit * 32 for digit in "abc")
+    short = {"Range": "bytes=0-119999", "Prefer": "wait=0"}
+    async with serving(memory, swarm=Swarm(slots=1)) as site, AsyncExitStack() as stack:
+        assert site.store.latest is not None
+        for name in (a, b, c):
+            site.store.latest.tracker.announce(
+                name, Announcement(f"http://{name}/"), address="", trusts_url=True
+            )
+
+        async def ask(name: str, **headers: str) -> int:
+            peer = await stack.enter_async_context(site.peer(receive_buffer=4096))
+            lease = {"Aiockpt-Lease": f"{name}; ttl=60"}
+            await peer.request("/checkpoint/7/full", **lease, **headers)
+            return (await peer.head()).status
+
+        found = [await ask(name, **short) for name in (a, b, c)]
+        assert found == [206, 206, 503]  # a source has two slots for each of a member
+        assert await ask(c, Prefer="wait=0") == HTTPStatus.OK
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces connections")
