@@ -45,7 +45,14 @@ from aiockpt.http.peers import Peer, Peers, verdict
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.protocol import Origin
 from aiockpt.http.range_fetcher import RangeFetcher
-from aiockpt.http.scheduling import Assignment, Connection, Pace, choose
+from aiockpt.http.retry import HostLimitError
+from aiockpt.http.scheduling import (
+    Assignment,
+    Connection,
+    Pace,
+    choose,
+    choose_member,
+)
 from aiockpt.http.swarm import next_chunk, source_chunk
 from aiockpt.runtime.system import of_caller
 from aiockpt.runtime.tasks import Notifier, task_group
@@ -310,8 +317,11 @@ class Download:
         """
         refusals = 0
         while not self._is_done:
-            connection, waits = self._idle_member(), refusals + 1 >= _TRIES
-            job = None
+            wanted, waits = self._fresh, refusals + 1 >= _TRIES
+            for run in self._begun:
+                wanted |= run.bits
+            job, members = None, self._of_members
+            connection = choose_member(members, wanted, now=_now(), chance=self._chance)
             if connection is not None:
                 job = self._job(connection, waits=waits)
             if job is None:
@@ -320,22 +330,6 @@ class Download:
                 refusals = (refusals + 1) % _TRIES
             else:
                 refusals = 0
-
-    def _idle_member(self) -> Connection | None:
-        """Return a connection to a random member that could give a chunk."""
-        now = _now()
-        idle = [
-            each
-            for each in self._of_members
-            if not each.is_busy
-            and each.peer.error is None
-            and each.resting_until <= now
-        ]
-        useful = [each for each in idle if each.peer.have & self._fresh]
-        self._chance.shuffle(useful)
-        busy = [each.peer for each in self._of_members if each.is_busy]
-        useful.sort(key=lambda each: busy.count(each.peer))
-        return next(iter(useful or idle), None)
 
     async def _watch(self, swarm: Membership, peer: Peer) -> None:
         """Learn which chunks a member has, until everything has come."""
@@ -350,7 +344,7 @@ class Download:
                         peer.joined = True
                         if new & self._fresh:
                             self._news.notify()
-            except (ClosedError, StagingError):
+            except ClosedError:
                 raise  # not the member's fault
             except AiockptError as error:
                 self._drop(peer, error)
@@ -541,11 +535,11 @@ class Download:
                             raise
                     await self._client.pause(delay)
                     began = _now()
-        except (ClosedError, StagingError):
-            raise  # not the peer's fault
         except AiockptError as error:
-            mine.is_refused = bool(peer.member) and isinstance(error, PeerBusy)
+            mine.is_refused = _is_refusal(error, peer)
             if not mine.is_refused:
+                if isinstance(error, ClosedError | StagingError):
+                    raise  # not the peer's fault
                 self._drop(peer, error)
         finally:
             connection.is_busy = False
@@ -563,12 +557,13 @@ class Download:
     def _learn(self, mine: Assignment, now: float) -> None:
         """Note how long a run took; drop a member from which much was stolen."""
         connection, peer, took = mine.connection, mine.connection.peer, now - mine.began
-        if mine.is_refused:
-            rest = _LONG_REST if mine.is_stolen else _REST
-            connection.resting_until = now + rest
+        if mine.is_refused and not mine.is_stolen:
+            connection.resting_until = now + _REST
             return
         if mine.run.unverified:
             connection.rest(now)
+            if mine.is_refused:
+                connection.resting_until = now + _LONG_REST
             pair = (each for each in self._of_members if each.peer is peer)
             if mine.is_stolen and sum(each.steals for each in pair) >= _SLOW:
                 why = f"{peer.origin.base_url} is much slower than other members"
@@ -584,8 +579,8 @@ class Download:
         """Return the seconds until the next attempt at a run; None to give it back."""
         if self._swarm is not None and len(failed.run) > 1:
             self._shorten(failed.run, 0)  # by now there may be a swarm
-            failed.size = min(failed.size, self._outline.grid.chunk_bytes)
-        if failed.connection.peer.member and isinstance(error, PeerBusy):
+            failed.begin_again(_now())
+        if _is_refusal(error, failed.connection.peer):
             return None
         return failed.retries.decide(error, started=started)
 
@@ -670,6 +665,11 @@ class Download:
         left = self._left()
         for peer in left:
             self._patience[peer].alone = len(left) == 1
+
+
+def _is_refusal(error: AiockptError, peer: Peer) -> bool:
+    """Return whether a member cannot be asked now: it is busy, or this host is."""
+    return bool(peer.member) and isinstance(error, PeerBusy | HostLimitError)
 
 
 def _ignore(_: int) -> None:

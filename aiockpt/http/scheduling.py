@@ -1,4 +1,4 @@
-"""Decides which run of chunks a free connection of a download takes.
+"""Decides which run of chunks a free connection of a download takes, and from whom.
 
 Nothing here sends a request or touches memory, so the decisions can be tested as a
 table.
@@ -7,9 +7,11 @@ table.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
+from random import Random
 
 import anyio
 
@@ -18,7 +20,7 @@ from aiockpt.http.peers import Peer
 from aiockpt.http.retry import Patience, Retries
 from aiockpt.http.swarm import average
 
-__all__ = ["Assignment", "Connection", "Pace", "choose"]
+__all__ = ["Assignment", "Connection", "Pace", "choose", "choose_member"]
 
 _MUCH = 2.0  # a connection that needs so many times as long is much slower
 _SLACK = 0.25  # seconds; a lost packet, or a loop that was busy, is not slowness
@@ -67,11 +69,11 @@ class Assignment:
 
     Attributes:
         retries: Its attempts.
-        began: When it was assigned, in loop time.
+        began: When it was assigned, or cut short, in loop time.
         waits: Whether a member may let it wait until others are served.
         is_stolen: Whether it was stopped, so that another connection takes the run.
         is_answered: Whether the peer has begun to send.
-        is_refused: Whether it was given up because the member was busy.
+        is_refused: Whether it was given up before the member had begun to send.
         size: Its bytes at the beginning.
         scope: Ends it, once it has begun.
         ended: Set when nothing is received for it any more.
@@ -95,6 +97,10 @@ class Assignment:
 
     def __post_init__(self) -> None:
         self.size = self.run.remaining
+
+    def begin_again(self, now: float) -> None:
+        """Count only what is left of the run, after it was cut short."""
+        self.began, self.size = now, self.run.remaining
 
     def watch(self, now: float, *, again: bool) -> None:
         """Look how much has come; ``again`` if the last look still counts.
@@ -177,6 +183,39 @@ def choose(
         if left > max(limit, longest):
             slowest, longest = each, left
     return slowest
+
+
+def choose_member(
+    connections: Iterable[Connection], wanted: int, *, now: float, chance: Random
+) -> Connection | None:
+    """Return the connection over which a member of a swarm is asked next.
+
+    Members that have something wanted come first. Of those, the ones that were slow
+    come last, and then the ones that are sending already.
+
+    Args:
+        connections: To the members.
+        wanted: The chunks that nobody is fetching, as a bitmap.
+        now: Loop time.
+        chance: Decides between equal ones.
+
+    Returns:
+        The connection; a member that has nothing wanted may still steal. None if no
+        connection is free.
+    """
+    known = [each for each in connections if each.peer.error is None]
+    busy = Counter(each.peer for each in known if each.is_busy)
+    free = [each for each in known if not each.is_busy and each.resting_until <= now]
+    chance.shuffle(free)
+    return min(
+        free,
+        key=lambda each: (
+            not each.peer.have & wanted,
+            each.steals,
+            busy[each.peer],
+        ),
+        default=None,
+    )
 
 
 def _steal_at(

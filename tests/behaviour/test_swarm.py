@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from http import HTTPStatus
@@ -21,9 +22,11 @@ from aiohttp import web
 from aiockpt import Swarm, TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
+from aiockpt.http.client import CheckpointClient
 from aiockpt.http.peers import Peer
 from aiockpt.http.protocol import Announcement, Origin
 from aiockpt.http.relay import Relay
+from aiockpt.http.retry import HostLimitError
 from aiockpt.http.server_process import ServerProcess
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.secrets import Token
@@ -438,6 +441,13 @@ async def trickle(request: web.Request) -> web.StreamResponse:
     return response
 
 
+async def stay_silent(request: web.Request) -> web.StreamResponse:
+    """Take the request, and answer nothing."""
+    line = request.transport
+    await settle(lambda: line is None or line.is_closing(), patience=60)
+    return web.Response()
+
+
 async def have_nothing(_: web.Request) -> web.StreamResponse:
     """Have nothing of what was announced."""
     return web.Response(status=HTTPStatus.NO_CONTENT)
@@ -490,6 +500,27 @@ async def test_a_member_that_lies_is_dropped(body: Any) -> None:
     assert 1 <= len(ranges) <= 2 * len(dropped) + 2
 
 
+async def test_a_receiver_has_no_descriptor_for_members(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sender gives what they cannot; later, they are asked again."""
+    refused = Counter[str]()
+    request = CheckpointClient.request
+
+    def limited(self: CheckpointClient, wanted: Any, *args: Any) -> Any:
+        kind = wanted.path.rpartition("/")[2]
+        if wanted.origin.base_url != source and refused[kind] < 6:
+            refused[kind] += 1
+            raise HostLimitError("too many open files")
+        return request(self, wanted, *args)
+
+    async with sending() as sender, slow(sender) as url, receivers(3) as members:
+        source = url.partition("#")[0]
+        monkeypatch.setattr(CheckpointClient, "request", limited)
+        await all_of(members, url)
+    assert refused["have"]
+
+
 async def test_records_may_come_together_with_the_bitmap() -> None:
     """A busy receiver reads both at once, and then the end."""
 
@@ -507,7 +538,8 @@ async def test_records_may_come_together_with_the_bitmap() -> None:
 
 
 @proves("threat D16")
-async def test_members_that_are_slow_on_purpose_are_dropped() -> None:
+@pytest.mark.parametrize("body", [trickle, stay_silent], ids=["trickle", "silent"])
+async def test_members_that_are_slow_on_purpose_are_dropped(body: Any) -> None:
     """Even if they could hold all connections to members."""
     async with (
         told() as events,
@@ -517,10 +549,11 @@ async def test_members_that_are_slow_on_purpose_are_dropped() -> None:
         receivers(2) as members,
     ):
         for number in range(4):
-            who = impostor(sender, url, trickle, number=number)
+            who = impostor(sender, url, body, number=number)
             await stack.enter_async_context(who)
         await all_of(members, url)
-    assert any("much slower" in each.detail for each in events if each.stop == "drop")
+    dropped = [each.detail for each in events if each.stop == "drop"]
+    assert len({each for each in dropped if "much slower" in each}) >= 2
 
 
 @proves("threat I9")

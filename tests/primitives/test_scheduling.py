@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
+from aiockpt.errors import TransportError
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.peers import ALL, Peer
 from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import Patience, Retries
-from aiockpt.http.scheduling import Assignment, Connection, choose
+from aiockpt.http.scheduling import Assignment, Connection, choose, choose_member
 
 pytestmark = pytest.mark.torch_free
 
@@ -51,6 +53,50 @@ def receive(victim: Assignment, nbytes: float, now: float) -> None:
 ONE, OTHER = peer_at(1), peer_at(2)
 
 
+class TestMembers:
+    """Which member of a swarm is asked."""
+
+    @staticmethod
+    def chosen(connections: list[Connection], wanted: int = 0b100) -> set[int]:
+        """Return the places of those that chance may choose."""
+        draw, times = random.Random(1), 100
+        found = [
+            choose_member(connections, wanted, now=5.0, chance=draw)
+            for _ in range(times)
+        ]
+        return {connections.index(each) for each in found if each is not None}
+
+    @pytest.mark.parametrize(
+        ("name", "value", "expected"),
+        [
+            ("have", 0b111, {0, 1}),
+            ("have", 0b011, {0}),
+            ("steals", 1, {0}),
+            ("resting_until", 6.0, {0}),
+            ("error", TransportError("gone"), {0}),
+        ],
+    )
+    def test_of_two(self, name: str, value: object, expected: set[int]) -> None:
+        """It has what is wanted, and was not slow."""
+        pair = [connection_to(peer_at(port, have=0b111)) for port in (1, 2)]
+        setattr(pair[1] if hasattr(pair[1], name) else pair[1].peer, name, value)
+        assert self.chosen(pair) == expected
+
+    def test_one_that_sends_already_comes_last(self) -> None:
+        """It may get a second request if nobody else is free."""
+        one, two = peer_at(1, have=0b111), peer_at(2, have=0b111)
+        known = [*map(connection_to, (one, one, two))]
+        known[0].is_busy = True
+        assert self.chosen(known) == {2}
+        known[2].is_busy = True
+        assert self.chosen(known) == {1}
+
+    def test_one_that_has_nothing_wanted_may_steal(self) -> None:
+        """Towards the end everything is being fetched."""
+        assert self.chosen([connection_to(peer_at(1, have=1))], 0) == {0}
+        assert self.chosen([]) == set()
+
+
 class TestQueue:
     """What nobody fetches comes first."""
 
@@ -61,6 +107,14 @@ class TestQueue:
             free = connection_to(peer_at(1, have=have))
             found = choose(free, queue, [], rate=RATE, now=1.0)
             assert found is (None if chosen is None else queue[chosen])
+
+    def test_a_run_that_is_cut_short_begins_again(self) -> None:
+        """What came before it was cut says nothing of how long the rest takes."""
+        mine = assignment(connection_to(ONE))
+        receive(mine, 2.5 * MIB, 1.0)
+        mine.run.cut(0)
+        mine.begin_again(1.0)
+        assert (mine.began, mine.size) == (1.0, 0.5 * MIB)
 
     def test_a_connection_that_lost_its_run_rests(self) -> None:
         """Longer each time, until it has brought a whole run again."""
