@@ -146,6 +146,7 @@ class HostMirror:
         """Fetch for this host until cancelled; ``fd`` holds the lock."""
         server = Server(host="127.0.0.1")
         async with _open(HTTPTransport(same_host=True, server=server)) as local:
+            await local.start()  # it answers before there is a step
             try:
                 with files.named(self._path):
                     os.ftruncate(fd, 0)

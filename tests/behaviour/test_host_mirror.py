@@ -8,8 +8,10 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from aiockpt import TransferEvent, add_hook
@@ -236,6 +238,20 @@ async def test_a_refused_token_is_told(tmp_path: Path) -> None:
         async with mirroring(metadata, tmp_path / "locks") as mirror:
             with pytest.raises(AuthenticationError):
                 await mirror.wait_for(1, 30)
+
+
+async def test_a_leader_answers_before_the_first_step(tmp_path: Path) -> None:
+    """A trainer may take its time, and silence would look like a lost leader."""
+    async with transport() as sender, mirroring(sender.metadata(), tmp_path) as mirror:
+        await settle(lambda: mirror.is_leader)
+        (name,) = os.listdir(tmp_path)
+        url, _, token = (tmp_path / name).read_text().partition("#")
+        headers = {"Authorization": f"Bearer {token}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(f"{url}1/full") as answer,
+        ):
+            assert answer.status == HTTPStatus.NOT_FOUND
 
 
 async def test_malformed_metadata_is_refused_at_once(tmp_path: Path) -> None:
