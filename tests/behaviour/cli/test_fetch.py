@@ -43,6 +43,7 @@ from tests.support.proofs import proves
 from tests.support.saving import names
 from tests.support.shortages import small_disk
 from tests.support.transports import chunked, proxied, through, transport
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -211,17 +212,28 @@ async def a_slow_sender() -> AsyncIterator[tuple[Any, str]]:
 
 
 @pytest.mark.parametrize("joins", [True, False])
+@pytest.mark.parametrize("command", ["fetch", "follow"])
 def test_commands_that_fetch_the_same_serve_each_other(
-    tmp_path: Path, joins: bool
+    tmp_path: Path, command: str, joins: bool
 ) -> None:
     """Unless they are told not to."""
-    files = [tmp_path / name for name in "abc"]
+    places = [tmp_path / name for name in "abc"]
+    one_step = command == "fetch"
+    files = places if one_step else [each / "step-7.safetensors" for each in places]
     more = () if joins else ("--no-swarm",)
     with beside(a_slow_sender()) as (sender, url):
-        running = [start_aiockpt("fetch", url, "-q", "-o", f, *more) for f in files]
-        for each in running:
-            _, err = each.communicate(timeout=PATIENCE)
-            assert each.returncode == 0, err
+        running = [start_aiockpt(command, url, "-q", "-o", p, *more) for p in places]
+        try:
+            if not one_step:  # it never ends by itself
+                wait_until(lambda: all(map(Path.exists, files)), "a file of each")
+                for each in running:
+                    each.kill()
+            for each in running:
+                _, err = each.communicate(timeout=PATIENCE)
+                assert each.returncode == (0 if one_step else -signal.SIGKILL), err
+        finally:
+            for each in running:
+                each.kill()
         sent = sender.statistics().bytes_sent
     one, *others = (each.read_bytes() for each in files)
     assert others == [one, one]
