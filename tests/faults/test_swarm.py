@@ -9,12 +9,15 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aiockpt import AiockptError, Auth, Swarm
+from aiockpt.http.relay import Relay
 from aiockpt.http.server_process import ServerProcess
 from aiockpt.testing import Drip, assert_same
 from tests.support.commandline import start_aiockpt
@@ -114,13 +117,15 @@ async def test_the_tracker_is_killed(record: Record) -> None:
             record.ran(3)
 
 
-def held(members: list[Transport]) -> int:
-    """Return how many chunks the members have together."""
-    have = 0
-    for each in members:
-        for membership in each._memberships:
-            have |= membership._relay.have if membership._relay else 0
-    return have.bit_count()
+def relays(members: list[Transport]) -> list[Relay]:
+    """Return what the members serve of what they receive."""
+    found = [membership._relay for each in members for membership in each._memberships]
+    return [each for each in found if each is not None]
+
+
+def held(relays: list[Relay]) -> int:
+    """Return how many chunks these have together."""
+    return reduce(or_, (each.have for each in relays), 0).bit_count()
 
 
 @proves("fault 59", "invariant 1")
@@ -128,6 +133,7 @@ def held(members: list[Transport]) -> int:
 async def test_the_source_is_killed(record: Record, early: bool) -> None:
     """Before or after each chunk has left it once."""
     options = {"reconnect_timeout": 0.3, "stall_timeout": 3.0}
+    least = COUNT // 2 if early else COUNT
     loop = asyncio.get_running_loop()
     for _ in record.part_of(range(10), few=1):
         async with AsyncExitStack() as stack:
@@ -140,20 +146,23 @@ async def test_the_source_is_killed(record: Record, early: bool) -> None:
             ):
                 await sender.send_checkpoint(step=1, state_dict=STATE)
                 tasks = fetching(members, through(proxy, sender))
-                least = COUNT // 2 if early else COUNT
                 await settle(
-                    lambda members=members, least=least: held(members) >= least,
+                    lambda members=members: held(relays(members)) >= least,
                     patience=60.0,
                 )
-                lost = COUNT - held(members)
+                served = relays(members)
             died = loop.time()
-            for state in await asyncio.gather(*tasks, return_exceptions=True):
-                if not isinstance(state, BaseException):
-                    assert_same(state, STATE)
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            lost = COUNT - held(served)  # by now, all that anybody got is counted
+            assert (lost > 0) is early
+            for end in ends:
+                if not early:
+                    assert_same(end, STATE)
                     continue
-                assert lost, state
-                assert isinstance(state, AiockptError)
-                assert any("no member of the swarm has" in n for n in state.__notes__)
+                assert isinstance(end, AiockptError)
+                said = f"no member of the swarm has {lost} of the chunks"
+                assert said in end.__notes__
+            if early:
                 record.within("to the error", loop.time() - died, 10.0)
             record.ran(3)
 
