@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
 
 from aiockpt import StepNotFoundError
 from aiockpt.errors import PeerFailedError, TransferTimeoutError
-from aiockpt.testing import assert_same
+from aiockpt.testing import Drip, FaultProxy, assert_same
 from aiockpt.torchft import HTTPTransport
-from tests.support.commandline import until
+from tests.support.commandline import beside, until
 from tests.support.proofs import Cell, each_cell
 from tests.support.torchft_job import stuck_reader
 from tests.support.transports import arenas
@@ -59,18 +60,22 @@ def interrupting(
 
 def test_replicas_that_heal_together_serve_each_other(make: Make) -> None:
     """And no longer than until each of them is healed."""
-    sent = {"weight": torch.arange(1 << 20)}
+    sent = {"weight": torch.arange(1 << 19)}
     source = make(chunk_bytes=1 << 16)
     healing = [make(swarm=True, same_host=False) for _ in range(3)]
     source.send_checkpoint([1, 2, 3], 1, sent, 10)
-    with ThreadPoolExecutor(3) as pool:
-        calls = [
-            pool.submit(each.recv_checkpoint, 0, source.metadata(), 1, 30)
-            for each in healing
-        ]
+    port = urlsplit(source.metadata()).port or 0
+    slow = Drip(400_000, burst=8192)
+    with (
+        beside(FaultProxy("127.0.0.1", port, otherwise=slow)) as proxy,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        url = source.metadata().replace(str(port), str(proxy.port))
+        calls = [pool.submit(each.recv_checkpoint, 0, url, 1, 30) for each in healing]
         for call in calls:
             assert_same(call.result(PATIENCE), sent)
     assert sum(each.statistics().bytes_sent for each in healing) > 0
+    assert source.statistics().bytes_sent < 2 * sent["weight"].nbytes
     assert not any(each.statistics().readers for each in healing)
 
 
