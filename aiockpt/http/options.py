@@ -114,7 +114,8 @@ class Swarm:
             a template does not linger.
         slots: How many bodies the receiver sends at a time; further requests wait. The
             source of a swarm sends twice as many to receivers that can join.
-        rate: Bytes per second that the receiver sends at most. None: no limit.
+        rate: Bytes per second that the receiver sends at most. None: no limit. Only
+            Linux can keep to it.
         zone: A name for a part of the network that has fast connections inside, such
             as a rack. Half of the members that a receiver is told of are in its zone.
     """

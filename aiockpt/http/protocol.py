@@ -476,7 +476,8 @@ def parse_chunks(data: bytes, count: int) -> int:
         if chunk == _NO_CHUNK:
             continue
         if chunk >= count or have >> chunk & 1:
-            raise RemoteProtocolError(f"chunk {chunk} of {count} is named, or twice")
+            why = "is named twice" if chunk < count else "does not exist"
+            raise RemoteProtocolError(f"chunk {chunk} of {count} {why}")
         have |= 1 << chunk
     return have
 
