@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -19,6 +19,7 @@ import msgspec
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.protocol import Announcement, AnnounceResponse, MemberInfo, url_fault
+from aiockpt.http.security import plain_address
 from aiockpt.http.swarm import (
     LEASE,
     Member,
@@ -29,12 +30,14 @@ from aiockpt.http.swarm import (
     patience,
 )
 
-__all__ = ["MemberStatistics", "Tracker"]
+__all__ = ["MemberStatistics", "Tracker", "endpoint"]
 
 _SAMPLE: Final = 64  # members of which some are named
 _MOST: Final = 16_384  # members
 _MOST_OF_HOST: Final = 64  # members; a host has a few receivers
+_BUCKETS: Final = 1 << 14  # of hosts, whose members are counted together
 _COMPLAINTS: Final = 2  # hosts that complained, after which a member is not named
+_MOST_COMPLAINTS: Final = 64  # of one host, and about one server
 _MOST_ACCUSED: Final = 1024
 _RETRY_AFTER: Final = 2.0
 _SOONEST: Final = 0.1  # seconds after which a promise may lapse
@@ -80,7 +83,10 @@ class Tracker:
         # By lease. Those that announced themselves last come last, so those that expire
         # first come first.
         self._members: dict[int, bytes] = {}
-        self._accused: dict[str, set[str]] = {}  # URLs, and the hosts that complained
+        # The hosts that complained, by the number of a member until `_complaints_about`
+        # files them by its server: an index of all numbers would take too much memory.
+        self._accused: dict[int | tuple[str, int], set[str]] = {}
+        self._crowds = bytearray(_BUCKETS)  # members, by the hash of their host
         self._numbers = 0
         self._new = self._unpromised = (1 << chunks) - 1
         # Chunks promised or requested in this period, and in the one before it.
@@ -119,21 +125,24 @@ class Tracker:
             PeerBusy: there are too many members, of this host or at all.
         """
         url = _reachable(said.url, None if trusts_url else address)
-        now = _now()
+        now, key = _now(), int(lease, 16)
         self._forget_expired()
-        packed = self._members.pop(int(lease, 16), None)
-        if packed is None:
-            self._check_room(url)
+        packed = self._members.get(key)
+        member = None if packed is None else _unpack(packed)
+        if member is not None and endpoint(member.url) != endpoint(url):
+            self.leave(lease)  # another server is another member
+            member = None
+        if member is None:
+            self._admit(url)
             self._numbers += 1
             member = _Member(self._numbers, url, said.zone, 0, 0, 0.0)
-        else:
-            member = _unpack(packed)
-            member.url, member.zone = url, said.zone
+        member.url, member.zone = url, said.zone
         member.have = min(said.have, self._chunks)
         is_complete = member.have == self._chunks
+        self._members.pop(key, None)  # it comes last now
         seconds = LEASE * heartbeat(len(self._members))
         member.until = now + seconds
-        self._members[int(lease, 16)] = _pack(member)
+        self._members[key] = _pack(member)
         self._accuse(address, said.bad)
         return AnnounceResponse(
             id=_id(member),
@@ -146,7 +155,7 @@ class Tracker:
         """Forget a member."""
         packed = self._members.pop(int(lease, 16), None)
         if packed is not None:
-            self._take_back(_unpack(packed))
+            self._forget(_unpack(packed))
 
     def promise(self, lease: str, taken: range = range(0)) -> int | None:
         """Return the chunk that a member should request next; None if there is none.
@@ -235,15 +244,16 @@ class Tracker:
     def statistics(self, most: int = _MOST) -> list[MemberStatistics]:
         """Return the first ``most`` members, in the order in which they came."""
         self._forget_expired()
+        members = map(_unpack, self._members.values())
         return [
             MemberStatistics(
                 _id(each),
                 each.url,
                 each.zone,
                 each.have,
-                len(self._accused.get(each.url, ())),
+                len(self._complaints_about(each)),
             )
-            for each in heapq.nsmallest(most, self._all(), key=lambda one: one.number)
+            for each in heapq.nsmallest(most, members, key=lambda one: one.number)
         ]
 
     def _name(self, asker: _Member, known: Sequence[str]) -> tuple[MemberInfo, ...]:
@@ -254,7 +264,7 @@ class Tracker:
         others = dict[int, _Member]()
         for lease in leases:
             each = _unpack(self._members[lease])
-            is_bad = len(self._accused.get(each.url, ())) >= _COMPLAINTS
+            is_bad = len(self._complaints_about(each)) >= _COMPLAINTS
             if each.number not in numbers and not is_bad:
                 others[lease] = each
         leases = [*others]
@@ -267,27 +277,46 @@ class Tracker:
             found.append(MemberInfo(_id(each), each.url, each.zone, each.have))
         return tuple(found)
 
-    def _all(self) -> Iterator[_Member]:
-        return map(_unpack, self._members.values())
-
     def _accuse(self, address: str, ids: Sequence[str]) -> None:
         """Note complaints; a host counts once, however many members it has."""
-        for each in self._all() if ids else ():
-            known = len(self._accused) < _MOST_ACCUSED or each.url in self._accused
-            if known and _id(each) in ids:
-                self._accused.setdefault(each.url, set()).add(address)
+        made = sum(address in hosts for hosts in self._accused.values()) if ids else 0
+        for number in map(_number, ids[: max(_MOST_COMPLAINTS - made, 0)]):
+            if number is None or not 0 < number <= self._numbers:
+                continue
+            hosts = self._accused.get(number, set())
+            if hosts or len(self._accused) < _MOST_ACCUSED:
+                self._accused[number] = hosts
+                if len(hosts) < _MOST_COMPLAINTS:
+                    hosts.add(address)
 
-    def _check_room(self, url: str) -> None:
-        """Raise unless there is room for another member, at the host of this URL."""
-        if len(self._members) >= _MOST:
+    def _complaints_about(self, member: _Member) -> set[str]:
+        """Return the other hosts that complained about the server of a member."""
+        if not self._accused:
+            return set()
+        server = endpoint(member.url)
+        found = self._accused.get(server, set())
+        new = self._accused.pop(member.number, set()) - {server[0]}
+        if new and len(found) < _MOST_COMPLAINTS:
+            found = self._accused[server] = found | new
+        return found
+
+    def _admit(self, url: str) -> None:
+        """Count another member at the host of this URL, or raise if there is no room.
+
+        A host may share its count with another one. Then a few of its receivers may
+        have to do without the swarm, but a join costs the same in swarms of any size.
+        """
+        bucket = _bucket(url)
+        is_full = self._crowds[bucket] >= _MOST_OF_HOST
+        if is_full or len(self._members) >= _MOST:
             raise PeerBusy(retry_after=_RETRY_AFTER)
-        if len(self._members) < _MOST_OF_HOST:
-            return
-        place = urlsplit(url).netloc
-        marks = [f"//{place.rpartition(':')[0] or place}{end}" for end in ":/"]
-        of_host = sum(any(mark in each.url for mark in marks) for each in self._all())
-        if of_host >= _MOST_OF_HOST:
-            raise PeerBusy(retry_after=_RETRY_AFTER)
+        self._crowds[bucket] += 1
+
+    def _forget(self, member: _Member) -> None:
+        """Undo what a member that leaves has taken; complaints outlive it."""
+        self._take_back(member)
+        self._complaints_about(member)
+        self._crowds[_bucket(member.url)] -= 1
 
     def _forget_expired(self) -> None:
         now = _now()
@@ -297,7 +326,7 @@ class Tracker:
             if member.until > now:
                 break
             del self._members[lease]
-            self._take_back(member)
+            self._forget(member)
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -315,6 +344,20 @@ def _id(member: _Member) -> str:
 def _number(name: str) -> int | None:
     digits = name.removeprefix("m")
     return int(digits) if digits.isdecimal() else None
+
+
+def endpoint(url: str) -> tuple[str, int]:
+    """Return the host and the port of a URL, in one spelling.
+
+    A member chooses its path, so its path says nothing about who it is.
+    """
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return plain_address((parts.hostname or "").rstrip(".")), port
+
+
+def _bucket(url: str) -> int:
+    return hash(endpoint(url)[0]) % _BUCKETS
 
 
 def _reachable(url: str, host: str | None) -> str:

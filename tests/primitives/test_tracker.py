@@ -109,25 +109,80 @@ async def test_all_hosts_together_have_a_bounded_number(
         announce(tracker, 3)
 
 
+def is_named(tracker: Tracker, member: AnnounceResponse) -> bool:
+    """Return whether another member is told of this one."""
+    return member.id in [each.id for each in announce(tracker, 999).members]
+
+
+@proves("threat T10")
 async def test_two_hosts_have_to_complain() -> None:
-    """One could lie; a host counts once, and a member under any id."""
+    """One could lie; a host counts once, and a member under any id and any path."""
+    tracker = Tracker(8)
+    bad = announce(tracker, 1, bad=("m1",))
+    announce(tracker, 5, bad=(bad.id,), address="10.0.0.1")
+    for number in (2, 3):
+        announce(tracker, number, bad=(bad.id,), address="10.0.0.2")
+        assert is_named(tracker, bad)
+    announce(tracker, 4, bad=(bad.id,))
+    assert not is_named(tracker, bad)
+    assert announce(tracker, 1, url="http://host:1001/other/").id == bad.id
+    assert not is_named(tracker, bad)
+    tracker.leave(lease_of(1))
+    again = announce(tracker, 77, url="http://host:1001/third", address="10.0.0.1")
+    assert again.id != bad.id
+    assert not is_named(tracker, again)
+    (found,) = [each for each in tracker.statistics() if each.complaints]
+    assert (found.id, found.complaints) == (again.id, 2)
+
+
+async def test_complaints_count_although_the_port_changes_soon_after() -> None:
+    """They are about the server that lied, not about the next one."""
     tracker = Tracker(8)
     bad = announce(tracker, 1)
     for number in (2, 3):
-        announce(tracker, number, bad=(bad.id,), address="10.0.0.2")
-        assert bad.id in [each.id for each in announce(tracker, 9).members]
-    announce(tracker, 4, bad=(bad.id,))
-    assert bad.id not in [each.id for each in announce(tracker, 9).members]
-    tracker.leave(lease_of(1))
-    again = tracker.announce(
-        f"{77:032x}",
-        Announcement("http://host:1001/checkpoint/"),
-        address="10.0.0.1",
-        trusts_url=False,
-    )
-    assert again.id not in [each.id for each in announce(tracker, 9).members]
-    (found,) = [each for each in tracker.statistics() if each.complaints]
-    assert (found.id, found.complaints) == (again.id, 2)
+        announce(tracker, number, bad=(bad.id,))
+    other = announce(tracker, 1, url="http://host:5/")
+    assert is_named(tracker, other)
+    again = announce(tracker, 1)
+    assert not is_named(tracker, again)
+
+
+@proves("threat T10")
+@pytest.mark.parametrize("trusts_url", [False, True])
+async def test_a_host_cannot_fill_the_list_of_complaints(trusts_url: bool) -> None:
+    """Neither about itself, nor about others, so that no more are noted."""
+    tracker = Tracker(8)
+    bad = announce(tracker, 1)
+    for number in range(2000):
+        said: dict[str, Any] = {"url": f"http://host{number}:{1000 + number}/"}
+        said |= {"address": "10.9.9.9", "trusts_url": trusts_url}
+        own = announce(tracker, 2, **said)
+        announce(tracker, 2, **said, bad=(own.id, f"m{3000 + number}"))
+    for number in (3, 4):
+        assert is_named(tracker, bad)
+        announce(tracker, number, bad=(bad.id,))
+    assert not is_named(tracker, bad)
+
+
+@proves("threat D14", "threat D15")
+async def test_the_work_does_not_grow_with_the_members(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither that of a join, nor that of a complaint."""
+    tracker = Tracker(8)
+    for number in range(1000):
+        announce(tracker, number)
+    unpacked, unpack = [0], module._unpack
+
+    def count(packed: bytes) -> Any:
+        unpacked[0] += 1
+        return unpack(packed)
+
+    monkeypatch.setattr(module, "_unpack", count)
+    announce(tracker, 1001)
+    announce(tracker, 1002, bad=("m1", "m2"))
+    announce(tracker, 1002, bad=("m3",))
+    assert unpacked[0] < 3 * 100
 
 
 @proves("threat S7")
