@@ -35,6 +35,7 @@ from aiockpt.http.options import Swarm
 from aiockpt.http.peers import Peer
 from aiockpt.http.relay import Relay
 from aiockpt.http.swarm import FIRST, LEASE
+from aiockpt.http.tracker import endpoint
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.tasks import Notifier
 from aiockpt.transfer.source import Target
@@ -47,6 +48,7 @@ Door: TypeAlias = Callable[[Relay], Awaitable[str]]
 _MOST: Final = 24  # members that are asked at a time; the tracker names no more
 _LONGEST: Final = 64 << 10  # bytes of an answer to an announcement
 _LONGEST_LIST: Final = 64  # ids in an announcement
+_MOST_BAD: Final = 16  # of them, of members that sent wrong bytes
 _HOPE: Final = 1.0  # seconds for which a receive waits to hear of others
 _AWAY: Final = 10.0  # seconds for which a member that failed is not asked
 _SHORTEST_LEASE: Final = 1.0  # seconds
@@ -84,8 +86,8 @@ class Membership:
         self._kept: object = None
         self._source: Peer | None = None
         self._task: asyncio.Task[None] | None = None
-        # Members that failed: their URLs, until when, and their ids.
-        self._avoided: dict[str, tuple[float, str]] = {}
+        # Members that failed: their endpoints, until when, and their ids.
+        self._avoided: dict[tuple[str, int], tuple[float, str]] = {}
         self._joined = 0.0
         self._complaints: list[str] = []
         self._until = math.inf
@@ -144,10 +146,13 @@ class Membership:
         with suppress(ValueError):
             self.members.remove(member)
         lied = isinstance(error, IntegrityError | RemoteProtocolError)
-        until = math.inf if lied else _now() + _AWAY
-        self._avoided[member.origin.base_url] = (until, member.member)
+        at, until = endpoint(member.origin.base_url), _now() + _AWAY
+        before, _ = self._avoided.get(at, (until, ""))
+        until = math.inf if lied else max(until, before)
+        self._avoided[at] = (until, member.member)
         if lied:
             self._complaints.append(member.member)
+            self._wake.notify()
 
     async def watch(self, member: Peer, outline: Outline) -> AsyncGenerator[int]:
         """Yield bitmaps of the chunks that a member has got, as it gets them.
@@ -275,7 +280,7 @@ class Membership:
             if is_joined:
                 with anyio.CancelScope(shield=True):
                     await self._leave(relay)
-                    await self._say_goodbye(relay)
+                    await self._say_goodbye(relay, url)
 
     async def _announce_always(self, relay: Relay, url: str) -> None:
         part, lease, knows = FIRST, _AWAY, True
@@ -284,6 +289,8 @@ class Membership:
             if knows:
                 try:
                     lease = await self._announce(relay, url)
+                    if self._complaints:
+                        continue  # they came meanwhile, or were too many
                 except TransportError as error:
                     # The members that are known are enough to go on.
                     self._tell(relay, f"cannot announce itself: {error}")
@@ -304,23 +311,20 @@ class Membership:
 
     async def _announce(self, relay: Relay, url: str) -> float:
         """Tell the source what is served; return the seconds of the lease."""
-        bad, self._complaints = tuple(self._complaints[:16]), self._complaints[16:]
+        bad = tuple(self._complaints[:_MOST_BAD])
         said = http.Announcement(
             url=url,
             zone=self._options.zone,
             have=len(relay.order),
             bad=bad,
-            known=tuple(self._known().values()),
+            known=tuple(self._known()),
         )
         request = self._request(
             relay, "POST", body=msgspec.json.encode(said), status=HTTPStatus.OK
         )
-        try:
-            async with self._client.request(request) as answer:
-                body = await answer.read(_LONGEST, "an answer")
-        except TransportError:
-            self._complaints += bad
-            raise
+        async with self._client.request(request) as answer:
+            body = await answer.read(_LONGEST, "an answer")
+        del self._complaints[: len(bad)]
         try:
             found = msgspec.json.decode(body, type=http.AnnounceResponse)
         except (msgspec.MsgspecError, ValueError) as error:
@@ -332,14 +336,13 @@ class Membership:
 
     def _learn(self, relay: Relay, found: http.AnnounceResponse) -> None:
         """Take the members that are not known yet, as far as more are needed."""
-        known = self._known()
+        known, now = {each.origin.base_url for each in self.members}, _now()
         for info in found.members:
             url = f"{info.url.rstrip('/')}/"
             if len(self.members) >= _MOST or url in known or http.url_fault(url):
                 continue
-            if not self._is_safe(url):
-                continue
-            if not relay.is_lent:
+            until, _ = self._avoided.get(endpoint(url), (0.0, ""))
+            if until <= now and self._is_safe(url) and not relay.is_lent:
                 origin = http.Origin(url, relay.token)
                 self.members.append(Peer(origin, have=0, member=info.id))
         source = self._source
@@ -347,20 +350,21 @@ class Membership:
         if source.next is None or relay.have >> source.next & 1:
             source.next = found.next
 
-    def _known(self) -> dict[str, str]:
-        """Return URLs and ids of members that the source need not name."""
+    def _known(self) -> list[str]:
+        """Return the ids of members that the source need not name."""
         now = _now()
-        avoided = {
-            url: name for url, (until, name) in self._avoided.items() if until > now
-        }
-        found = {each.origin.base_url: each.member for each in self.members}
-        return dict([*avoided.items(), *found.items()][-_LONGEST_LIST:])
+        avoided = [name for until, name in self._avoided.values() if until > now]
+        return [*avoided, *(each.member for each in self.members)][-_LONGEST_LIST:]
 
-    async def _say_goodbye(self, relay: Relay) -> None:
+    async def _say_goodbye(self, relay: Relay, url: str) -> None:
+        """Tell the source what it does not know yet, and that the member leaves."""
         request = self._request(relay, "DELETE", status=HTTPStatus.NO_CONTENT)
         with suppress(AiockptError, TimeoutError):
-            async with asyncio.timeout(_FAREWELL), self._client.request(request):
-                pass
+            async with asyncio.timeout(_FAREWELL):
+                if self._complaints:
+                    await self._announce(relay, url)
+                async with self._client.request(request):
+                    pass
 
     def _request(
         self, relay: Relay, method: str, *, status: int, body: bytes = b""

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -17,17 +18,20 @@ import aiohttp
 import anyio
 import pytest
 import torch
-from aiohttp import web
+from aiohttp import TCPConnector, web
 
 from aiockpt import Swarm, TransferEvent, add_hook
+from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
 from aiockpt.http.client import CheckpointClient
+from aiockpt.http.membership import Membership
 from aiockpt.http.peers import Peer
-from aiockpt.http.protocol import Announcement, Origin
+from aiockpt.http.protocol import Announcement, Lease, Origin, parse_metadata
 from aiockpt.http.relay import Relay
 from aiockpt.http.retry import HostLimitError
 from aiockpt.http.server_process import ServerProcess
+from aiockpt.http.store import Publication, Store
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.secrets import Token
 from aiockpt.testing import Drip, assert_same
@@ -456,29 +460,35 @@ async def have_nothing(_: web.Request) -> web.StreamResponse:
 SIZE = [0]
 
 
+async def announce(metadata: str, number: int, url: str, host: str) -> str:
+    """Announce a member from a loopback address; return its id."""
+    base, _, token = metadata.partition("#")
+    headers = {
+        "Authorization": f"Bearer {token}",
+        "Aiockpt-Lease": f"{number:032x}; ttl=60",
+    }
+    said, connector = {"url": url, "have": CHUNKS}, TCPConnector(local_addr=(host, 0))
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+        async with session.get(
+            f"{base}1/full", headers={"Range": "bytes=0-0"}
+        ) as answer:
+            SIZE[0] = int(answer.headers["Content-Range"].rpartition("/")[2])
+        async with session.post(f"{base}1/members", json=said) as answer:
+            assert answer.status == HTTPStatus.OK, await answer.text()
+            return str((await answer.json())["id"])
+
+
 @asynccontextmanager
 async def impostor(
-    sender: Transport, url: str, body: Any, *, number: int = 15
+    sender: Transport, url: str, body: Any, *, number: int = 15, host: str = "127.0.0.1"
 ) -> AsyncIterator[Impostor]:
     """Have an impostor join the swarm of a sender."""
-    base, _, token = url.partition("#")
     found = Impostor(CHUNKS, body)
     app = web.Application()
     app.router.add_route("*", "/{rest:.*}", found.answer)
-    async with running(app) as host, aiohttp.ClientSession() as session:
-        headers = {
-            "Authorization": f"Bearer {token}",
-            "Aiockpt-Lease": f"{number:032x}; ttl=60",
-        }
-        async with session.get(
-            f"{base}1/full", headers={**headers, "Range": "bytes=0-0"}
-        ) as answer:
-            SIZE[0] = int(answer.headers["Content-Range"].rpartition("/")[2])
-        said = {"url": f"http://127.0.0.1:{host.port}/", "have": CHUNKS}
-        async with session.post(
-            f"{base}1/members", headers=headers, json=said
-        ) as answer:
-            assert answer.status == HTTPStatus.OK, await answer.text()
+    listening = socket.create_server((host, 0))
+    async with running(app, listening) as server:
+        await announce(url, number, f"http://{host}:{server.port}/", host)
         yield found
 
 
@@ -519,6 +529,92 @@ async def test_a_receiver_has_no_descriptor_for_members(
         monkeypatch.setattr(CheckpointClient, "request", limited)
         await all_of(members, url)
     assert refused["have"]
+
+
+@asynccontextmanager
+async def membership_of(
+    sender: Transport, receiver: Transport
+) -> AsyncIterator[Membership]:
+    """Have a receiver join the swarm of a sender, without a download."""
+    found = receiver._membership()
+    assert found is not None
+    found.begin(latest(sender).servable.manifest, {})
+    lease = Lease.begin(asyncio.get_running_loop().time() + 60, joins=True)
+    origin = replace(parse_metadata(sender.metadata()), lease=lease)
+    found.join(Peer(origin), Token("of the swarm"))
+    try:
+        yield found
+    finally:
+        await found.aclose()
+
+
+def latest(sender: Transport) -> Publication:
+    """Return what a sender offers."""
+    assert isinstance(sender._store, Store)
+    assert sender._store.latest is not None
+    return sender._store.latest
+
+
+def complaints(sender: Transport) -> list[int]:
+    """Return how many hosts complained about each member."""
+    return [each.complaints for each in latest(sender).tracker.statistics()]
+
+
+@proves("threat T10")
+async def test_a_lie_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the time between two announcements is."""
+    monkeypatch.setattr("aiockpt.http.tracker.heartbeat", lambda _: 600.0)
+    async with (
+        sending() as sender,
+        slow(sender, SLOW // 20) as url,
+        impostor(sender, sender.metadata(), lie, host="127.0.0.2"),
+        receivers(1) as (receiver,),
+    ):
+        task = asyncio.create_task(receiver.recv_checkpoint(0, url, 1))
+        await settle(lambda: 1 in complaints(sender), patience=60)
+        assert not task.done()
+        task.cancel()
+        await asyncio.wait({task})
+
+
+@proves("threat T10")
+async def test_a_lie_is_reported_by_a_receiver_that_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before it leaves; the status of the sender shows it."""
+    monkeypatch.setattr("aiockpt.http.tracker.heartbeat", lambda _: 600.0)
+    url, host = "http://127.0.0.2:9/", "127.0.0.2"
+    async with sending() as sender, receivers(1) as (receiver,):
+        name = await announce(sender.metadata(), 15, url, host)
+        async with membership_of(sender, receiver) as membership:
+            await settle(lambda: len(latest(sender).tracker) == 2)
+            liar = Peer(Origin(url, "token"), member=name)
+            membership.drop(liar, RemoteProtocolError("it lies"))
+        base, _, token = sender.metadata().partition("#")
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(base, headers={"Authorization": f"Bearer {token}"}) as answer,
+        ):
+            status = (await answer.json())["status"]
+    (member,) = status["swarm"]["members"]
+    assert (member["id"], member["complaints"]) == (name, 1)
+
+
+async def test_a_liar_comes_back_under_no_other_path() -> None:
+    """Nor under another id."""
+    async with sending() as sender, receivers(1) as (receiver,):
+        metadata = sender.metadata()
+        bad, good = "http://127.0.0.2:9/", "http://127.0.0.3:9/"
+        name = await announce(metadata, 15, bad, "127.0.0.2")
+        async with membership_of(sender, receiver) as membership:
+            await settle(lambda: membership.members)
+            (liar,) = membership.members
+            assert liar.member == name
+            membership.drop(liar, RemoteProtocolError("it lies"))
+            assert await announce(metadata, 16, f"{bad}more/", "127.0.0.2") != name
+            await announce(metadata, 17, good, "127.0.0.3")
+            await settle(lambda: membership.members)
+            assert [each.origin.base_url for each in membership.members] == [good]
 
 
 async def test_records_may_come_together_with_the_bitmap() -> None:
