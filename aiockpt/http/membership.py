@@ -24,6 +24,7 @@ from aiockpt.errors import (
     AiockptError,
     IntegrityError,
     RemoteProtocolError,
+    StagingError,
     StepNotFoundError,
     TransportError,
 )
@@ -291,7 +292,7 @@ class Membership:
                     lease = await self._announce(relay, url)
                     if self._complaints:
                         continue  # they came meanwhile, or were too many
-                except TransportError as error:
+                except (TransportError, StagingError) as error:
                     # The members that are known are enough to go on.
                     self._tell(relay, f"cannot announce itself: {error}")
                 except AiockptError as error:

@@ -24,7 +24,7 @@ from aiockpt import Swarm, TransferEvent, add_hook
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
-from aiockpt.http.client import CheckpointClient
+from aiockpt.http.client import CheckpointClient, Request
 from aiockpt.http.membership import Membership
 from aiockpt.http.peers import Peer
 from aiockpt.http.protocol import Announcement, Lease, Origin, parse_metadata
@@ -615,6 +615,28 @@ async def test_a_liar_comes_back_under_no_other_path() -> None:
             await announce(metadata, 17, good, "127.0.0.3")
             await settle(lambda: membership.members)
             assert [each.origin.base_url for each in membership.members] == [good]
+
+
+async def test_a_member_that_had_no_descriptor_announces_itself_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a connection that broke."""
+    failures, request = [0], CheckpointClient.request
+
+    def fail(self: CheckpointClient, said: Request, *args: Any) -> Any:
+        if said.method == "POST" and not failures[0]:
+            failures[0] += 1
+            raise HostLimitError("too many open files")
+        return request(self, said, *args)
+
+    monkeypatch.setattr(CheckpointClient, "request", fail)
+    async with (
+        sending() as sender,
+        receivers(1) as (receiver,),
+        membership_of(sender, receiver),
+    ):
+        await settle(lambda: len(latest(sender).tracker) == 1, patience=60)
+    assert failures == [1]
 
 
 async def test_records_may_come_together_with_the_bitmap() -> None:
