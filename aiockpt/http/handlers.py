@@ -483,7 +483,9 @@ class CheckpointService:
             trusts_url=self._trusts(said.url),
         )
         if publication.has_lease(lease):
-            self.store.lease(publication, lease, patience=self.config.stall_timeout)
+            # A member that gets everything from others sends heartbeats only.
+            patience = max(self.config.stall_timeout, answer.lease)
+            self.store.lease(publication, lease, patience=patience)
         if publication.has_others(lease):
             self._interrupt(publication)
         headers = {**no_news_headers(publication.step), **self._identity}

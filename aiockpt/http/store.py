@@ -231,6 +231,7 @@ class Publication:
         held, now = self._leases.get(lease.id), _now()
         if held is not None:
             held.until, held.seen = lease.until, now
+            held.patience = max(held.patience, patience)
             return
         if len(self._leases) >= _MOST_LEASES:
             self._forget_expired(now)
@@ -567,7 +568,8 @@ class Store:
         """Take or renew a receive's lease; a receive has one lease at a time.
 
         The lease ends at ``lease.until``, or after ``patience`` seconds without a
-        request, or with :meth:`end_lease` or :meth:`retract`.
+        request, or with :meth:`end_lease` or :meth:`retract`. The longest ``patience``
+        of a receive counts.
         """
         for each in self._held():
             if each is not publication:

@@ -396,6 +396,27 @@ async def test_a_new_step_replaces_the_swarm() -> None:
         assert [state["n"] for state in got] == [2, 2]
 
 
+async def test_a_superseded_snapshot_stays_until_the_next_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a large swarm, that is longer than the stall timeout."""
+    monkeypatch.setattr("aiockpt.http.tracker.heartbeat", lambda _: 600.0)
+    async with sending(stall_timeout=0.3) as sender:
+        base, _, token = sender.metadata().partition("#")
+        await announce(sender.metadata(), 15, "http://127.0.0.1:9/", "127.0.0.1")
+        headers = {
+            "Authorization": f"Bearer {token}",
+            "Aiockpt-Lease": f"{15:032x}; ttl=60",
+        }
+        async with aiohttp.ClientSession(headers=headers) as session:
+            async with session.get(f"{base}1/metadata") as answer:
+                assert answer.status == HTTPStatus.OK
+            await sender.send_checkpoint([], 2, STATE)
+            await asyncio.sleep(1.0)
+            async with session.get(f"{base}1/metadata") as answer:
+                assert answer.status == HTTPStatus.OK
+
+
 # ------------------------------------------------------------------------ trust
 
 
