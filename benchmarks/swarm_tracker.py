@@ -1,10 +1,11 @@
 """``python -m benchmarks.swarm_tracker``: what a thousand members cost the tracker.
 
-A sender in a process of its own offers a state dict. Members join it over HTTP, from
-twenty loopback addresses. Then each announces itself as often as a receive does: three
-times per lease. They report more chunks each time, and know a dozen others. The output
-is a line of JSON: the announcements per second, and the part of a core that the
-sender's process takes.
+A sender in a process of its own offers a state dict. Members join it over HTTP, all at
+once, from twenty loopback addresses. Each announces itself as often as a receive does:
+soon after it joins, then after twice as long each time, up to three times per lease.
+They report more chunks each time, and know a dozen others. The output is a line of
+JSON: the announcements per second, and the part of a core that the sender's process
+takes, in the first 15 seconds with the joins, and later.
 
 Only announcements are sent. The cost of chunks is that of ``benchmarks.swarm``.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import secrets
 import sys
 import time
@@ -24,6 +24,7 @@ import aiohttp
 import torch
 
 from aiockpt import HTTPTransport, Server, Swarm
+from aiockpt.http.swarm import FIRST, LEASE
 from benchmarks.measures import BenchmarkError
 from benchmarks.workers import Worker
 
@@ -32,6 +33,7 @@ _CHUNK = 64 << 10
 _ADDRESSES = 20
 _PER_ADDRESS = 64  # members that the tracker admits
 _LEARNS = 24  # members that a member knows at most
+_BEGINNING = 15.0  # seconds
 
 
 class Source:
@@ -85,14 +87,24 @@ class _Member:
         self.lease = found["lease"]
 
     async def keep(self, counts: list[int]) -> None:
-        """Announce itself three times per lease, until cancelled."""
-        first = random.uniform(0, self.lease / 3)  # noqa: S311 - it spreads load
-        await asyncio.sleep(first)
+        """Join, and announce itself as a receive does, until cancelled."""
+        part = FIRST
         while True:
-            began = time.monotonic()
             await self.announce()
             counts[0] += 1
-            await asyncio.sleep(max(began + self.lease / 3 - time.monotonic(), 0.0))
+            await asyncio.sleep(part * self.lease / LEASE)
+            part = min(2 * part, 1.0)
+
+
+async def _cost(source: Worker, counts: list[int], seconds: float) -> dict[str, float]:
+    """Return what the announcements of the next seconds cost the sender."""
+    counts[0], began, before = 0, time.monotonic(), source.call("spent")
+    await asyncio.sleep(seconds)
+    spent, took = source.call("spent") - before, time.monotonic() - began
+    return {
+        "announcements_per_second": round(counts[0] / took, 1),
+        "part_of_a_core": round(spent / took, 4),
+    }
 
 
 async def _measure(count: int, seconds: float) -> dict[str, Any]:
@@ -114,15 +126,11 @@ async def _measure(count: int, seconds: float) -> dict[str, Any]:
                 _Member(sessions[n % _ADDRESSES], f"{path}/members", n, headers)
                 for n in range(count)
             ]
-            for member in members:
-                await member.announce()
             counts = [0]
             tasks = [asyncio.create_task(each.keep(counts)) for each in members]
-            await asyncio.sleep(members[-1].lease / 3)
-            counts[0], began = 0, time.monotonic()
-            before = source.call("spent")
-            await asyncio.sleep(seconds)
-            spent, took = source.call("spent") - before, time.monotonic() - began
+            first = await _cost(source, counts, _BEGINNING)
+            await asyncio.sleep(max(each.lease for each in members) / LEASE)
+            later = await _cost(source, counts, seconds)
             for task in tasks:
                 task.cancel()
             for ended in await asyncio.gather(*tasks, return_exceptions=True):
@@ -131,11 +139,7 @@ async def _measure(count: int, seconds: float) -> dict[str, Any]:
         finally:
             for session in sessions:
                 await session.close()
-    return {
-        "members": count,
-        "announcements_per_second": round(counts[0] / took, 1),
-        "part_of_a_core": round(spent / took, 4),
-    }
+    return {"members": count, "first_15_s": first, "later": later}
 
 
 def main() -> None:
