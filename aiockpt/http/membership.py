@@ -51,7 +51,8 @@ _LONGEST: Final = 64 << 10  # bytes of an answer to an announcement
 _LONGEST_LIST: Final = 64  # ids in an announcement
 _MOST_BAD: Final = 16  # of them, of members that sent wrong bytes
 _HOPE: Final = 1.0  # seconds for which a receive waits to hear of others
-_AWAY: Final = 10.0  # seconds for which a member that failed is not asked
+_AWAY: Final = 10.0  # seconds for which a member that failed is not asked;
+_MOST_TIMES: Final = 6  # they double each time, so many times at most
 _SHORTEST_LEASE: Final = 1.0  # seconds
 _LONGEST_LEASE: Final = 3600.0
 _FAREWELL: Final = 1.0  # seconds in which the source hears that a member leaves
@@ -87,8 +88,8 @@ class Membership:
         self._kept: object = None
         self._source: Peer | None = None
         self._task: asyncio.Task[None] | None = None
-        # Members that failed: their endpoints, until when, and their ids.
-        self._avoided: dict[tuple[str, int], tuple[float, str]] = {}
+        # Members that failed: their endpoints, until when, how often, and their ids.
+        self._avoided: dict[tuple[str, int], tuple[float, int, str]] = {}
         self._joined = 0.0
         self._complaints: list[str] = []
         self._until = math.inf
@@ -147,10 +148,10 @@ class Membership:
         with suppress(ValueError):
             self.members.remove(member)
         lied = isinstance(error, IntegrityError | RemoteProtocolError)
-        at, until = endpoint(member.origin.base_url), _now() + _AWAY
-        before, _ = self._avoided.get(at, (until, ""))
-        until = math.inf if lied else max(until, before)
-        self._avoided[at] = (until, member.member)
+        at = endpoint(member.origin.base_url)
+        until, times, _ = self._avoided.get(at, (0.0, 0, ""))
+        away = math.inf if lied else _AWAY * 2 ** min(times, _MOST_TIMES)
+        self._avoided[at] = (max(until, _now() + away), times + 1, member.member)
         if lied:
             self._complaints.append(member.member)
             self._wake.notify()
@@ -245,7 +246,8 @@ class Membership:
     async def aclose(self) -> None:
         """Serve no more; once this returns, nothing reads the memory. Idempotent.
 
-        If cancelled, it serves no more either, but bodies may end a moment later.
+        Only a server process that does not answer for 5 s may read on. If cancelled, it
+        serves no more either, but bodies may end a moment later.
         """
         self._kept = None
         if self._relay is not None:
@@ -342,7 +344,7 @@ class Membership:
             url = f"{info.url.rstrip('/')}/"
             if len(self.members) >= _MOST or url in known or http.url_fault(url):
                 continue
-            until, _ = self._avoided.get(endpoint(url), (0.0, ""))
+            until, *_ = self._avoided.get(endpoint(url), (0.0, 0, ""))
             if until <= now and self._is_safe(url) and not relay.is_lent:
                 origin = http.Origin(url, relay.token)
                 self.members.append(Peer(origin, have=0, member=info.id))
@@ -354,7 +356,7 @@ class Membership:
     def _known(self) -> list[str]:
         """Return the ids of members that the source need not name."""
         now = _now()
-        avoided = [name for until, name in self._avoided.values() if until > now]
+        avoided = [name for until, _, name in self._avoided.values() if until > now]
         return [*avoided, *(each.member for each in self.members)][-_LONGEST_LIST:]
 
     async def _say_goodbye(self, relay: Relay, url: str) -> None:

@@ -13,7 +13,11 @@ from http import HTTPStatus
 
 from aiohttp import hdrs
 
-from aiockpt.errors import CheckpointChangedError, RemoteProtocolError
+from aiockpt.errors import (
+    CheckpointChangedError,
+    RemoteProtocolError,
+    StepNotFoundError,
+)
 from aiockpt.format.manifest import Outline
 from aiockpt.http.body_reader import BodySink
 from aiockpt.http.chunk_run import ChunkRun
@@ -150,9 +154,8 @@ class RangeFetcher:
         async with self._client.request(request, count) as answer:
             hear(answer.headers)
             if answer.status == HTTPStatus.NO_CONTENT:
-                raise RemoteProtocolError(
-                    f"{request.url} does not have chunk {run.chunk}, which it announced"
-                )
+                # It has begun to receive the step anew, or never had the chunk.
+                raise StepNotFoundError(outline.step, url=request.url)
             _check_range(answer, head + start, head + stop, outline.total_bytes)
             if is_delta := answer.status == HTTPStatus.IM_USED:
                 deltas = await _read_deltas(answer, stop - start, base)
