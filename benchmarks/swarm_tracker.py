@@ -5,7 +5,7 @@ once, from twenty loopback addresses. Each announces itself as often as a receiv
 soon after it joins, then after twice as long each time, up to three times per lease.
 They report more chunks each time, and know a dozen others. The output is a line of
 JSON: the announcements per second, and the part of a core that the sender's process
-takes, in the first 15 seconds with the joins, and later.
+takes, in the first 15 seconds with the joins, and in whole heartbeats later.
 
 Only announcements are sent. The cost of chunks is that of ``benchmarks.swarm``.
 """
@@ -129,8 +129,10 @@ async def _measure(count: int, seconds: float) -> dict[str, Any]:
             counts = [0]
             tasks = [asyncio.create_task(each.keep(counts)) for each in members]
             first = await _cost(source, counts, _BEGINNING)
-            await asyncio.sleep(max(each.lease for each in members) / LEASE)
-            later = await _cost(source, counts, seconds)
+            beat = max(each.lease for each in members) / LEASE
+            await asyncio.sleep(beat)
+            # Those that joined together announce themselves together.
+            later = await _cost(source, counts, max(round(seconds / beat), 1) * beat)
             for task in tasks:
                 task.cancel()
             for ended in await asyncio.gather(*tasks, return_exceptions=True):
