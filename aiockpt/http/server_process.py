@@ -382,7 +382,6 @@ class ServerProcess:
             WorkerError: no process can be started.
             LocalProtocolError: the process cannot map the memory.
         """
-        await self._serves()
         memory, number = relay.memory, next(self._numbers)
         if not isinstance(memory, Arena) or memory.fd < 0:
             raise LocalProtocolError(
@@ -392,6 +391,7 @@ class ServerProcess:
         header = relay.manifest.header
         parcel = await obtain(self._bridge, lambda: pack(header), os.close)
         try:
+            await self._serves()  # as the last thing: a process may die meanwhile
             options = self._config.swarm or Swarm()
             self._tell(
                 Relayed(

@@ -17,9 +17,11 @@ import sys
 import threading
 import time
 from contextlib import asynccontextmanager, closing, contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from aiohttp import web
@@ -36,6 +38,7 @@ from aiockpt.http import setup
 from aiockpt.http.relay import Relay
 from aiockpt.memory.arena import CAN_LEND, Arena
 from aiockpt.runtime.ipc import pack
+from aiockpt.runtime.secrets import Token
 from aiockpt.testing import assert_same, interruptions
 from tests.support.proofs import proves
 from tests.support.servers import Memory, settle
@@ -228,6 +231,37 @@ class TestServing:
             assert relaying.cancelled()
             with pytest.raises(OSError, match="descriptor"):
                 os.fstat(made[0])
+
+    async def test_a_relay_that_begins_as_the_process_dies_waits(self, monkeypatch):
+        """It is the next process that serves it."""
+        packing, go_on = asyncio.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def slow_pack(*parts):
+            loop.call_soon_threadsafe(packing.set)
+            go_on.wait()
+            return pack(*parts)
+
+        async with apart() as sender:
+            await sender.start()
+            monkeypatch.setattr("aiockpt.http.server_process.pack", slow_pack)
+            memory = Memory()
+            relay = Relay(memory.manifest, {}, slots=1)
+            relay.token = Token("of the swarm")
+            with closing(Arena(len(memory.data), shared=True)) as relay.memory:
+                relaying = asyncio.create_task(process_of(sender).relay(relay))
+                await packing.wait()
+                os.kill(process_of(sender).pid, signal.SIGKILL)
+                await settle(lambda: process_of(sender).pid is None)
+                go_on.set()
+                await relaying
+                headers = {"Authorization": f"Bearer {relay.token}"}
+                async with (
+                    aiohttp.ClientSession(headers=headers) as session,
+                    session.get(f"{sender.address()}7/metadata") as answer,
+                ):
+                    assert answer.status == HTTPStatus.OK
+                await process_of(sender).end_relay(relay)
 
 
 class TestItsDeath:
