@@ -557,20 +557,19 @@ class Download:
     def _learn(self, mine: Assignment, now: float) -> None:
         """Note how long a run took; drop a member from which much was stolen."""
         connection, peer, took = mine.connection, mine.connection.peer, now - mine.began
-        if mine.is_refused and not mine.is_stolen:
-            connection.resting_until = now + _REST
+        if mine.is_refused and (mine.waits or not mine.is_stolen):
+            # It said that it is busy, or may let the request wait because it is.
+            connection.resting_until = now + (_LONG_REST if mine.is_stolen else _REST)
             return
         if mine.run.unverified:
             connection.rest(now)
-            if mine.is_refused:
-                connection.resting_until = now + _LONG_REST
             pair = (each for each in self._of_members if each.peer is peer)
             if mine.is_stolen and sum(each.steals for each in pair) >= _SLOW:
                 why = f"{peer.origin.base_url} is much slower than other members"
                 self._drop(peer, TransportError(why))
             return
         connection.learn(mine.size, took)
-        if mine.size <= self._outline.grid.chunk_bytes:
+        if 0.5 <= mine.size / self._outline.grid.chunk_bytes <= 1:
             self._pace.learn(took, now, is_member=bool(peer.member))
 
     def _delay_after(

@@ -49,7 +49,8 @@ Door: TypeAlias = Callable[[Relay], Awaitable[str]]
 _MOST: Final = 24  # members that are asked at a time; the tracker names no more
 _LONGEST: Final = 64 << 10  # bytes of an answer to an announcement
 _LONGEST_LIST: Final = 64  # ids in an announcement
-_MOST_BAD: Final = 16  # of them, of members that sent wrong bytes
+_MOST_BAD: Final = 16  # ids of members that sent wrong bytes, in an announcement
+_MOST_AVOIDED: Final = 6  # of those that failed: the source names the fewer others
 _HOPE: Final = 1.0  # seconds for which a receive waits to hear of others
 _AWAY: Final = 10.0  # seconds for which a member that failed is not asked;
 _MOST_TIMES: Final = 6  # they double each time, so many times at most
@@ -357,17 +358,19 @@ class Membership:
         """Return the ids of members that the source need not name."""
         now = _now()
         avoided = [name for until, _, name in self._avoided.values() if until > now]
-        return [*avoided, *(each.member for each in self.members)][-_LONGEST_LIST:]
+        members = (each.member for each in self.members)
+        return [*avoided[-_MOST_AVOIDED:], *members][-_LONGEST_LIST:]
 
     async def _say_goodbye(self, relay: Relay, url: str) -> None:
         """Tell the source what it does not know yet, and that the member leaves."""
         request = self._request(relay, "DELETE", status=HTTPStatus.NO_CONTENT)
         with suppress(AiockptError, TimeoutError):
-            async with asyncio.timeout(_FAREWELL):
+            async with asyncio.timeout(_FAREWELL / 2):
                 if self._complaints:
                     await self._announce(relay, url)
-                async with self._client.request(request):
-                    pass
+        with suppress(AiockptError, TimeoutError):
+            async with asyncio.timeout(_FAREWELL / 2), self._client.request(request):
+                pass
 
     def _request(
         self, relay: Relay, method: str, *, status: int, body: bytes = b""

@@ -283,11 +283,11 @@ class Tracker:
         for number in map(_number, ids[: max(_MOST_COMPLAINTS - made, 0)]):
             if number is None or not 0 < number <= self._numbers:
                 continue
-            hosts = self._accused.get(number, set())
-            if hosts or len(self._accused) < _MOST_ACCUSED:
-                self._accused[number] = hosts
-                if len(hosts) < _MOST_COMPLAINTS:
-                    hosts.add(address)
+            hosts = self._accused.setdefault(number, set())
+            if len(hosts) < _MOST_COMPLAINTS:
+                hosts.add(address)
+            if len(self._accused) > _MOST_ACCUSED:  # some are about members that left
+                del self._accused[next(iter(self._accused))]
 
     def _complaints_about(self, member: _Member) -> set[str]:
         """Return the other hosts that complained about the server of a member."""

@@ -21,7 +21,7 @@ import torch
 from aiohttp import TCPConnector, web
 
 from aiockpt import Swarm, TransferEvent, add_hook
-from aiockpt.errors import RemoteProtocolError
+from aiockpt.errors import RemoteProtocolError, TransportError
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
 from aiockpt.http.client import CheckpointClient, Request
@@ -641,6 +641,42 @@ async def test_a_liar_comes_back_under_no_other_path() -> None:
             await announce(metadata, 17, good, "127.0.0.3")
             await settle(lambda: membership.members)
             assert [each.origin.base_url for each in membership.members] == [good]
+
+
+async def test_members_that_failed_leave_room_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The source names so many, whether the receiver asks them or not."""
+    monkeypatch.setattr("aiockpt.http.membership._AWAY", 600.0)
+    async with sending() as sender, receivers(1) as (receiver,):
+        for each in range(1, 25):
+            url, host = f"http://127.0.0.{each}:9/", f"127.0.0.{each}"
+            await announce(sender.metadata(), each, url, host)
+        async with membership_of(sender, receiver) as membership:
+            await settle(lambda: len(membership.members) == 12)
+            for member in tuple(membership.members):
+                membership.drop(member, TransportError("gone"))
+            await settle(lambda: membership.members, patience=30)
+
+
+async def test_a_member_leaves_though_its_complaint_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or others would be told of it for a while."""
+    request = CheckpointClient.request
+
+    def fail(self: CheckpointClient, said: Request, *args: Any) -> Any:
+        if said.method == "POST":
+            raise TransportError("lost")
+        return request(self, said, *args)
+
+    async with sending() as sender, receivers(1) as (receiver,):
+        async with membership_of(sender, receiver) as membership:
+            await settle(lambda: len(latest(sender).tracker) == 1)
+            monkeypatch.setattr(CheckpointClient, "request", fail)
+            liar = Peer(Origin("http://127.0.0.2:9/", "token"), member="m9")
+            membership.drop(liar, RemoteProtocolError("it lies"))
+        assert len(latest(sender).tracker) == 0
 
 
 async def test_a_member_that_had_no_descriptor_announces_itself_later(

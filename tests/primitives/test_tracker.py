@@ -164,6 +164,24 @@ async def test_a_host_cannot_fill_the_list_of_complaints(trusts_url: bool) -> No
     assert not is_named(tracker, bad)
 
 
+async def test_complaints_about_members_that_left_are_forgotten() -> None:
+    """Before those about others are refused."""
+    tracker = Tracker(8)
+    for number in range(20):
+        gone = [
+            announce(tracker, 100 + each, url=f"http://host:{each + 1}/").id
+            for each in range(64)
+        ]
+        for each in range(64):
+            tracker.leave(lease_of(100 + each))
+        announce(tracker, number, bad=tuple(gone), address=f"10.1.1.{number}")
+    bad = announce(tracker, 98)
+    for number in (96, 97):
+        assert is_named(tracker, bad)
+        announce(tracker, number, bad=(bad.id,), address=f"10.2.2.{number}")
+    assert not is_named(tracker, bad)
+
+
 @proves("threat D14", "threat D15")
 async def test_the_work_does_not_grow_with_the_members(
     monkeypatch: pytest.MonkeyPatch,

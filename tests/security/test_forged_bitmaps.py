@@ -35,9 +35,9 @@ def records(*chunks: int) -> bytes:
     [
         ([b"\x00\x04"], "bits beyond those of 10 chunks"),
         ([b"\xff\xff"], "bits beyond those of 10 chunks"),
-        ([NONE + records(10)], "chunk 10 of 10 is named"),
-        ([NONE + records(2**32 - 2)], "chunk 4294967294 of 10 is named"),
-        ([NONE + records(4, 4)], "chunk 4 of 10 is named, or twice"),
+        ([NONE + records(10)], "chunk 10 of 10 does not exist"),
+        ([NONE + records(2**32 - 2)], "chunk 4294967294 of 10 does not exist"),
+        ([NONE + records(4, 4)], "chunk 4 of 10 is named twice"),
         ([SOME + records(1)], "a chunk is announced twice"),
         ([SOME, records(4), records(5, 4)], "twice"),
         ([NONE, *[NOTHING_NEW] * 1000], "sends without end"),

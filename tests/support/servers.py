@@ -171,16 +171,23 @@ class Peer:
         port: Where the server listens.
         receive_buffer: A fixed SO_RCVBUF, so that the server feels a slow reader soon.
         token: What to authorize requests with, if anything.
+        host: The loopback address from which it connects.
     """
 
     def __init__(
-        self, port: int, *, receive_buffer: int = 0, token: str | None = TOKEN
+        self,
+        port: int,
+        *,
+        receive_buffer: int = 0,
+        token: str | None = TOKEN,
+        host: str = "127.0.0.1",
     ) -> None:
         self._port = port
         self._token = token
         self._ahead = b""
         self._socket = socket.socket()
         self._socket.setblocking(False)
+        self._socket.bind((host, 0))
         if receive_buffer:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
 

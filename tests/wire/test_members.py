@@ -45,13 +45,14 @@ async def post(
     *,
     method: str = "POST",
     path: str = "/checkpoint/7/members",
+    host: str = "127.0.0.1",
     **headers: str,
 ) -> Answer:
-    """Announce a member."""
+    """Announce a member from a loopback address."""
     body = said if isinstance(said, bytes) else json.dumps(said).encode()
     if lease is not None:
         headers["Aiockpt-Lease"] = lease
-    async with site.peer() as peer:
+    async with site.peer(host=host) as peer:
         lines = [
             f"{method} {path} HTTP/1.1",
             "Host: 127.0.0.1",

@@ -75,7 +75,8 @@ async def test_the_members() -> None:
         empty = {"chunks": CHUNKS, "given": 0, "members": []}
         assert (await status(site))["swarm"] == empty
         await post(site, A, {**SAID, "zone": "rack", "have": 4})
-        await post(site, B, {"url": "http://h:10/c", "have": 99, "bad": ["m1"]})
+        second = {"url": "http://h:10/c", "have": 99, "bad": ["m1"]}
+        await post(site, B, second, host="127.0.0.2")
         await ask(site, "full", A, Range="bytes=0-200000")
         async with site.peer() as peer:
             answer = await peer.ask("/checkpoint/")
@@ -93,7 +94,7 @@ async def test_the_members() -> None:
             },
             {
                 "id": "m2",
-                "url": "http://127.0.0.1:10/c/",
+                "url": "http://127.0.0.2:10/c/",
                 "zone": "",
                 "have": CHUNKS,
                 "complaints": 0,

@@ -42,7 +42,7 @@ async def announce(site: Site, have: int) -> None:
     """Have two members, of which the second one complains of the first one."""
     await post(site, A, {**SAID, "zone": "r\x1b[31m", "have": have})
     second = {"url": "http://h:10/", "have": CHUNKS, "bad": ["m1"]}
-    await post(site, B, second)
+    await post(site, B, second, host="127.0.0.2")
 
 
 @pytest.mark.asyncio
@@ -64,7 +64,7 @@ async def test_one_snapshot_without_a_terminal() -> None:
     place = "http://127.0.0.1:9/checkpoint/"
     bar = "[########------------]"
     assert first.split() == ["m1", place, r"r\x1b[31m", bar, "40%", "1"]
-    place = "http://127.0.0.1:10/"
+    place = "http://127.0.0.2:10/"
     assert second.split() == ["m2", place, f"[{'#' * 20}]", "100%", "0"]
 
 
