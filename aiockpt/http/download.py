@@ -569,6 +569,7 @@ class Download:
                 self._drop(peer, TransportError(why))
             return
         connection.learn(mine.size, took)
+        # Neither a small part of a chunk nor a long run tells how long a chunk takes.
         if 0.5 <= mine.size / self._outline.grid.chunk_bytes <= 1:
             self._pace.learn(took, now, is_member=bool(peer.member))
 

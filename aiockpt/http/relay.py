@@ -36,8 +36,8 @@ class Slots:
     """Admits so many bodies at a time; the others wait in order of arrival.
 
     A body that takes much longer than usual no longer counts, so that slow readers
-    cannot hold all slots. If all bodies become slower, that becomes usual, as long as
-    they are no slower than any line should be.
+    cannot hold all slots. If all bodies become slower, that becomes usual, down to a
+    fixed rate per body.
     """
 
     def __init__(self, most: int) -> None:

@@ -290,7 +290,10 @@ class Tracker:
                 del self._accused[next(iter(self._accused))]
 
     def _complaints_about(self, member: _Member) -> set[str]:
-        """Return the other hosts that complained about the server of a member."""
+        """File what is new about a member; return the other hosts that complained.
+
+        Complaints are about its server, so they count if it comes back.
+        """
         if not self._accused:
             return set()
         server = endpoint(member.url)

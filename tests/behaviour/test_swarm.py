@@ -21,7 +21,7 @@ import pytest
 import torch
 from aiohttp import TCPConnector, web
 
-from aiockpt import Swarm, TransferEvent, add_hook
+from aiockpt import Swarm
 from aiockpt.errors import RemoteProtocolError, TransportError
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
@@ -45,6 +45,7 @@ from tests.support.transports import (
     in_the_middle,
     proxied,
     through,
+    told,
     transport,
 )
 
@@ -96,17 +97,6 @@ async def swarming(
         slow(sender) as url,
     ):
         yield sender, members, url
-
-
-@asynccontextmanager
-async def told() -> AsyncIterator[list[TransferEvent]]:
-    """Collect the events meanwhile."""
-    events: list[TransferEvent] = []
-    remove = add_hook(events.append)
-    try:
-        yield events
-    finally:
-        remove()
 
 
 def relayed(members: list[Transport]) -> int:

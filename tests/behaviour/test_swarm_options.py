@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 import torch
 
-from aiockpt import Swarm, TransferEvent, add_hook
+from aiockpt import Swarm, TransferEvent
 from aiockpt.testing import Drip, assert_same
 from tests.support.servers import certified, settle
 from tests.support.transports import (
@@ -21,6 +21,7 @@ from tests.support.transports import (
     chunked,
     proxied,
     through,
+    told,
     transport,
     weights_of,
 )
@@ -45,17 +46,6 @@ async def swarming(
         members = [await enter(transport(**joining, **each)) for each in receivers]
         proxy = await enter(proxied(sender, otherwise=Drip(RATE, burst=8192)))
         yield sender, members, through(proxy, sender)
-
-
-@asynccontextmanager
-async def told() -> AsyncIterator[list[TransferEvent]]:
-    """Collect the events meanwhile."""
-    events: list[TransferEvent] = []
-    remove = add_hook(events.append)
-    try:
-        yield events
-    finally:
-        remove()
 
 
 def details(events: list[TransferEvent], stop: str) -> list[str]:

@@ -21,6 +21,8 @@ from aiockpt import (
     Receive,
     Server,
     StepNotFoundError,
+    TransferEvent,
+    add_hook,
 )
 from aiockpt.memory.arena import Arena
 from aiockpt.state.load_plan import EverythingNew
@@ -102,6 +104,17 @@ def chunked(count: int = 8) -> dict[str, Any]:
     """Return different tensors of a chunk each, and a value behind them."""
     tensors = {f"w{n}": torch.arange(WIDE) + float(n) for n in range(count)}
     return {**tensors, "n": 1}
+
+
+@asynccontextmanager
+async def told() -> AsyncIterator[list[TransferEvent]]:
+    """Collect the events meanwhile."""
+    events: list[TransferEvent] = []
+    remove = add_hook(events.append)
+    try:
+        yield events
+    finally:
+        remove()
 
 
 async def counted(
