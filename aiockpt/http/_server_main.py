@@ -174,7 +174,7 @@ class ServerMain:
         elif isinstance(message, Held):
             self._spawn(self._hold(message))
         elif isinstance(message, EndRelay):
-            self._spawn(self._end_relay(message.number))
+            self._spawn(self._end_relay(message))
         else:
             assert isinstance(message, Fail)
             self._store.fail(message.failure)
@@ -244,6 +244,7 @@ class ServerMain:
         relay = Relay(manifest, message.headers, slots=message.slots, rate=message.rate)
         relay.memory, relay.token = mapped, Token(message.token)
         await self._store.relay(relay)
+        self._trainer.send(Done(message.number))
         return relay
 
     async def _hold(self, message: Held) -> None:
@@ -256,13 +257,13 @@ class ServerMain:
             for chunk in message.chunks:
                 relay.add(chunk)
 
-    async def _end_relay(self, number: int) -> None:
-        relaying = self._relays.pop(number, None)
+    async def _end_relay(self, message: EndRelay) -> None:
+        relaying = self._relays.pop(message.relay, None)
         if relaying is not None:
             relay = await relaying
             await self._store.end_relay(relay)
             relay.memory = None
-        self._trainer.send(Done(number))
+        self._trainer.send(Done(message.number))
 
     def _outlive_trainer(self) -> None:
         """End, or keep the last checkpoint for receivers that come later."""

@@ -268,10 +268,9 @@ class Membership:
     async def _run(self, relay: Relay) -> None:
         """Serve and announce the relay, until the time to linger has passed."""
         assert self._source is not None
-        is_joined = False
+        url = None
         try:
             url = await self._enter(relay)
-            is_joined = True
             if self._is_safe(url):
                 await self._announce_always(relay, url)
             else:
@@ -281,9 +280,9 @@ class Membership:
             self._tell(relay, f"in no swarm: {error}", level=logging.WARNING)
         finally:
             self._kept = relay.memory = None
-            if is_joined:
-                with anyio.CancelScope(shield=True):
-                    await self._leave(relay)
+            with anyio.CancelScope(shield=True):
+                await self._leave(relay)  # it may be served even if entering failed
+                if url is not None:
                     await self._say_goodbye(relay, url)
 
     async def _announce_always(self, relay: Relay, url: str) -> None:

@@ -107,9 +107,15 @@ class Held(msgspec.Struct, tag=True, frozen=True):
 
 
 class EndRelay(msgspec.Struct, tag=True, frozen=True):
-    """Serve a relay no more."""
+    """Serve a relay no more.
+
+    Attributes:
+        number: The trainer's number for this message.
+        relay: Its number for the relay.
+    """
 
     number: int
+    relay: int
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -117,7 +123,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """A snapshot is prepared, or a retraction or a relay has ended."""
+    """A snapshot is prepared, a relay is served, or either is served no more."""
 
     number: int
 

@@ -375,7 +375,8 @@ class ServerProcess:
     async def relay(self, relay: Relay) -> None:
         """Serve a checkpoint that is being received, whose memory is shared.
 
-        If the process dies, the relay ends.
+        Once this returns, the process serves it. If the process dies, the relay ends.
+        If cancelled, the process may serve it until :meth:`end_relay`.
 
         Raises:
             ClosedError: after :meth:`stop`.
@@ -407,6 +408,7 @@ class ServerProcess:
             os.close(parcel)
         telling = asyncio.create_task(self._tell_held(number, relay))
         self._relays[relay] = number, telling
+        await self._prepared(number)
 
     async def end_relay(self, relay: Relay) -> None:
         """Serve it no more; once this returns, no byte of it is read. Idempotent.
@@ -418,9 +420,9 @@ class ServerProcess:
         relay.end()
         found = self._relays.pop(relay, None)
         if found is not None:
-            number, telling = found
+            (relayed, telling), number = found, next(self._numbers)
             await asyncio.wait({telling})
-            self._tell(EndRelay(number))
+            self._tell(EndRelay(number, relayed))
             if not await self._answered(number, _LOOK_INTERVAL):
                 logger.warning("the server process is slow to end a relay")
 
@@ -457,7 +459,7 @@ class ServerProcess:
             snapshot.arena.spent = True
 
     async def _prepared(self, number: int) -> None:
-        """Wait until the process can publish, or is gone; kill one that hangs."""
+        """Wait until the process is done, or gone; kill one that hangs."""
         loop = asyncio.get_running_loop()
         hung = loop.time() + _HUNG
         while not await self._answered(number, _LOOK_INTERVAL):

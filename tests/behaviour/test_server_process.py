@@ -68,6 +68,26 @@ def process_of(sender) -> Any:
     return sender._store
 
 
+@contextmanager
+def a_relay():
+    """Yield a relay that has no chunk yet."""
+    memory = Memory()
+    relay = Relay(memory.manifest, {}, slots=1)
+    relay.token = Token("of the swarm")
+    with closing(Arena(len(memory.data), shared=True)) as relay.memory:
+        yield relay
+
+
+async def status_of(relay, sender) -> int:
+    """Return what the sender answers to a member that asks for the manifest."""
+    headers = {"Authorization": f"Bearer {relay.token}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.get(f"{sender.address()}7/metadata") as answer,
+    ):
+        return answer.status
+
+
 def arena_of(sender) -> Any:
     """Return the memory of what is offered."""
     return sender._offered.arena
@@ -220,9 +240,7 @@ class TestServing:
         async with apart() as sender:
             await sender.start()
             monkeypatch.setattr("aiockpt.http.server_process.pack", slow_pack)
-            memory = Memory()
-            relay = Relay(memory.manifest, {}, slots=1)
-            with closing(Arena(len(memory.data), shared=True)) as relay.memory:
+            with a_relay() as relay:
                 relaying = asyncio.create_task(process_of(sender).relay(relay))
                 await packing.wait()
                 relaying.cancel()
@@ -245,23 +263,47 @@ class TestServing:
         async with apart() as sender:
             await sender.start()
             monkeypatch.setattr("aiockpt.http.server_process.pack", slow_pack)
-            memory = Memory()
-            relay = Relay(memory.manifest, {}, slots=1)
-            relay.token = Token("of the swarm")
-            with closing(Arena(len(memory.data), shared=True)) as relay.memory:
+            with a_relay() as relay:
                 relaying = asyncio.create_task(process_of(sender).relay(relay))
                 await packing.wait()
                 os.kill(process_of(sender).pid, signal.SIGKILL)
                 await settle(lambda: process_of(sender).pid is None)
                 go_on.set()
                 await relaying
-                headers = {"Authorization": f"Bearer {relay.token}"}
-                async with (
-                    aiohttp.ClientSession(headers=headers) as session,
-                    session.get(f"{sender.address()}7/metadata") as answer,
-                ):
-                    assert answer.status == HTTPStatus.OK
+                assert await status_of(relay, sender) == HTTPStatus.OK
                 await process_of(sender).end_relay(relay)
+
+    async def test_a_relay_begins_when_the_process_serves_it(self):
+        """A member that is told of it too soon would be refused."""
+        async with apart() as sender:
+            await sender.start()
+            with a_relay() as relay:
+                os.kill(process_of(sender).pid, signal.SIGSTOP)
+                relaying = asyncio.create_task(process_of(sender).relay(relay))
+                await settle(lambda: relay in process_of(sender)._relays)
+                done, _ = await asyncio.wait({relaying}, timeout=0.1)
+                os.kill(process_of(sender).pid, signal.SIGCONT)
+                assert not done
+                await relaying
+                assert await status_of(relay, sender) == HTTPStatus.OK
+                await process_of(sender).end_relay(relay)
+
+    async def test_a_relay_that_is_cancelled_as_it_begins_ends(self):
+        """The answer to its beginning is not taken for that to its end."""
+        async with apart() as sender:
+            await sender.start()
+            with a_relay() as relay:
+                os.kill(process_of(sender).pid, signal.SIGSTOP)
+                relaying = asyncio.create_task(process_of(sender).relay(relay))
+                await settle(lambda: relay in process_of(sender)._relays)
+                relaying.cancel()
+                await asyncio.wait({relaying})
+                ending = asyncio.create_task(process_of(sender).end_relay(relay))
+                done, _ = await asyncio.wait({ending}, timeout=0.1)
+                os.kill(process_of(sender).pid, signal.SIGCONT)
+                assert not done
+                await ending
+                assert await status_of(relay, sender) == HTTPStatus.UNAUTHORIZED
 
 
 class TestItsDeath:

@@ -113,6 +113,21 @@ async def all_of(receivers: list[Transport], metadata: str, **options: Any) -> N
         assert_same(state, STATE)
 
 
+async def offer_to_join(metadata: str) -> None:
+    """Ask for the manifest as a receiver would, so that the next one is invited."""
+    base, _, token = metadata.partition("#")
+    headers = {
+        "Authorization": f"Bearer {token}",
+        "Aiockpt-Lease": f"{7:032x}; ttl=60",
+        "Aiockpt-Swarm": "join",
+    }
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{base}1/metadata", headers=headers) as answer,
+    ):
+        assert answer.status == HTTPStatus.OK
+
+
 async def requests_of(swarm: bool) -> int:
     """Return how many requests of a single receiver a sender gets."""
     async with sending() as sender, receivers(1, swarm) as (receiver,):
@@ -140,17 +155,7 @@ async def test_the_source_sends_little_more_than_once(count: int) -> None:
 async def test_a_receive_that_hears_of_nobody_asks_as_without_a_swarm() -> None:
     """After a moment. It was invited because another one might have joined."""
     async with sending() as sender, receivers(1) as (receiver,), slow(sender) as url:
-        base, _, token = url.partition("#")
-        headers = {
-            "Authorization": f"Bearer {token}",
-            "Aiockpt-Lease": f"{7:032x}; ttl=60",
-            "Aiockpt-Swarm": "join",
-        }
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"{base}1/metadata", headers=headers) as answer,
-        ):
-            assert answer.status == HTTPStatus.OK
+        await offer_to_join(url)
         await all_of([receiver], url)
         assert sender.statistics().requests < CHUNKS
 
@@ -237,6 +242,26 @@ async def test_a_server_process_that_dies_takes_its_relay_along() -> None:
             os.kill(server.pid, signal.SIGKILL)
         for state in await asyncio.gather(*tasks):
             assert_same(state, STATE)
+
+
+async def test_a_server_process_ends_a_relay_that_has_just_begun() -> None:
+    """Or it would serve memory that the receive has given back."""
+    async with sending() as sender, receivers(1, process=True) as (receiver,):
+        await receiver.start()
+        server = receiver._server
+        assert isinstance(server, ServerProcess)
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        async with slow(sender, SLOW // 20) as url:
+            await offer_to_join(url)
+            receiving = asyncio.create_task(receiver.recv_checkpoint(0, url, 1))
+            await settle(lambda: bool(server._relays))
+            receiving.cancel()
+            done, _ = await asyncio.wait({receiving}, timeout=0.1)
+            os.kill(server.pid, signal.SIGCONT)
+            await asyncio.wait({receiving})
+        assert not done
+        assert not server._relays
 
 
 async def test_a_member_that_asks_for_a_long_range_needs_no_slot() -> None:
