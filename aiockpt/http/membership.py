@@ -35,8 +35,8 @@ from aiockpt.http.client import CheckpointClient, Request
 from aiockpt.http.options import Swarm
 from aiockpt.http.peers import Peer
 from aiockpt.http.relay import Relay
+from aiockpt.http.security import endpoint
 from aiockpt.http.swarm import FIRST, LEASE
-from aiockpt.http.tracker import endpoint
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.tasks import Notifier
 from aiockpt.transfer.source import Target

@@ -14,13 +14,14 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, TypeAlias
+from urllib.parse import urlsplit
 
 from aiohttp import DefaultResolver
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from aiockpt.errors import LocalProtocolError
 
-__all__ = ["CheckedResolver", "Reach", "check_peers", "plain_address"]
+__all__ = ["CheckedResolver", "Reach", "check_peers", "endpoint", "plain_address"]
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -175,6 +176,13 @@ def plain_address(text: str) -> str:
         return str(_plain(ipaddress.ip_address(text.partition("%")[0])))
     except ValueError:
         return text
+
+
+def endpoint(url: str) -> tuple[str, int]:
+    """Return the host and the port of a URL, in one spelling."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return plain_address((parts.hostname or "").rstrip(".")), port
 
 
 def _refusal(host: str, fault: str) -> LocalProtocolError:

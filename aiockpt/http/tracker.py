@@ -19,7 +19,7 @@ import msgspec
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.protocol import Announcement, AnnounceResponse, MemberInfo, url_fault
-from aiockpt.http.security import plain_address
+from aiockpt.http.security import endpoint
 from aiockpt.http.swarm import (
     LEASE,
     Member,
@@ -30,7 +30,7 @@ from aiockpt.http.swarm import (
     patience,
 )
 
-__all__ = ["MemberStatistics", "Tracker", "endpoint"]
+__all__ = ["MemberStatistics", "Tracker"]
 
 _SAMPLE: Final = 64  # members of which some are named
 _MOST: Final = 16_384  # members
@@ -296,7 +296,7 @@ class Tracker:
         """
         if not self._accused:
             return set()
-        server = endpoint(member.url)
+        server = endpoint(member.url)  # a member chooses its path
         found = self._accused.get(server, set())
         new = self._accused.pop(member.number, set()) - {server[0]}
         if new and len(found) < _MOST_COMPLAINTS:
@@ -347,16 +347,6 @@ def _id(member: _Member) -> str:
 def _number(name: str) -> int | None:
     digits = name.removeprefix("m")
     return int(digits) if digits.isdecimal() else None
-
-
-def endpoint(url: str) -> tuple[str, int]:
-    """Return the host and the port of a URL, in one spelling.
-
-    A member chooses its path, so its path says nothing about who it is.
-    """
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    return plain_address((parts.hostname or "").rstrip(".")), port
 
 
 def _bucket(url: str) -> int:
