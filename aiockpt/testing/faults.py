@@ -251,6 +251,7 @@ class FaultProxy:
         self.otherwise = otherwise or Fault()
         self.port = 0
         self._server: asyncio.Server | None = None
+        self._held: socket.socket | None = None  # keeps the port while nothing listens
         self._tasks: set[asyncio.Task[None]] = set()
         self._counts = _Counts()
 
@@ -271,11 +272,22 @@ class FaultProxy:
             self._accept, _HOST, self.port, reuse_address=True
         )
         self.port = self._server.sockets[0].getsockname()[1]
+        self._free_port()
 
     def refuse(self) -> None:
-        """Refuse new connections, as if nothing listened there."""
+        """Refuse new connections, as if nothing listened there; keep the port."""
         if self._server is not None:
             self._server.close()
+            self._server = None
+            # Or a connection of anybody might get the port before the next listen().
+            self._held = socket.socket()
+            self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._held.bind((_HOST, self.port))
+
+    def _free_port(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     async def cut_all(self) -> None:
         """End all connections that are open now, with RST."""
@@ -287,6 +299,7 @@ class FaultProxy:
     async def aclose(self) -> None:
         """Stop listening and end all connections."""
         self.refuse()
+        self._free_port()
         await self.cut_all()
 
     async def __aenter__(self) -> FaultProxy:

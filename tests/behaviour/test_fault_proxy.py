@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -150,13 +151,21 @@ async def test_black_hole_takes_everything_and_gives_nothing() -> None:
 
 
 async def test_peer_can_go_and_come_back_on_the_same_port() -> None:
-    """``refuse`` closes the door and ``listen`` opens the same one."""
+    """Nobody else gets the port meanwhile."""
     async with proxied() as proxy:
         proxy.refuse()
         with pytest.raises(ConnectionRefusedError):
             await listen_to(proxy)
-        await proxy.listen()
-        assert await listen_to(proxy) == SPEECH
+        with socket.socket() as other:
+            with pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", proxy.port))
+            await proxy.listen()
+            assert await listen_to(proxy) == SPEECH
+            await proxy.aclose()
+            await proxy.aclose()
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(("127.0.0.1", proxy.port))
+            other.listen()
 
 
 async def test_all_connections_can_be_cut_at_once() -> None:
