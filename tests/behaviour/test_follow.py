@@ -31,6 +31,7 @@ from aiockpt.testing import Answer, CutAfter, FaultProxy, Refuse, StallAfter
 from aiockpt.testing.faults import Drip
 from aiockpt.transfer.reuse import Delta
 from tests.support.commandline import aiockpt_command
+from tests.support.ports import free_port
 from tests.support.proofs import proves
 from tests.support.servers import running, settle
 from tests.support.transports import (
@@ -96,8 +97,11 @@ async def restarted(before):
 @asynccontextmanager
 async def known(**options):
     """Give a sender and a receiver that were given the same token."""
-    async with pair(token=TOKEN, **options) as both:
-        yield both
+    async with (
+        transport(token=TOKEN, port=free_port(), **options) as sender,
+        transport(token=TOKEN, **options) as receiver,
+    ):
+        yield sender, receiver
 
 
 class TestSteps:

@@ -25,12 +25,12 @@ from aiockpt.errors import (
 from aiockpt.testing import Drip, Fault, PeerProcess, assert_same
 from aiockpt.testing.faults import Pipe
 from aiockpt.vllm import HostMirror
+from tests.support.ports import free_port
 from tests.support.servers import settle
 from tests.support.transports import (
     CHUNK,
     MIB,
     chunked,
-    port_of,
     proxied,
     through,
     transport,
@@ -218,8 +218,9 @@ async def test_a_leader_that_is_killed_is_replaced(tmp_path: Path) -> None:
 
 async def test_a_sender_that_comes_back_is_followed(tmp_path: Path) -> None:
     """It has the same token and port, an earlier step, and another layout."""
-    async with transport(token="t" * 20) as sender:
-        port, metadata = port_of(sender), sender.metadata()
+    port = free_port()
+    async with transport(token="t" * 20, port=port) as sender:
+        metadata = sender.metadata()
         await sender.send_checkpoint(step=5, state_dict=weights_of(1))
         locks = tmp_path / "locks"
         async with mirroring(metadata, locks, "t" * 20) as mirror:

@@ -26,6 +26,7 @@ from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.errors import PeerFailedError, StorageError
 from aiockpt.storage.directory import find_checkpoint, latest
+from tests.support.ports import free_port
 from tests.support.proofs import proves
 from tests.support.ranks import SUPPORT, process
 from tests.support.saving import (
@@ -35,7 +36,6 @@ from tests.support.saving import (
     Dying,
     barrier,
     config,
-    free_port,
     job,
     load,
     names,

@@ -22,6 +22,7 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import assert_same
+from tests.support.ports import free_port
 from tests.support.proofs import proves
 from tests.support.servers import Peer, settle
 from tests.support.states import Copies
@@ -121,8 +122,9 @@ class TestStart:
 
     async def test_a_mount_gives_the_socket_back(self):
         """Nobody would ever accept on it; a transport that serves is not mounted."""
-        sender = transport(advertise="here.example")
-        port = port_of(sender)
+        port = free_port()
+        sender = transport(advertise="here.example", port=port)
+        assert port_of(sender) == port
         sender.mount("/checkpoint")
         async with transport(port=port) as other:
             with pytest.raises(LocalProtocolError, match="mount"):

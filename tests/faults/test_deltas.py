@@ -11,11 +11,11 @@ from aiockpt import AiockptError
 from aiockpt.testing import CutAfter, FlipBit, assert_same
 from tests.support.faultpeers import next_faults
 from tests.support.matrix import Record
+from tests.support.ports import free_port
 from tests.support.proofs import proves
 from tests.support.transports import (
     MIB,
     Transport,
-    port_of,
     proxied,
     through,
     transport,
@@ -39,11 +39,11 @@ async def test_a_receiver_that_does_not_hold_the_base(
         chance = torch.Generator().manual_seed(seed)
         held: dict[str, Any] = weights_of(1)
         async with transport(same_host=False) as receiver:
-            sender = transport(**KEEPS)
+            port = free_port()
+            sender = transport(port=port, **KEEPS)
             async with sender:
                 for step in (1, 3 if drift == "a step missed" else 2):
                     await sender.send_checkpoint(step=step, state_dict=weights_of(step))
-                port = port_of(sender)
                 if drift == "a step missed":
                     await sender.send_checkpoint(step=4, state_dict=weights_of(4))
                 elif drift == "a hole":

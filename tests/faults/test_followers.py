@@ -9,6 +9,7 @@ import pytest
 
 from aiockpt.testing import Drip
 from tests.support.matrix import Record
+from tests.support.ports import free_port
 from tests.support.proofs import proves
 from tests.support.transports import (
     MIB,
@@ -16,7 +17,6 @@ from tests.support.transports import (
     Trainer,
     attempts,
     check,
-    port_of,
     proxied,
     publish,
     soon,
@@ -59,10 +59,10 @@ async def test_a_sender_starts_again_at_a_lower_step(record: Record) -> None:
     """The follower gets it as soon as it is published."""
     loop = asyncio.get_running_loop()
     for step in record.pick([90], [1, 90, 101, 103, 1000]):
-        before = transport(token=TOKEN)
+        port = free_port()
+        before = transport(token=TOKEN, port=port)
         async with before, transport(token=TOKEN) as receiver:
             await publish(before, 102)
-            port = port_of(before)
             async with aclosing(receiver.follow(before.metadata())) as follower:
                 assert (await soon(follower))[0] == 102
                 await before.shutdown(wait=False)

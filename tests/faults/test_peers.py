@@ -25,6 +25,7 @@ from tests.support.faultpeers import (
     share,
 )
 from tests.support.matrix import Record
+from tests.support.ports import free_port
 from tests.support.proofs import proves
 from tests.support.servers import settle
 from tests.support.transports import MIB, Transport, transport
@@ -57,7 +58,7 @@ async def test_a_sender_that_comes_back_finishes_the_transfer(record: Record) ->
     expected = noise(SIZE)
     for seed in record.part_of(range(4), few=1):
         async with (
-            sender(mib=SIZE, chunk_bytes=CHUNK) as peer,
+            sender(mib=SIZE, chunk_bytes=CHUNK, port=free_port()) as peer,
             FaultProxy("127.0.0.1", peer.port) as proxy,
             transport(
                 token=TOKEN, timeout=60, reconnect_timeout=30, connections=FEW

@@ -11,10 +11,10 @@ from aiohttp import web
 import aiockpt.http
 from aiockpt import AuthenticationError, StepNotFoundError
 from aiockpt.testing import assert_same
+from tests.support.ports import free_port
 from tests.support.servers import (
     cached,
     documented,
-    listening_port,
     nginx,
     running,
     settle,
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.asyncio
 
 async def test_an_app_behind_it_is_reached_by_its_public_path(tmp_path: Path) -> None:
     """Early receives wait, errors arrive, nothing secret is in its log."""
-    port = listening_port()
+    port = free_port()
     sender = transport(advertise=f"http://127.0.0.1:{port}/run-7/weights/")
     app = web.Application()
     aiockpt.http.setup(app, sender, prefix="/checkpoint")

@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import threading
 import time
 from collections import OrderedDict
@@ -27,6 +26,7 @@ from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.format.limits import Limits
 from aiockpt.storage.commit import Draft
 from tests.support.accelerators import FakeAccelerator
+from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
@@ -340,13 +340,6 @@ class Dying(Barrier):
         if meeting.phase == "committed":
             raise Dead
         self._real.meet(meeting, failure=failure)
-
-
-def free_port() -> int:
-    """Return a port that nobody uses at the moment."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 def barrier(rank: int, world_size: int, port: int) -> Barrier:

@@ -30,6 +30,7 @@ from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge
 from tests.support.headers import entries_of
+from tests.support.ports import free_port
 
 TOKEN = "a-token"
 
@@ -470,13 +471,6 @@ def documented(page: str) -> str:
     return found[1]
 
 
-def listening_port() -> int:
-    """Return a port that is free."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
-
-
 @asynccontextmanager
 async def nginx(place: Path, http: str, port: int) -> AsyncIterator[Path]:
     """Run nginx in the foreground; skip where it is not installed."""
@@ -508,7 +502,7 @@ async def nginx(place: Path, http: str, port: int) -> AsyncIterator[Path]:
 @asynccontextmanager
 async def cached(place: Path, address: str) -> AsyncIterator[int]:
     """Run the documented cache in front of a sender; give its port."""
-    port, http = listening_port(), documented("tuning.md")
+    port, http = free_port(), documented("tuning.md")
     for shown, here in {
         "/var/cache/nginx": str(place),
         "8080": f"127.0.0.1:{port}",

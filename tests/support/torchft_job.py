@@ -38,7 +38,7 @@ import aiockpt
 import aiockpt.torchft
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.testing import FaultProxy, faults
-from tests.support.saving import free_port
+from tests.support.ports import free_port
 
 SECONDS = 120
 

@@ -27,7 +27,7 @@ from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.testing import Fault, FaultProxy, assert_same
 from aiockpt.testing.faults import Pipe
 from aiockpt.vllm import TrainerEngine, TrainerInitInfo
-from tests.support.servers import listening_port
+from tests.support.ports import free_port
 from tests.vllm.conftest import Engine, Make, Model, answers, checksums
 from tests.vllm.trainer import double
 
@@ -190,7 +190,7 @@ def test_the_shards_of_fsdp_are_gathered(model: Model) -> None:
         async with HTTPTransport[dict[str, torch.Tensor]]() as receiver:
             return await receiver.recv_checkpoint(metadata=metadata, step=1)
 
-    port = listening_port()
+    port = free_port()
     with trainer_process(0, port) as first, trainer_process(1, port) as second:
         metadata = heard(first)
         assert second.stdin is not None

@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 from aiockpt import Server
 from aiockpt.vllm import TrainerEngine, TrainerInitInfo
-from tests.support.servers import listening_port
+from tests.support.ports import free_port
 from tests.vllm.conftest import Make, Model, answers, prompts
 
 pytestmark = [
@@ -35,7 +35,7 @@ STARTED = 240  # seconds
 @contextmanager
 def served(place: Path, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Run ``vllm serve`` for a model; kill it at the end."""
-    port = listening_port()
+    port = free_port()
     module = "vllm.entrypoints.openai.api_server"
     command = [sys.executable, "-m", module, "--model", str(place)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]

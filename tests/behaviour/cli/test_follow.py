@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from aiockpt import Auth, HTTPTransport, Server
 from aiockpt.cli import main
 from tests.support.commandline import ENVIRONMENT, PATIENCE, aiockpt_command
+from tests.support.ports import free_port
 from tests.support.saving import names
 
 TOKEN = ("--token", "both-know-it")
@@ -88,9 +89,9 @@ async def test_each_step_is_a_file_until_it_is_interrupted(tmp_path: Path) -> No
 
 async def test_a_trainer_that_starts_again_is_followed(tmp_path: Path) -> None:
     """From the lower step with which it goes on."""
-    async with trainer() as sender:
+    port = free_port()
+    async with trainer(port) as sender:
         await publish(sender, 7, 1)
-        port = int(sender.address().split(":")[2].split("/")[0])
         async with following(sender, tmp_path) as process:
             assert (await told(process)).name == "step-7.safetensors"
             await sender.shutdown(wait=False)
