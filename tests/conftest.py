@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -91,6 +92,8 @@ def pytest_report_header() -> list[str]:
 
 def pytest_configure() -> None:
     """Refuse to test the source tree where the wheel was asked for."""
+    # A shell starts what runs in its background deaf to interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if (
         os.environ.get("AIOCKPT_TEST_INSTALLED")
         and HERE.parent in Path(aiockpt.__file__).parents[:2]

@@ -2,11 +2,11 @@
 
 A fresh interpreter needs two seconds of CPU to import torch and this package. After
 :func:`install`, ``subprocess.Popen`` and everything built on it hand a plain ``python
-script.py``, ``python -m module`` or ``python -c code`` to a fork server: a child of
-this process that has done nothing but imports. The server forks twice, so the new
-process becomes a child of this one. It has the descriptors, the environment, the
-directory, the process group and the ``__main__`` that a fresh interpreter would have,
-and is waited for, stopped and killed as usual.
+script.py``, ``python -m module`` or ``python -c code``, also with ``-W``, to a fork
+server: a child of this process that has done nothing but imports. The server forks
+twice, so the new process becomes a child of this one. It has the descriptors, the
+environment, the directory, the process group and the ``__main__`` that a fresh
+interpreter would have, and is waited for, stopped and killed as usual.
 
 A test whose processes must be fresh interpreters, for example because it asks what they
 import, uses the fixture ``fresh_interpreters``.
@@ -25,7 +25,6 @@ import os
 import random
 import resource
 import runpy
-import signal
 import socket
 import struct
 import subprocess
@@ -33,6 +32,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,14 @@ _HIGH = 512  # descriptors that arrive wait above this number for their own
 
 
 def install(server: socket.socket | None = None) -> None:
-    """Have ``subprocess.Popen`` fork what it can from here on.
+    """Have ``subprocess.Popen`` fork what it can from here on. Idempotent.
 
     Args:
         server: The connection to a fork server; None: one is started.
     """
     original = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    if original.__module__ != subprocess.__name__:
+        return  # a process that was forked has a server already
     parameters = inspect.signature(original)
     client = _Client(server)
 
@@ -137,6 +139,10 @@ def _request(given: dict[str, Any]) -> dict[str, Any] | None:
     rest = argv[1:]
     if rest[: len(flags)] == flags:
         rest = rest[len(flags) :]
+    warnoptions = []
+    while rest[:1] == ["-W"]:
+        _, filtered, *rest = rest
+        warnoptions.append(filtered)
     if (
         given["shell"]
         or given["preexec_fn"] is not None
@@ -159,6 +165,7 @@ def _request(given: dict[str, Any]) -> dict[str, Any] | None:
     group = given.get("process_group", -1)
     return {
         "argv": rest,
+        "warnoptions": warnoptions,
         "env": env,
         "cwd": os.getcwd() if cwd is None else os.path.abspath(os.fsdecode(cwd)),
         "session": bool(given["start_new_session"]),
@@ -176,15 +183,23 @@ def _differs(env: dict[str, str]) -> bool:
     if FRESH in env or FRESH in os.environ:
         return True
     known = {os.path.realpath(path) for path in [*sys.path, *_own_paths()]}
-    paths = env.get("PYTHONPATH", "").split(os.pathsep)
-    if any(path and os.path.realpath(path) not in known for path in paths):
-        return True
+    paths = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    others = {os.path.realpath(path) for path in paths} - known
+    imported = {name.partition(".")[0] for name in PRELOADED}
+    if any(imported.intersection(_names_in(path)) for path in others):
+        return True  # the program means another package of this name
     return any(
         env.get(name) != os.environ.get(name)
         for name in {*env, *os.environ}
         if name.startswith(("PYTHON", "LD_", "OMP_", "MALLOC_"))
-        and name != "PYTHONPATH"
+        and name not in ("PYTHONPATH", "PYTHONSAFEPATH")  # see _search_path
     )
+
+
+def _names_in(path: str) -> list[str]:
+    with suppress(OSError):  # a path may not exist
+        return os.listdir(path)
+    return []
 
 
 def _own_paths() -> list[str]:
@@ -336,8 +351,6 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     time.tzset()
     os.chdir(request["cwd"])
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"python", 0, 0, 0)
-    # A shell starts what runs in its background deaf to interrupts.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
 
 
@@ -363,6 +376,8 @@ def _nest() -> None:
 def run(request: dict[str, Any]) -> None:
     """Run the program as the interpreter would."""
     kind, *rest = request["argv"]
+    sys.warnoptions += request["warnoptions"]
+    warnings._processoptions(request["warnoptions"])  # type: ignore[attr-defined]
     if kind != "-c":  # those of the package start none
         _nest()
     sys.path[:] = _search_path(kind, request["env"])

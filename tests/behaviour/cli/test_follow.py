@@ -7,7 +7,6 @@ import signal
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,8 +49,6 @@ async def following(
         env=ENVIRONMENT,
         stdout=PIPE,
         stderr=PIPE,
-        # A shell starts what runs in its background deaf to interrupts.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         yield process

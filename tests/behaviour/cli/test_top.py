@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from asyncio.subprocess import PIPE
-from functools import partial
 
 import pytest
 from aiohttp import web
@@ -91,8 +90,6 @@ async def test_a_terminal_is_drawn_again_until_it_is_interrupted() -> None:
             env=ENVIRONMENT,
             stdout=its,
             stderr=PIPE,
-            # A shell starts what runs in its background deaf to interrupts.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         os.close(its)
         seen = b""
