@@ -227,6 +227,7 @@ async def test_a_broken_group_breaks_no_other(tmp_path: Path) -> None:
         assert await summed(training, 20) == 21
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 @pytest.mark.parametrize("life", ["leave_sending", "leave_late"])
 async def test_the_interpreter_exits_beside_a_waiting_thread(
     tmp_path: Path, life: str

@@ -278,6 +278,7 @@ ENDS = {
 
 
 @proves("fault 38")
+@pytest.mark.usefixtures("fresh_interpreters")
 async def test_a_program_ends_in_the_middle_of_a_transfer(
     tmp_path: Path, record: Record
 ) -> None:

@@ -664,6 +664,7 @@ class TestPoint15Shutdown:
             receive(heir, source.metadata(), 1)
 
     @proves("cell torchft.HTTPTransport.shutdown: this process dies")
+    @pytest.mark.usefixtures("fresh_interpreters")
     def test_the_interpreter_ends_without_it(self, run_python: Any) -> None:
         """Whoever forgets to shut down neither hangs nor reads a traceback."""
         done = run_python(
