@@ -350,6 +350,8 @@ class _Save:
         try:
             self._barrier.meet(self._meeting)
         except TransportError as error:
+            if draft.is_committed():  # before this rank heard that all had arrived
+                return
             # Rank 0 commits. These errors tell the others that it will not.
             if not rank or isinstance(error, PeerFailedError | TransferTimeoutError):
                 raise self._not_committed(draft, error) from error

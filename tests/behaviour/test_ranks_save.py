@@ -6,9 +6,11 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,7 @@ from aiockpt.checkpointers.barriers import (
 from aiockpt.checkpointers.config import BarrierConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
-from aiockpt.errors import PeerFailedError, StorageError
+from aiockpt.errors import PeerFailedError, StorageError, TransportError
 from aiockpt.storage.directory import find_checkpoint, latest
 from tests.support.ports import free_port
 from tests.support.proofs import proves
@@ -207,6 +209,19 @@ class TestKilled:
         assert any(line.startswith("2 warning: step-2 is committed") for line in said)
         check_whole(tmp_path, [1, 2])
 
+    def test_before_the_others_knew_that_all_had_arrived(
+        self, tmp_path, caplog
+    ) -> None:
+        """They look at the marker, too."""
+        path = tmp_path / "step"
+        with job(path) as both:
+            deaf = partial(Deaf, committed=lambda: find_checkpoint(path))
+            committing = both.save(0, 1, SHORT)
+            both.save(1, 1, wrap=deaf).result(LONG)
+            assert "step is committed, but not every rank" in caplog.text
+            committing.result(LONG)
+        assert [load(path, rank=n)["value"] for n in (0, 1)] == [1, 1]
+
     def test_a_checkpoint_process_that_is_killed_late(self, tmp_path) -> None:
         """Its successor tells why; the other rank has committed, and warns."""
         kind = "background/tcp_store"
@@ -242,6 +257,25 @@ class Late(Barrier):
         self.begun.set()
         self.proceed.wait(LONG)
         self._real.meet(meeting, failure=failure)
+
+
+class Deaf(Barrier):
+    """Another barrier, which a dead store keeps from hearing that all have arrived."""
+
+    def __init__(self, real: Barrier, committed: Callable[[], Any]) -> None:
+        self._real, self._committed = real, committed
+
+    def execute_barrier(self) -> None:
+        raise NotImplementedError
+
+    def expect(self, meeting: Meeting) -> None:
+        self._real.expect(meeting)
+
+    def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
+        if meeting.phase == "written":
+            self._real.meet(meeting, failure=failure)
+            wait_until(self._committed, "the commit")
+        raise TransportError("the store has died")
 
 
 class TestSamePathAgain:
