@@ -245,13 +245,13 @@ class CheckpointWriter:
                 draft.keep_file()
                 if self._hook is not None:
                     _finish(self._hook.pre_commit(os.fspath(path), **kwargs))
-            save.meet(draft, rank)
+            warning = save.meet(draft, rank)
             unused: list[Path] = []
             with save.reporting("committed", draft):
                 if not rank:
                     world_size = self._rank_info.global_world_size
                     unused = draft.commit(save.step, world_size)
-            warning = save.confirm(draft, rank)
+            warning = warning or save.confirm(draft, rank)
         # The checkpoint is committed. Nothing that follows changes that.
         try:
             if self._hook is not None:
@@ -339,23 +339,27 @@ class _Save:
                 meeting = replace(self._meeting, phase=phase)
                 self._barrier.meet(meeting, failure=reason)
 
-    def meet(self, draft: Draft, rank: int) -> None:
+    def meet(self, draft: Draft, rank: int) -> str:
         """Wait until every rank has written its file.
+
+        Returns:
+            A warning if rank 0 has committed it and this rank was not told, or "".
 
         Raises:
             StorageError: a rank did not arrive, or failed.
         """
         if self._barrier is None:
-            return
+            return ""
         try:
             self._barrier.meet(self._meeting)
         except TransportError as error:
-            if draft.is_committed():  # before this rank heard that all had arrived
-                return
+            if draft.is_committed():
+                return self._not_confirmed(error)
             # Rank 0 commits. These errors tell the others that it will not.
             if not rank or isinstance(error, PeerFailedError | TransferTimeoutError):
                 raise self._not_committed(draft, error) from error
             raise self._not_known(error) from error
+        return ""
 
     def confirm(self, draft: Draft, rank: int) -> str:
         """Wait until every rank knows of the commit; return a warning if one does not.
@@ -370,13 +374,16 @@ class _Save:
         except Exception as error:
             # Whatever the barrier says, a committed checkpoint is committed.
             if not rank or draft.is_committed():
-                why = _reason(error).partition("\n")[0]
-                name = self.target.name
-                return f"{name} is committed, but not every rank confirmed it: {why}"
+                return self._not_confirmed(error)
             if isinstance(error, PeerFailedError) and not error.rank:
                 raise self._not_committed(draft, error) from error
             raise self._not_known(error) from error
         return ""
+
+    def _not_confirmed(self, error: Exception) -> str:
+        why = _reason(error).partition("\n")[0]
+        name = self.target.name
+        return f"{name} is committed, but not every rank confirmed it: {why}"
 
     def _not_committed(self, draft: Draft, error: Exception) -> StorageError:
         draft.discard()

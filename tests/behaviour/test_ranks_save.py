@@ -260,7 +260,7 @@ class Late(Barrier):
 
 
 class Deaf(Barrier):
-    """Another barrier, which a dead store keeps from hearing that all have arrived."""
+    """Another barrier, whose store dies before its rank hears that all have arrived."""
 
     def __init__(self, real: Barrier, committed: Callable[[], Any]) -> None:
         self._real, self._committed = real, committed
@@ -272,9 +272,9 @@ class Deaf(Barrier):
         self._real.expect(meeting)
 
     def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
-        if meeting.phase == "written":
-            self._real.meet(meeting, failure=failure)
-            wait_until(self._committed, "the commit")
+        assert meeting.phase == "written", "it would wait for a new store"
+        self._real.meet(meeting, failure=failure)
+        wait_until(self._committed, "the commit")
         raise TransportError("the store has died")
 
 
