@@ -277,12 +277,16 @@ class FaultProxy:
     def refuse(self) -> None:
         """Refuse new connections, as if nothing listened there; keep the port."""
         if self._server is not None:
-            self._server.close()
-            self._server = None
+            self._stop_listening()
             # Or a connection of anybody might get the port before the next listen().
             self._held = socket.socket()
             self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._held.bind((_HOST, self.port))
+
+    def _stop_listening(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def _free_port(self) -> None:
         if self._held is not None:
@@ -298,7 +302,7 @@ class FaultProxy:
 
     async def aclose(self) -> None:
         """Stop listening and end all connections."""
-        self.refuse()
+        self._stop_listening()
         self._free_port()
         await self.cut_all()
 
