@@ -476,10 +476,10 @@ class ServerProcess:
             async with asyncio.timeout(patience):
                 await answer.wait()
         except TimeoutError:
-            return False
+            pass  # the answer may have come together with the timer
         finally:
             del self._unanswered[number]
-        return True
+        return answer.is_set()
 
     async def _revoke(self, numbers: Iterable[int]) -> None:
         """Take memory away from the process, whatever it does.

@@ -226,6 +226,22 @@ class TestServing:
             with pytest.raises(StepNotFoundError):
                 await receive(sender, receiver, 2, timeout=5)
 
+    async def test_an_answer_that_comes_together_with_the_timer_counts(
+        self, monkeypatch
+    ):
+        """It is the trainer's loop that stood still, and not the process."""
+        monkeypatch.setattr("aiockpt.http.server_process._LOOK_INTERVAL", 1.0)
+        monkeypatch.setattr("aiockpt.http.server_process._HUNG", 3.0)
+        async with apart() as sender:
+            await sender.start()
+            os.kill(process_of(sender).pid, signal.SIGSTOP)
+            sending = asyncio.create_task(sender.send_checkpoint([], 1, STATE))
+            await settle(lambda: process_of(sender)._unanswered)
+            os.kill(process_of(sender).pid, signal.SIGCONT)
+            time.sleep(1.5)  # noqa: ASYNC251 - that is the point
+            await sending
+            assert process_of(sender).restarts == 0
+
     async def test_a_cancelled_relay_leaves_no_descriptor(self, monkeypatch):
         """Not even if the thread has just made it."""
         packing, go_on, made = asyncio.Event(), threading.Event(), []
@@ -267,7 +283,7 @@ class TestServing:
                 relaying = asyncio.create_task(process_of(sender).relay(relay))
                 await packing.wait()
                 os.kill(process_of(sender).pid, signal.SIGKILL)
-                await settle(lambda: process_of(sender).pid is None)
+                await settle(lambda: process_of(sender).restarts == 1)
                 go_on.set()
                 await relaying
                 assert await status_of(relay, sender) == HTTPStatus.OK
