@@ -69,7 +69,7 @@ class Membership:
         client: Announces the receive.
         options: How to serve.
         enter: Serves the relay.
-        leave: Ends that.
+        leave: Ends that, also if ``enter`` failed or was cancelled.
 
     Attributes:
         members: Those that may be asked for chunks.
@@ -281,7 +281,7 @@ class Membership:
         finally:
             self._kept = relay.memory = None
             with anyio.CancelScope(shield=True):
-                await self._leave(relay)  # it may be served even if entering failed
+                await self._leave(relay)
                 if url is not None:
                     await self._say_goodbye(relay, url)
 

@@ -380,7 +380,7 @@ class ServerProcess:
 
         Raises:
             ClosedError: after :meth:`stop`.
-            WorkerError: no process can be started.
+            WorkerError: no process can be started, or the relay has ended meanwhile.
             LocalProtocolError: the process cannot map the memory.
         """
         memory, number = relay.memory, next(self._numbers)
@@ -393,6 +393,7 @@ class ServerProcess:
         parcel = await obtain(self._bridge, lambda: pack(header), os.close)
         try:
             await self._serves()  # as the last thing: a process may die meanwhile
+            _check_relay(relay)
             options = self._config.swarm or Swarm()
             self._tell(
                 Relayed(
@@ -409,6 +410,8 @@ class ServerProcess:
         telling = asyncio.create_task(self._tell_held(number, relay))
         self._relays[relay] = number, telling
         await self._prepared(number)
+        self._check()
+        _check_relay(relay)
 
     async def end_relay(self, relay: Relay) -> None:
         """Serve it no more; once this returns, no byte of it is read. Idempotent.
@@ -421,10 +424,10 @@ class ServerProcess:
         found = self._relays.pop(relay, None)
         if found is not None:
             (relayed, telling), number = found, next(self._numbers)
-            await asyncio.wait({telling})
             self._tell(EndRelay(number, relayed))
             if not await self._answered(number, _LOOK_INTERVAL):
                 logger.warning("the server process is slow to end a relay")
+            await asyncio.wait({telling})
 
     async def _tell_held(self, number: int, relay: Relay) -> None:
         seen, was_lent = 0, False
@@ -459,7 +462,7 @@ class ServerProcess:
             snapshot.arena.spent = True
 
     async def _prepared(self, number: int) -> None:
-        """Wait until the process is done, or gone; kill one that hangs."""
+        """Wait for the process to answer or to be gone; kill one that hangs."""
         loop = asyncio.get_running_loop()
         hung = loop.time() + _HUNG
         while not await self._answered(number, _LOOK_INTERVAL):
@@ -568,6 +571,11 @@ class ServerProcess:
             log = logging.getLogger(message.name)
             if log.isEnabledFor(message.level):
                 log.log(message.level, "%s", message.access or message.text)
+
+
+def _check_relay(relay: Relay) -> None:
+    if relay.ended:
+        raise WorkerError("the relay ended before the server process served it")
 
 
 def _pack(snapshot: Snapshot) -> int:

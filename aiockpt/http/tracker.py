@@ -296,7 +296,7 @@ class Tracker:
         """
         if not self._accused:
             return set()
-        server = endpoint(member.url)  # a member chooses its path
+        server = endpoint(member.url)  # not the path, which a member may choose freely
         found = self._accused.get(server, set())
         new = self._accused.pop(member.number, set()) - {server[0]}
         if new and len(found) < _MOST_COMPLAINTS:
