@@ -92,7 +92,8 @@ def pytest_report_header() -> list[str]:
 
 def pytest_configure() -> None:
     """Refuse to test the source tree where the wheel was asked for."""
-    # A shell starts what runs in its background deaf to interrupts.
+    # A shell starts what runs in its background deaf to interrupts, and the processes
+    # that tests start would be deaf, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if (
         os.environ.get("AIOCKPT_TEST_INSTALLED")

@@ -34,6 +34,7 @@ def test_there_is_something_to_copy() -> None:
     assert {"serve", "fetch", "verify"} <= set(TOOLS)
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_a_program_runs_by_itself(number: int, tmp_path: Path) -> None:
     """In a fresh interpreter and an empty directory; it prints what it has done."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
-from contextlib import suppress
 
-# Below the ports that a system gives to connections, and to those that bind port 0. A
-# port of those may be taken again between the choice and its use.
+# The system gives ports above these to connections, and to who binds port 0. So another
+# process might take such a port before the test does.
 _CHOSEN = range(20_000, 32_000)
 
 
@@ -15,6 +15,11 @@ def free_port() -> int:
     """Return a port of the loopback interface that nobody uses."""
     while True:
         port = secrets.choice(_CHOSEN)
-        with suppress(OSError), socket.socket() as bound:
-            bound.bind(("127.0.0.1", port))
-            return port
+        with socket.socket() as bound:
+            try:
+                bound.bind(("127.0.0.1", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
