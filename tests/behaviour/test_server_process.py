@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from contextlib import asynccontextmanager, closing, contextmanager
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,22 @@ def a_relay():
     relay.token = Token("of the swarm")
     with closing(Arena(len(memory.data), shared=True)) as relay.memory:
         yield relay
+
+
+@asynccontextmanager
+async def beginning():
+    """Yield a sender, a relay, the task that begins it, and what lets that go on."""
+    async with apart() as sender:
+        await sender.start()
+        with a_relay() as relay:
+            pid = process_of(sender).pid
+            os.kill(pid, signal.SIGSTOP)
+            relaying = asyncio.create_task(process_of(sender).relay(relay))
+            await settle(lambda: relay in process_of(sender)._relays)
+            try:
+                yield sender, relay, relaying, partial(os.kill, pid, signal.SIGCONT)
+            finally:
+                await process_of(sender).end_relay(relay)
 
 
 async def status_of(relay, sender) -> int:
@@ -291,35 +308,32 @@ class TestServing:
 
     async def test_a_relay_begins_when_the_process_serves_it(self):
         """A member that is told of it too soon would be refused."""
-        async with apart() as sender:
-            await sender.start()
-            with a_relay() as relay:
-                os.kill(process_of(sender).pid, signal.SIGSTOP)
-                relaying = asyncio.create_task(process_of(sender).relay(relay))
-                await settle(lambda: relay in process_of(sender)._relays)
-                done, _ = await asyncio.wait({relaying}, timeout=0.1)
-                os.kill(process_of(sender).pid, signal.SIGCONT)
-                assert not done
-                await relaying
-                assert await status_of(relay, sender) == HTTPStatus.OK
-                await process_of(sender).end_relay(relay)
+        async with beginning() as (sender, relay, relaying, go_on):
+            done, _ = await asyncio.wait({relaying}, timeout=0.1)
+            go_on()
+            assert not done
+            await relaying
+            assert await status_of(relay, sender) == HTTPStatus.OK
 
     async def test_a_relay_that_is_cancelled_as_it_begins_ends(self):
         """The answer to its beginning is not taken for that to its end."""
-        async with apart() as sender:
-            await sender.start()
-            with a_relay() as relay:
-                os.kill(process_of(sender).pid, signal.SIGSTOP)
-                relaying = asyncio.create_task(process_of(sender).relay(relay))
-                await settle(lambda: relay in process_of(sender)._relays)
-                relaying.cancel()
-                await asyncio.wait({relaying})
-                ending = asyncio.create_task(process_of(sender).end_relay(relay))
-                done, _ = await asyncio.wait({ending}, timeout=0.1)
-                os.kill(process_of(sender).pid, signal.SIGCONT)
-                assert not done
-                await ending
-                assert await status_of(relay, sender) == HTTPStatus.UNAUTHORIZED
+        async with beginning() as (sender, relay, relaying, go_on):
+            relaying.cancel()
+            await asyncio.wait({relaying})
+            ending = asyncio.create_task(process_of(sender).end_relay(relay))
+            done, _ = await asyncio.wait({ending}, timeout=0.1)
+            go_on()
+            assert not done
+            await ending
+            assert await status_of(relay, sender) == HTTPStatus.UNAUTHORIZED
+
+    async def test_a_relay_that_ends_as_it_begins_is_refused(self):
+        """Its address would name what nobody serves."""
+        async with beginning() as (_, relay, relaying, go_on):
+            relay.end()
+            go_on()
+            with pytest.raises(WorkerError, match="ended before"):
+                await relaying
 
 
 class TestItsDeath:
