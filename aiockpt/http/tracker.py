@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
+import secrets
 from collections.abc import Sequence
+from math import inf
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -36,9 +38,10 @@ _SAMPLE: Final = 64  # members of which some are named
 _MOST: Final = 16_384  # members
 _MOST_OF_HOST: Final = 64  # members; a host has a few receivers
 _BUCKETS: Final = 1 << 14  # of hosts, whose members are counted together
-_COMPLAINTS: Final = 2  # hosts that complained, after which a member is not named
+_ENOUGH: Final = 2  # hosts that complained, after which a member is not named
 _MOST_COMPLAINTS: Final = 64  # of one host, and about one server
-_MOST_ACCUSED: Final = 1024
+_MOST_ACCUSED: Final = 512
+_DIGITS: Final = 10  # of a member's number, at most
 _RETRY_AFTER: Final = 2.0
 _SOONEST: Final = 0.1  # seconds after which a promise may lapse
 _AT_FIRST: Final = 5.0  # seconds; the same before any promise was kept
@@ -62,7 +65,12 @@ class _Member(msgspec.Struct, array_like=True):
 
 
 class MemberStatistics(NamedTuple):
-    """A member as the status page shows it; ``complaints`` counts hosts."""
+    """A member as the status page shows it.
+
+    Attributes:
+        id: The beginning of what members know it by.
+        complaints: How many hosts complained.
+    """
 
     id: str
     url: str
@@ -80,12 +88,11 @@ class Tracker:
 
     def __init__(self, chunks: int) -> None:
         self._chunks = chunks
-        # By lease. Those that announced themselves last come last, so those that expire
-        # first come first.
-        self._members: dict[int, bytes] = {}
-        # The hosts that complained, by the number of a member until `_complaints_about`
-        # files them by its server: an index of all numbers would take too much memory.
-        self._accused: dict[int | tuple[str, int], set[str]] = {}
+        self._members: dict[int, bytes] = {}  # by lease
+        self._sweeps_at = inf  # when to look next for leases that have ended
+        # Another start of the source numbers its members anew, and they meet these.
+        self._suffix = f"-{secrets.token_hex(3)}"
+        self._complaints = _Complaints()
         self._crowds = bytearray(_BUCKETS)  # members, by the hash of their host
         self._numbers = 0
         self._new = self._unpromised = (1 << chunks) - 1
@@ -139,13 +146,14 @@ class Tracker:
         member.url, member.zone = url, said.zone
         member.have = min(said.have, self._chunks)
         is_complete = member.have == self._chunks
-        self._members.pop(key, None)  # it comes last now
         seconds = LEASE * heartbeat(len(self._members))
         member.until = now + seconds
+        self._sweeps_at = min(self._sweeps_at, member.until)
         self._members[key] = _pack(member)
-        self._accuse(address, said.bad)
+        bad = [number for each in said.bad if (number := self._number(each))]
+        self._complaints.add(address, bad)
         return AnnounceResponse(
-            id=_id(member),
+            id=self._id(member),
             lease=seconds,
             members=() if is_complete else self._name(member, said.known),
             next=None if is_complete else self.promise(lease),
@@ -247,24 +255,24 @@ class Tracker:
         members = map(_unpack, self._members.values())
         return [
             MemberStatistics(
-                _id(each),
+                f"m{each.number}",
                 each.url,
                 each.zone,
                 each.have,
-                len(self._complaints_about(each)),
+                len(self._complaints.about(each)),
             )
             for each in heapq.nsmallest(most, members, key=lambda one: one.number)
         ]
 
     def _name(self, asker: _Member, known: Sequence[str]) -> tuple[MemberInfo, ...]:
-        numbers = {_number(each) for each in known} | {asker.number}
+        numbers = {self._number(each) for each in known} | {asker.number}
         leases = [*self._members]
         if len(leases) > _SAMPLE:
             leases = self._chance.sample(leases, _SAMPLE)
         others = dict[int, _Member]()
         for lease in leases:
             each = _unpack(self._members[lease])
-            is_bad = len(self._complaints_about(each)) >= _COMPLAINTS
+            is_bad = len(self._complaints.about(each)) >= _ENOUGH
             if each.number not in numbers and not is_bad:
                 others[lease] = each
         leases = [*others]
@@ -274,40 +282,14 @@ class Tracker:
             each = others[leases[at]]
             each.named += 1
             self._members[leases[at]] = _pack(each)
-            found.append(MemberInfo(_id(each), each.url, each.zone, each.have))
+            found.append(MemberInfo(self._id(each), each.url, each.zone, each.have))
         return tuple(found)
-
-    def _accuse(self, address: str, ids: Sequence[str]) -> None:
-        """Note complaints; a host counts once, however many members it has."""
-        made = sum(address in hosts for hosts in self._accused.values()) if ids else 0
-        for number in map(_number, ids[: max(_MOST_COMPLAINTS - made, 0)]):
-            if number is None or not 0 < number <= self._numbers:
-                continue
-            hosts = self._accused.setdefault(number, set())
-            if len(hosts) < _MOST_COMPLAINTS:
-                hosts.add(address)
-            if len(self._accused) > _MOST_ACCUSED:  # some are about members that left
-                del self._accused[next(iter(self._accused))]
-
-    def _complaints_about(self, member: _Member) -> set[str]:
-        """File what is new about a member; return the other hosts that complained.
-
-        Complaints are about its server, so they count if it comes back.
-        """
-        if not self._accused:
-            return set()
-        server = endpoint(member.url)  # not the path, which a member may choose freely
-        found = self._accused.get(server, set())
-        new = self._accused.pop(member.number, set()) - {server[0]}
-        if new and len(found) < _MOST_COMPLAINTS:
-            found = self._accused[server] = found | new
-        return found
 
     def _admit(self, url: str) -> None:
         """Count another member at the host of this URL, or raise if there is no room.
 
         A host may share its count with another one. Then a few of its receivers may
-        have to do without the swarm, but a join costs the same in swarms of any size.
+        have to do without the swarm, but no join has to look at all members for it.
         """
         bucket = _bucket(url)
         is_full = self._crowds[bucket] >= _MOST_OF_HOST
@@ -318,18 +300,72 @@ class Tracker:
     def _forget(self, member: _Member) -> None:
         """Undo what a member that leaves has taken; complaints outlive it."""
         self._take_back(member)
-        self._complaints_about(member)
+        self._complaints.about(member)  # so that they are filed by its server
         self._crowds[_bucket(member.url)] -= 1
 
     def _forget_expired(self) -> None:
         now = _now()
-        while self._members:
-            lease, packed = next(iter(self._members.items()))
+        if now < self._sweeps_at:
+            return
+        first = inf
+        for lease, packed in [*self._members.items()]:
             member = _unpack(packed)
             if member.until > now:
-                break
-            del self._members[lease]
-            self._forget(member)
+                first = min(first, member.until)
+            else:
+                del self._members[lease]
+                self._forget(member)
+        # A look takes time for each member, so there are at most two in a heartbeat.
+        self._sweeps_at = max(first, now + heartbeat(len(self._members)) / 2)
+
+    def _id(self, member: _Member) -> str:
+        return f"m{member.number}{self._suffix}"
+
+    def _number(self, name: str) -> int:
+        """Return the number of the member that an id names; 0 if it names none."""
+        digits = name.removeprefix("m").removesuffix(self._suffix)
+        is_ours = name.endswith(self._suffix) and digits.isdecimal()
+        number = int(digits) if is_ours and len(digits) < _DIGITS else 0
+        return number if number <= self._numbers else 0
+
+
+class _Complaints:
+    """Which hosts complained about which member's server.
+
+    A complaint names a member by its number. It is filed by its server when the member
+    is looked at, or leaves, so that it counts if the server comes back. An index of all
+    numbers would take too much memory.
+    """
+
+    def __init__(self) -> None:
+        self._new: dict[int, set[str]] = {}
+        self._filed: dict[tuple[str, int], set[str]] = {}
+
+    def add(self, address: str, numbers: Sequence[int]) -> None:
+        """Note the complaints of a host; it counts once, with all its members."""
+        if not numbers:
+            return
+        all_hosts = (*self._new.values(), *self._filed.values())
+        made = sum(address in hosts for hosts in all_hosts)
+        for number in numbers[: max(_MOST_COMPLAINTS - made, 0)]:
+            hosts = self._new.setdefault(number, set())
+            if len(hosts) < _MOST_COMPLAINTS:
+                hosts.add(address)
+            if len(self._new) > _MOST_ACCUSED:  # some are about members that left
+                del self._new[next(iter(self._new))]
+
+    def about(self, member: _Member) -> set[str]:
+        """Return the hosts, other than its own, that complained about a member."""
+        if not (self._new or self._filed):
+            return set()
+        server = endpoint(member.url)  # not the path, which a member may choose freely
+        found = self._filed.get(server, set())
+        new = self._new.pop(member.number, set()) - {server[0]}
+        if new and len(found) < _MOST_COMPLAINTS:
+            found = self._filed[server] = found | new
+            if len(self._filed) > _MOST_ACCUSED:
+                del self._filed[next(iter(self._filed))]
+        return found
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -338,15 +374,6 @@ _unpack = msgspec.msgpack.Decoder(_Member).decode
 
 def _seen(member: _Member) -> Member:
     return Member(member.zone, member.have, member.named)
-
-
-def _id(member: _Member) -> str:
-    return f"m{member.number}"
-
-
-def _number(name: str) -> int | None:
-    digits = name.removeprefix("m")
-    return int(digits) if digits.isdecimal() else None
 
 
 def _bucket(url: str) -> int:

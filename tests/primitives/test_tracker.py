@@ -43,11 +43,11 @@ async def test_members_are_named_to_each_other() -> None:
     """Not to themselves; the last word counts."""
     tracker = Tracker(8)
     first = announce(tracker, 1, zone="a", have=3)
-    assert (first.id, first.members) == ("m1", ())
+    assert not first.members
     second = announce(tracker, 2)
     (named,) = second.members
     assert (named.id, named.url, named.zone, named.have) == (
-        "m1",
+        first.id,
         "http://10.0.0.1:1001/checkpoint/",
         "a",
         3,
@@ -60,17 +60,23 @@ async def test_members_are_named_to_each_other() -> None:
     assert len(tracker) == 1
 
 
-async def test_a_member_that_is_silent_is_forgotten() -> None:
-    """Its lease is over."""
-    tracker, loop = Tracker(8), asyncio.get_running_loop()
-    lease = announce(tracker, 1).lease
-    ((key, packed),) = tracker._members.items()
-    member = module._unpack(packed)
-    assert member.until == pytest.approx(loop.time() + lease, abs=1)
-    member.until = loop.time()
-    tracker._members[key] = module._pack(member)
-    assert len(tracker) == 0
-    assert not announce(tracker, 2).members
+@pytest.mark.parametrize("gone", [0, 1199])
+async def test_a_member_that_is_silent_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, gone: int
+) -> None:
+    """Its lease is over; those that joined a larger swarm have longer ones."""
+    tracker, now = Tracker(8), asyncio.get_running_loop().time()
+    for number in range(gone + 1):
+        announce(tracker, number)
+    for number in range(gone):
+        tracker.leave(lease_of(number))
+    monkeypatch.setattr(module, "_now", lambda: now)
+    lease = announce(tracker, 2000).lease
+    now += lease - 0.1
+    assert len(tracker) == 2
+    now += 1.2
+    assert len(tracker) == (gone > 0)
+    assert len(announce(tracker, 2001).members) == (gone > 0)
 
 
 @proves("threat D14")
@@ -118,7 +124,8 @@ def is_named(tracker: Tracker, member: AnnounceResponse) -> bool:
 async def test_two_hosts_have_to_complain() -> None:
     """One could lie; a host counts once, and a member under any id and any path."""
     tracker = Tracker(8)
-    bad = announce(tracker, 1, bad=("m1",))
+    bad = announce(tracker, 1)
+    announce(tracker, 1, bad=(bad.id,))
     announce(tracker, 5, bad=(bad.id,), address="10.0.0.1")
     for number in (2, 3):
         announce(tracker, number, bad=(bad.id,), address="10.0.0.2")
@@ -132,7 +139,18 @@ async def test_two_hosts_have_to_complain() -> None:
     assert again.id != bad.id
     assert not is_named(tracker, again)
     (found,) = [each for each in tracker.statistics() if each.complaints]
-    assert (found.id, found.complaints) == (again.id, 2)
+    assert again.id.startswith(f"{found.id}-")
+    assert found.complaints == 2
+
+
+async def test_complaints_of_an_earlier_start_accuse_nobody() -> None:
+    """A tracker that starts again numbers its members anew."""
+    before, now = Tracker(8), Tracker(8)
+    bad, good = announce(before, 1), announce(now, 1)
+    for number in (2, 3):
+        announce(now, number, bad=(bad.id,), known=(bad.id,))
+    assert is_named(now, good)
+    assert not any(each.complaints for each in now.statistics())
 
 
 async def test_complaints_count_although_the_port_changes_soon_after() -> None:
@@ -157,11 +175,16 @@ async def test_a_host_cannot_fill_the_list_of_complaints(trusts_url: bool) -> No
         said: dict[str, Any] = {"url": f"http://host{number}:{1000 + number}/"}
         said |= {"address": "10.9.9.9", "trusts_url": trusts_url}
         own = announce(tracker, 2, **said)
-        announce(tracker, 2, **said, bad=(own.id, f"m{3000 + number}"))
+        announce(tracker, 2, **said, bad=(own.id, of(bad, 3000 + number)))
     for number in (3, 4):
         assert is_named(tracker, bad)
         announce(tracker, number, bad=(bad.id,))
     assert not is_named(tracker, bad)
+
+
+def of(member: AnnounceResponse, number: int) -> str:
+    """Return the id that the tracker of a member gives to one with this number."""
+    return f"m{number}-{member.id.partition('-')[2]}"
 
 
 async def test_complaints_about_members_that_left_are_forgotten() -> None:
@@ -188,8 +211,7 @@ async def test_the_work_does_not_grow_with_the_members(
 ) -> None:
     """Neither that of a join, nor that of a complaint."""
     tracker = Tracker(8)
-    for number in range(1000):
-        announce(tracker, number)
+    bad = [announce(tracker, number).id for number in range(1000)][:3]
     unpacked, unpack = [0], module._unpack
 
     def count(packed: bytes) -> Any:
@@ -198,8 +220,8 @@ async def test_the_work_does_not_grow_with_the_members(
 
     monkeypatch.setattr(module, "_unpack", count)
     announce(tracker, 1001)
-    announce(tracker, 1002, bad=("m1", "m2"))
-    announce(tracker, 1002, bad=("m3",))
+    announce(tracker, 1002, bad=tuple(bad[:2]))
+    announce(tracker, 1002, bad=tuple(bad[2:]))
     assert unpacked[0] < 3 * 100
 
 
@@ -324,8 +346,9 @@ async def test_a_promise_that_is_in_vain_is_made_to_another(
 async def test_a_member_is_not_told_of_those_that_it_knows() -> None:
     """If it knows enough, it is told of a few that few others know."""
     tracker = Tracker(8)
+    one = announce(tracker, 0)
     for number in range(20):
-        announce(tracker, number, known=tuple(f"m{n}" for n in range(64)))
+        announce(tracker, number, known=tuple(of(one, n) for n in range(64)))
     found = announce(tracker, 20).members
     assert len(found) == 12
     known = tuple(each.id for each in found)
@@ -333,7 +356,10 @@ async def test_a_member_is_not_told_of_those_that_it_knows() -> None:
     assert len(more) == 4
     assert not {each.id for each in more}.intersection(known)
     known += tuple(each.id for each in more)
-    assert len(announce(tracker, 20, known=(*known, "m99", "no", "m")).members) == 4
+    assert (
+        len(announce(tracker, 20, known=(*known, of(one, 99), "no", "m", "m1")).members)
+        == 4
+    )
     assert not announce(tracker, 20, have=8).members
 
 

@@ -74,8 +74,9 @@ async def test_the_members() -> None:
     async with serving(memory(), swarm=SWARM) as site:
         empty = {"chunks": CHUNKS, "given": 0, "members": []}
         assert (await status(site))["swarm"] == empty
-        await post(site, A, {**SAID, "zone": "rack", "have": 4})
-        second = {"url": "http://h:10/c", "have": 99, "bad": ["m1"]}
+        first = await post(site, A, {**SAID, "zone": "rack", "have": 4})
+        bad = [json.loads(first.body)["id"]]
+        second = {"url": "http://h:10/c", "have": 99, "bad": bad}
         await post(site, B, second, host="127.0.0.2")
         await ask(site, "full", A, Range="bytes=0-200000")
         async with site.peer() as peer:
@@ -266,7 +267,7 @@ async def test_a_browser_shows_the_members(chromium: str, tmp_path: Path) -> Non
     async with serving(memory(), swarm=SWARM) as site:
         await post(site, A, {**SAID, "zone": HOSTILE, "have": 4})
         evil = "http://h:10/<script>alert(1)</script>/"
-        await post(site, B, {"url": evil, "have": CHUNKS, "bad": ["m1"]})
+        await post(site, B, {"url": evil, "have": CHUNKS})
         text = await shown(chromium, tmp_path, f"{site.url}#{TOKEN}")
         requests = (await status(site))["requests"]
     assert requests >= 6  # two announcements, the page, polls, and this one

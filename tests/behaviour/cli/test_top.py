@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from asyncio.subprocess import PIPE
@@ -39,8 +40,9 @@ async def top(url: str, *options: str) -> tuple[int | None, str, str]:
 
 async def announce(site: Site, have: int) -> None:
     """Have two members, of which the second one complains of the first one."""
-    await post(site, A, {**SAID, "zone": "r\x1b[31m", "have": have})
-    second = {"url": "http://h:10/", "have": CHUNKS, "bad": ["m1"]}
+    first = await post(site, A, {**SAID, "zone": "r\x1b[31m", "have": have})
+    bad = [json.loads(first.body)["id"]]
+    second = {"url": "http://h:10/", "have": CHUNKS, "bad": bad}
     await post(site, B, second, host="127.0.0.2")
 
 
