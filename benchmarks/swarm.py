@@ -64,6 +64,7 @@ def main() -> None:
     add("--late", type=float, help="of one receive: one begins later")
     add("--slow", type=float, help="of the rate: one has so much only")
     add("--killed", type=float, default=0.0, help="part that others replace half way")
+    add("--cut", action="store_true", help="half way, both halves lose each other")
     given = parser.parse_args()
     if why := hindrance() or (torrent.hindrance() if given.rival else ""):
         sys.exit(why)
@@ -73,6 +74,7 @@ def main() -> None:
     _write({"receivers": 1, "seconds": round(one, 2), "memory": _mib(single.memory)})
     case.one, case.star, case.rival = one, given.star, given.rival
     case.late, case.slow, case.killed = given.late, given.slow, given.killed
+    case.cut = given.cut
     for count in given.receivers:
         _write(_summary(_measure(count, case), single))
 
@@ -94,6 +96,7 @@ class _Case:
     late: float | None = None
     slow: float | None = None
     killed: float = 0.0
+    cut: bool = False
     one: float = 0.0
 
     @property
@@ -166,6 +169,10 @@ def _measure(count: int, case: _Case) -> _Found:
                     for victim in hosts[1 : joining + 1]:
                         victim.kill()
                 host.say(said)
+            if case.cut:
+                time.sleep(max(began + _HALF * case.one - time.monotonic(), 0.0))
+                half = len(hosts) // 2 + 1
+                _separate(spaces[1:half], spaces[half:])
             return _results(hosts[0], hosts[joining + 1 :], case)
         finally:
             for host in hosts:
@@ -242,6 +249,13 @@ def _network(
         for space, _ in spaces:
             call(f"ip netns del {space}")
         call(f"ip link del {name}")
+
+
+def _separate(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> None:
+    """Lose all packets from one side to the other, without a word to anybody."""
+    for space, _ in one:
+        for _, address in other:
+            call(f"ip -n {space} route add blackhole {address}/32")
 
 
 class Host:
