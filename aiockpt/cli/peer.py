@@ -26,13 +26,13 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.handlers import ServerConfig
+from aiockpt.http.host import RelayHost
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, LatestInfo, chase
 from aiockpt.http.membership import Membership
 from aiockpt.http.options import Auth, Receive, Server, Swarm
-from aiockpt.http.peers import Peers, distinct
+from aiockpt.http.peers import LOST, Peers, distinct
 from aiockpt.http.protocol import Lease, Origin
-from aiockpt.http.relay import Relay
 from aiockpt.http.retry import poll
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.tokens import MAC_HEADER
@@ -140,12 +140,25 @@ class Peer:
             peers = replace(found.peers, client=client, on_retry=self.deadline.note)
             swarm = None
             if self.joins:
-                relays = await stack.enter_async_context(aclosing(_Relays(self.bridge)))
-                swarm = Membership(client, Swarm(), relays.enter, relays.leave)
+                host = await stack.enter_async_context(aclosing(_host(self.bridge)))
+                swarm = Membership(client, Swarm(), host)
                 swarm.begin(found.manifest, found.headers)
                 await stack.enter_async_context(aclosing(swarm))
-            yield Reading(peers, swarm)
-            await peers.end_lease(found.manifest.step)
+
+            async def end() -> None:
+                if swarm is not None:
+                    await swarm.aclose()
+                    await swarm.said_goodbye()
+                await peers.end_lease(found.manifest.step)
+
+            try:
+                yield Reading(peers, swarm)
+            except LOST:
+                raise
+            except AiockptError:
+                await end()
+                raise
+            await end()
 
     def client(self, *, reconnect: float | None = None) -> CheckpointClient:
         """Return a client that tries for ``reconnect`` seconds to reach the peer."""
@@ -176,41 +189,19 @@ class Peer:
             return (await poll(ask, pause=asyncio.sleep)).step
 
 
-class _Relays:
-    """Serves what this command receives, from the first relay on."""
-
-    def __init__(self, bridge: Bridge) -> None:
-        self._bridge = bridge
-        self._endpoint = Endpoint(Server(), advertise=None, tls=False)
-        config = ServerConfig(
-            options=Server(),
-            token=secrets.token_urlsafe(),  # of what is served besides: nothing
-            insecure=False,
-            stall_timeout=_STALL_TIMEOUT,
-            default_wait=0.0,
-            max_wait=_STALL_TIMEOUT,
-            hosts=frozenset(),
-        )
-        self._server = CheckpointServer(config, bridge)
-
-    async def enter(self, relay: Relay) -> str:
-        """Serve a relay; return the URL."""
-        await self._endpoint.prepare(self._bridge)
-        await self._server.start(self._endpoint.listen())
-        await self._server.store.relay(relay)
-        return self._endpoint.url()
-
-    async def leave(self, relay: Relay) -> None:
-        """Serve a relay no more."""
-        await self._server.store.end_relay(relay)
-
-    async def aclose(self) -> None:
-        """Stop listening."""
-        self._endpoint.refuse()
-        try:
-            await self._server.stop()
-        finally:
-            self._endpoint.close()
+def _host(bridge: Bridge) -> RelayHost:
+    """Return what serves what this command receives, from the first relay on."""
+    config = ServerConfig(
+        options=Server(),
+        token=secrets.token_urlsafe(),  # of what is served besides: nothing
+        insecure=False,
+        stall_timeout=_STALL_TIMEOUT,
+        default_wait=0.0,
+        max_wait=_STALL_TIMEOUT,
+        hosts=frozenset(),
+    )
+    endpoint = Endpoint(Server(), advertise=None, tls=False)
+    return RelayHost(endpoint, CheckpointServer(config, bridge), bridge)
 
 
 class _TooLargeError(LimitExceededError):

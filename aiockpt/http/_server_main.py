@@ -21,6 +21,7 @@ from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.audit import Access
 from aiockpt.http.handlers import SMALL_BYTES
+from aiockpt.http.options import Swarm
 from aiockpt.http.relay import Relay
 from aiockpt.http.server import CheckpointServer, Counters
 from aiockpt.http.server_messages import (
@@ -36,6 +37,7 @@ from aiockpt.http.server_messages import (
     Publish,
     Ready,
     Relayed,
+    RelayEnded,
     Released,
     Retract,
     Setup,
@@ -93,7 +95,7 @@ class ServerMain:
         self._ended = asyncio.Event()
         self._bridge = Bridge(threads=1, name="aiockpt-serve")
         self._server: CheckpointServer | None = None
-        self._keep_last = 0.0
+        self._keep_last, self._swarm = 0.0, Swarm()
         self._told: Counters | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._prepared: dict[int, asyncio.Task[TrainersSnapshot]] = {}
@@ -157,6 +159,7 @@ class ServerMain:
         if isinstance(message, Setup):
             options = message.config.options
             self._keep_last = options.keep_last
+            self._swarm = message.config.swarm or self._swarm
             self._server = CheckpointServer(message.config, self._bridge)
             _forward_logs(message.levels, self._tell_from_any_thread)
             self._spawn(self._start(self._server, fds, nice=options.nice))
@@ -241,11 +244,18 @@ class ServerMain:
             mapped = MappedSnapshot(manifest, arena)
         finally:
             os.close(arena)
-        relay = Relay(manifest, message.headers, slots=message.slots, rate=message.rate)
+        slots, rate = self._swarm.slots, self._swarm.rate
+        relay = Relay(manifest, message.headers, slots=slots, rate=rate)
         relay.memory, relay.token = mapped, Token(message.token)
         await self._store.relay(relay)
         self._trainer.send(Done(message.number))
+        self._spawn(self._tell_end(message.number, relay))
         return relay
+
+    async def _tell_end(self, number: int, relay: Relay) -> None:
+        while not relay.ended:
+            await relay.changes.wait(None)
+        self._trainer.send(RelayEnded(number))
 
     async def _hold(self, message: Held) -> None:
         # Messages come in order, but a relay is prepared in a thread. Of two tasks that
@@ -262,7 +272,7 @@ class ServerMain:
         if relaying is not None:
             relay = await relaying
             await self._store.end_relay(relay)
-            relay.memory = None
+            relay.let_go()
         self._trainer.send(Done(message.number))
 
     def _outlive_trainer(self) -> None:

@@ -40,7 +40,7 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun, bits_of
 from aiockpt.http.manifests import fetch_manifest
-from aiockpt.http.membership import Membership
+from aiockpt.http.membership import Membership, watch
 from aiockpt.http.peers import Peer, Peers, verdict
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.protocol import Origin
@@ -124,7 +124,7 @@ class Download:
         self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
         self._pace = Pace()
         self._moved = 0.0  # when a chunk was verified last, in loop time
-        self._idle_since = 0.0  # since when no member has had anything that is wanted
+        self._helped = 0.0  # when members last brought something, in loop time
         self._has_failed = False
         self._patience = {peer: peers.client.patience() for peer in self._peers}
         self._connections = [
@@ -164,7 +164,7 @@ class Download:
             return
         if not self._peers:
             raise verdict(self._all.all)
-        began = self._moved = self._idle_since = _now()
+        began = self._moved = self._helped = _now()
         if self._swarm is not None:
             for peer in self._peers:
                 if peer.invitation is not None:
@@ -184,7 +184,9 @@ class Download:
             self._complete, self._swarm = _ignore, None
         assert self._is_done, "a chunk was left out"
         given = self._all.given()
-        given |= {each.origin.base_url: each.given for each in self._members}
+        for each in self._members:  # twice, if one failed and was named again
+            url = each.origin.base_url
+            given[url] = given.get(url, 0) + each.given
         for url, nbytes in given.items():
             emit(
                 TransferEvent(
@@ -209,15 +211,15 @@ class Download:
         return [peer for peer in self._members if peer.joined and peer.error is None]
 
     @property
-    def _shares(self) -> bool:
-        """Whether the chunks are shared out one by one, because others need them."""
+    def _one_by_one(self) -> bool:
+        """Whether each request is for one chunk, because others need chunks, too."""
         active = self._swarm is not None and self._swarm.is_active
         return active and not self._ranges.gets_deltas(self._left())
 
     def _connections_of_each(self) -> int:
         """Return how many connections each peer that is left may use now."""
         most, members = self._most, len(self._members_left())
-        if self._shares and not self._members:
+        if self._one_by_one and not self._members:
             return 1  # a second one would mostly bring what others fetch, too
         if len(self._left()) == 1 and not members:
             return most
@@ -284,10 +286,10 @@ class Download:
 
     async def _gather(self, swarm: Membership, tasks: TaskGroup) -> None:
         """Add the members that the source names, until everything has come."""
-        lanes, shared = 0, self._shares
+        lanes, before = 0, self._one_by_one
         while not self._is_done:
-            if self._shares != shared:  # then other connections may go on
-                shared = not shared
+            if self._one_by_one != before:  # then other connections may go on
+                before = not before
                 self._news.notify()
             # Deltas of the sources are shorter than the chunks of members.
             gets_deltas = self._ranges.gets_deltas(self._left())
@@ -301,7 +303,7 @@ class Download:
                     pair = [Connection(peer, patience) for _ in range(_FROM_MEMBER)]
                     self._of_members += pair
                     self._connections += pair
-                    tasks.start_soon(self._watch, swarm, peer)
+                    tasks.start_soon(self._watch, peer)
             while self._members and lanes < _FROM_MEMBERS:
                 lanes += 1
                 tasks.start_soon(self._work_with_members)
@@ -331,14 +333,15 @@ class Download:
             else:
                 refusals = 0
 
-    async def _watch(self, swarm: Membership, peer: Peer) -> None:
+    async def _watch(self, peer: Peer) -> None:
         """Learn which chunks a member has, until everything has come."""
+        client = self._client
         with anyio.CancelScope() as scope:
             if self._is_done:
                 return
             self._joining[peer] = scope
             try:
-                async with aclosing(swarm.watch(peer, self._outline)) as news:
+                async with aclosing(watch(client, peer, self._outline)) as news:
                     async for new in news:
                         peer.have |= new
                         peer.joined = True
@@ -395,7 +398,7 @@ class Download:
 
     def _next_for(self, connection: Connection) -> ChunkRun | Assignment | None:
         now = _now()
-        if self._shares or not (self._fresh or self._begun):
+        if self._one_by_one or not (self._fresh or self._begun):
             again = now - self._looked <= _BUSY
             self._looked = now
             for each in self._assignments:
@@ -408,7 +411,7 @@ class Download:
         rate = median(rates) if rates else 0.0
         queue = self._runs_for(connection)
         victims = self._assignments
-        if self._shares and self._fresh:
+        if self._one_by_one and self._fresh:
             victims = []  # before the end, there is something else to request
         return choose(connection, queue, victims, rate=rate, now=now)
 
@@ -419,19 +422,19 @@ class Download:
         wanted = self._fresh & peer.have
         if not wanted:
             return
-        if self._shares or peer.member:
-            if (chunk := self._shared_chunk(peer, wanted)) is not None:
+        if self._one_by_one or peer.member:
+            if (chunk := self._swarm_chunk(peer, wanted)) is not None:
                 yield ChunkRun(self._outline, [chunk])
             return
         first = (wanted & -wanted).bit_length() - 1
         missing = ~(wanted >> first)
         consecutive = (missing & -missing).bit_length() - 1
-        most = self._share(connection) // self._outline.grid.chunk_bytes
+        most = self._run_bytes(connection) // self._outline.grid.chunk_bytes
         yield ChunkRun(
             self._outline, range(first, first + min(consecutive, max(most, 1)))
         )
 
-    def _shared_chunk(self, peer: Peer, wanted: int) -> int | None:
+    def _swarm_chunk(self, peer: Peer, wanted: int) -> int | None:
         """Return the chunk to request from a member or from a source of a swarm."""
         have = [each.have for each in self._members_left()]
         if peer.member:
@@ -439,14 +442,14 @@ class Download:
         now = _now()
         if any(self._fresh & each for each in have):
             # They may offer much, and send little.
-            self._idle_since = max(self._idle_since, self._pace.last_from_member)
+            self._helped = max(self._helped, self._pace.last_from_member)
         if have and self._pace.of_members and not self._pace.of_sources:
             have = []  # so that it is known how fast the source is
         return source_chunk(
             peer.next,
             wanted,
             have,
-            idle=now - self._idle_since,
+            idle=now - self._helped,
             usual=self._usual_seconds(),
             chance=self._chance,
         )
@@ -468,7 +471,7 @@ class Download:
         self._forget(run.assign(peer, partial(self._verified, peer)))
         if run in self._begun:
             self._begun.remove(run)
-            self._shorten(run, self._share(connection))
+            self._shorten(run, self._run_bytes(connection))
         else:
             self._fresh &= ~run.bits
             peer.next = None
@@ -493,14 +496,14 @@ class Download:
         for chunk in run.cut(nbytes):
             self._fresh |= 1 << chunk
 
-    def _share(self, connection: Connection) -> int:
+    def _run_bytes(self, connection: Connection) -> int:
         """Return how many bytes a connection's next run should have.
 
         The only peer's runs are equal, two for each of its connections. Several peers
         get runs that take all of them about as long, and shorter ones towards the end.
         In a swarm, each run is one chunk.
         """
-        if self._shares or connection.peer.member:
+        if self._one_by_one or connection.peer.member:
             return 0
         if len(self._peers) == 1:
             chunks = -(-self._chunks // (2 * self._most))

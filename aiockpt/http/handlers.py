@@ -118,8 +118,7 @@ class ServerConfig:
         manifest_key: The key that authenticates manifests, if any.
         lends: Whether other processes of this host may map what is served.
         incarnation: The id of this start of the sender.
-        swarm: How many bodies to send at a time to receivers that can join a swarm;
-            None: offer no swarm.
+        swarm: How to serve receivers that can join a swarm; None: offer no swarm.
         peers: The hosts that may stand in the URL of a member; see `Auth`. None: the
             host that the member has.
     """

@@ -28,6 +28,7 @@ from aiockpt.errors import (
     StagingError,
     StepNotFoundError,
     TransportError,
+    UnavailableError,
 )
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Outline
@@ -54,6 +55,7 @@ from aiockpt.runtime.tasks import Notifier, run_all
 
 __all__ = [
     "ALL",
+    "LOST",
     "OtherSnapshotError",
     "Peer",
     "Peers",
@@ -66,6 +68,9 @@ V = TypeVar("V")
 
 ALL = -1
 """The bitmap of a peer that holds every chunk."""
+
+LOST = (TransportError, UnavailableError, ClosedError)
+"""After one of these errors, a sender is not told that the receive has ended."""
 
 _WAIT = 30.0  # seconds for which a sender is asked to wait for its first step
 _OTHERS = 0.5  # seconds in which a peer may name a newer step than the first one

@@ -49,7 +49,7 @@ class Slots:
     async def take(
         self, nbytes: int, *, wait: float, least: float = 0.0
     ) -> AsyncIterator[Callable[[], None]]:
-        """Hold a slot during the block, which calls the result when it has sent a body.
+        """Hold a slot during the block, which calls the result once a body was sent.
 
         Args:
             nbytes: The length of the body.
@@ -71,31 +71,45 @@ class Slots:
             self._waiting -= 1
         if not taken:
             raise PeerBusy(retry_after=_RETRY_AFTER)
-        loop = asyncio.get_running_loop()
-        began, counts = loop.time(), True
-
-        def learn() -> None:
-            if counts:
-                self._usual = average(self._usual, loop.time() - began)
-
-        def free() -> None:
-            nonlocal counts
-            if counts:
-                counts = False
-                self._free.release()
-
-        def give_up() -> None:
-            learn()
-            free()
-
         usual = max(min(self._usual, nbytes / _SLOWEST), least)
-        longest = _LONG * usual + _LONGER if usual else _AT_FIRST
-        timer = loop.call_later(longest, give_up)
+        slot = _Slot(self, _LONG * usual + _LONGER if usual else _AT_FIRST)
         try:
-            yield learn
+            yield slot.learn
         finally:
-            timer.cancel()
-            free()
+            slot.free()
+
+    def learn(self, seconds: float) -> None:
+        """Note how long a body took."""
+        self._usual = average(self._usual, seconds)
+
+    def put_back(self) -> None:
+        """Admit another body."""
+        self._free.release()
+
+
+class _Slot:
+    """A slot that a body holds, for ``longest`` seconds at most."""
+
+    def __init__(self, of: Slots, longest: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._of, self._began, self._is_held = of, loop.time(), True
+        self._timer = loop.call_later(longest, self._give_up)
+
+    def learn(self) -> None:
+        """Note how long the body took. After the longest time, that is known."""
+        if self._is_held:
+            self._of.learn(asyncio.get_running_loop().time() - self._began)
+
+    def free(self) -> None:
+        """Put the slot back. Idempotent."""
+        self._timer.cancel()
+        if self._is_held:
+            self._is_held = False
+            self._of.put_back()
+
+    def _give_up(self) -> None:
+        self.learn()
+        self.free()
 
 
 class Relay:
@@ -109,10 +123,13 @@ class Relay:
 
     Attributes:
         memory: The data segment; None if nothing may be read any more.
+        kept: What keeps that memory after the receive; None if it is not the caller's.
         token: What a member must send to read from it.
         have: The verified chunks: bit i is chunk i. Bits are only added.
         order: The verified chunks, in the order in which they were verified.
         news: Wakes those that wait for another chunk.
+        changes: Wakes the one that announces it: it was lent or ended, or a member of
+            the swarm has lied.
         ended: Whether it serves nothing any more.
         is_lent: Whether the memory may change, because the receive has returned.
     """
@@ -130,11 +147,12 @@ class Relay:
     ) -> None:
         self.manifest, self.headers = manifest, headers
         self.memory: Memory | None = None
+        self.kept: object = None
         self.token = Token("")
         self._began = asyncio.get_running_loop().time()
         self.have = 0
         self.order: list[int] = []
-        self.news = Notifier()
+        self.news, self.changes = Notifier(), Notifier()
         self.ended = self.is_lent = False
         self.slots = Slots(slots)
         self.pace = None if rate is None else max(int(rate / slots), 1)
@@ -186,11 +204,17 @@ class Relay:
         """Learn that the memory belongs to the caller of the receive now."""
         self.is_lent = True
         self.news.notify()
+        self.changes.notify()
 
     def end(self) -> None:
         """Serve nothing any more."""
         self.ended = True
         self.news.notify()
+        self.changes.notify()
+
+    def let_go(self) -> None:
+        """Read the memory no more; bodies end at their next slice."""
+        self.memory = self.kept = None
 
     def acquire(self) -> None:
         """Do nothing: the receive keeps the memory."""

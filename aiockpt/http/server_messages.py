@@ -88,14 +88,11 @@ class Relayed(msgspec.Struct, tag=True, frozen=True):
         number: The trainer's number for it.
         token: What members send.
         headers: The headers that authenticate the manifest.
-        slots, rate: As of `Swarm`.
     """
 
     number: int
     token: str
     headers: dict[str, str]
-    slots: int
-    rate: float | None
 
 
 class Held(msgspec.Struct, tag=True, frozen=True):
@@ -140,6 +137,12 @@ class Spent(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class RelayEnded(msgspec.Struct, tag=True, frozen=True):
+    """The server serves a relay no more, whose memory the trainer has changed."""
+
+    number: int
+
+
 class Event(msgspec.Struct, tag=True, frozen=True):
     """An event for the trainer's hooks and its log."""
 
@@ -158,7 +161,9 @@ class LogLine(msgspec.Struct, tag=True, frozen=True):
 ToServer: TypeAlias = (
     Setup | Prepare | Publish | Forget | Retract | Fail | Relayed | Held | EndRelay
 )
-FromServer: TypeAlias = Ready | Done | Released | Spent | Counters | Event | LogLine
+FromServer: TypeAlias = (
+    Ready | Done | Released | Spent | RelayEnded | Counters | Event | LogLine
+)
 
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
 decode_from_server = msgspec.msgpack.Decoder(FromServer).decode

@@ -34,7 +34,6 @@ from aiockpt.errors import (
 )
 from aiockpt.events import emit
 from aiockpt.http.handlers import CheckpointService, ServerConfig, ServerStatistics
-from aiockpt.http.options import Swarm
 from aiockpt.http.relay import Relay
 from aiockpt.http.server import Counters
 from aiockpt.http.server_messages import (
@@ -49,6 +48,7 @@ from aiockpt.http.server_messages import (
     Publish,
     Ready,
     Relayed,
+    RelayEnded,
     Released,
     Retract,
     Setup,
@@ -394,17 +394,8 @@ class ServerProcess:
         try:
             await self._serves()  # as the last thing: a process may die meanwhile
             _check_relay(relay)
-            options = self._config.swarm or Swarm()
-            self._tell(
-                Relayed(
-                    number,
-                    relay.token,
-                    dict(relay.headers),
-                    options.slots,
-                    options.rate,
-                ),
-                [parcel, memory.fd],
-            )
+            message = Relayed(number, relay.token, dict(relay.headers))
+            self._tell(message, [parcel, memory.fd])
         finally:
             os.close(parcel)
         telling = asyncio.create_task(self._tell_held(number, relay))
@@ -428,6 +419,11 @@ class ServerProcess:
             if not await self._answered(number, _LOOK_INTERVAL):
                 logger.warning("the server process is slow to end a relay")
             await asyncio.wait({telling})
+
+    def _end(self, number: int) -> None:
+        for relay, (its_number, _) in self._relays.items():
+            if its_number == number:
+                relay.end()
 
     async def _tell_held(self, number: int, relay: Relay) -> None:
         seen, was_lent = 0, False
@@ -562,6 +558,8 @@ class ServerProcess:
                 self._take_back(message.number)
         elif isinstance(message, Spent):
             self._spend(message.number)
+        elif isinstance(message, RelayEnded):
+            self._end(message.number)
         elif isinstance(message, Counters):
             self._last = message
         elif isinstance(message, Event):

@@ -12,18 +12,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, TypeVar
 
-from aiockpt.errors import (
-    AiockptError,
-    ClosedError,
-    TransportError,
-    UnavailableError,
-)
+from aiockpt.errors import AiockptError
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.download import Download
 from aiockpt.http.membership import Membership
-from aiockpt.http.peers import Peers
+from aiockpt.http.peers import LOST, Peers
 from aiockpt.http.shared_memory import (
     LentMemory,
     NotLentError,
@@ -44,9 +39,6 @@ __all__ = ["HttpSource", "Sharing"]
 
 
 V = TypeVar("V")
-
-_BROKEN: Final = (TransportError, UnavailableError, ClosedError)
-"""After one of these errors the sender is not told that the receive has ended."""
 
 _HTTP: Final = "HTTP"
 _MEMORY: Final = "shared memory"
@@ -115,7 +107,7 @@ class HttpSource:
         trace: TracebackType | None,
     ) -> None:
         """Let go of mapped memory; tell the sender of a failure, unless it is lost."""
-        told = isinstance(error, AiockptError) and not isinstance(error, _BROKEN)
+        told = isinstance(error, AiockptError) and not isinstance(error, LOST)
         swarm, self._swarm = self._swarm, None
         try:
             if swarm is not None:
@@ -209,6 +201,7 @@ class HttpSource:
         """
         if self._swarm is not None and not self._swarm.can_linger:
             await self._swarm.aclose()
+            await self._swarm.said_goodbye()
         if self.medium == _HTTP:
             await self._peers.end_lease(step)
 

@@ -166,8 +166,7 @@ def source_chunk(
         hint: The chunk that the source named to this receiver, if any.
         wanted: What the receiver lacks and requests from nobody.
         rivals: What each known neighbour holds.
-        idle: Seconds since a connection of the receiver is free and no neighbour
-            offers anything that is wanted; 0.0 if this is not so.
+        idle: Seconds for which neighbours have brought nothing.
         usual: Seconds that a request usually takes; 0.0 before the first one.
         chance: Breaks ties.
 

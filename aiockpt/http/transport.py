@@ -33,13 +33,13 @@ from aiockpt.format.chunks import Algorithm
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.handlers import CheckpointService, ServerConfig
+from aiockpt.http.host import RelayHost
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
 from aiockpt.http.membership import Membership
 from aiockpt.http.options import Auth, Receive, Server, Swarm, require_type
 from aiockpt.http.peers import Peers, origins_of
 from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_metadata
-from aiockpt.http.relay import Relay
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.server_process import ServerProcess
 from aiockpt.http.source import HttpSource, Sharing
@@ -178,12 +178,11 @@ class HTTPTransport(CheckpointTransport[T]):
         self._allow_pickle = allow_pickle
         swarm_options = Swarm() if swarm is True else swarm or None
         self._swarm = swarm_options
-        self._memberships: list[Membership] = []
-        # The server process maps what it serves on.
-        self._shares = swarm_options is not None and server.process
+        # The server process maps the memory of what it serves to a swarm.
+        self._shared = swarm_options is not None and server.process
         self._warm = None
         if receive.keep_arena:
-            self._warm = ArenaPool(keep=1, staging=False, shared=self._shares)
+            self._warm = ArenaPool(keep=1, staging=False, shared=self._shared)
         tls, token = auth.ssl_context, self._credentials.token
         self._endpoint = Endpoint(server, advertise=advertise, tls=tls is not None)
         config = ServerConfig(
@@ -208,6 +207,7 @@ class HTTPTransport(CheckpointTransport[T]):
         else:
             self._server = CheckpointServer(config, self._bridge, ssl_context=tls)
             self._store = self._server.store
+        self._host = RelayHost(self._endpoint, self._server, self._bridge)
         self._grace = server.grace
         self._turn = anyio.Lock()  # one send at a time
         self._offered: Snapshot | None = None
@@ -309,20 +309,7 @@ class HTTPTransport(CheckpointTransport[T]):
             OSError: the address cannot be bound; the message names it.
         """
         with self._lifetime.call():
-            await self._serve()
-
-    async def _serve(self) -> None:
-        """Serve, unless an application does. Idempotent.
-
-        If cancelled, the address stays reserved: a receiver that connects waits for a
-        later start. A server process starts nevertheless.
-        """
-        self._endpoint.check()
-        if not self._endpoint.is_mounted:
-            await self._endpoint.prepare(self._bridge)
-        self._endpoint.check()
-        if not self._endpoint.is_mounted:
-            await self._server.start(self._endpoint.listen())
+            await self._host.start()
 
     def mount(self, prefix: str) -> CheckpointService:
         """Return the handlers for an application that serves them below ``prefix``.
@@ -378,7 +365,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 async with deadline:
                     # Within the call, so that a withdrawal wins over the start as
                     # well, and waiting receivers are told if that fails.
-                    await self._serve()
+                    await self._host.start()
                     async with self._turn:
                         self._check_offer(step, before)
                         snapshot = await self._stager.stage(state_dict, step=step)
@@ -410,7 +397,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 offered = self._offered
                 if offered is None:
                     raise StepNotFoundError(step)
-                await self._serve()
+                await self._host.start()
                 if self._store.statistics().step is None:  # its server process has died
                     raise StepNotFoundError(step)
                 self._check_offer(step, before)
@@ -766,12 +753,12 @@ class HTTPTransport(CheckpointTransport[T]):
             await self._withdraw(0.0)  # cut the grace of another call
         self._bridge.refuse()
         await self._lifetime.end(
-            self._stop_lingering,
+            self._host.say_goodbye,
             partial(self._keep_nothing, self._grace if wait else 0.0),
-            self._stop_serving,
+            self._host.stop,
             self._client.aclose,
             partial(self._lifetime.calls_ended, timeout=_CLOSING),
-            self._stop_lingering,
+            self._host.say_goodbye,
             self._drop_warm,
             partial(self._bridge.aclose, timeout=_CLOSING),
         )
@@ -779,36 +766,6 @@ class HTTPTransport(CheckpointTransport[T]):
     async def _keep_nothing(self, grace: float) -> None:
         self._stager.close()
         await self._withdraw(grace)
-
-    async def _stop_serving(self) -> None:
-        self._endpoint.refuse()
-        try:
-            await self._server.stop()
-        finally:
-            self._endpoint.close()  # a hung process keeps copies of the sockets
-
-    # -------------------------------------------------------------------- swarm
-
-    def _membership(self) -> Membership | None:
-        """Return the part of a new receive in a swarm, if it may join one."""
-        if self._swarm is None:
-            return None
-        found = Membership(
-            self._client, self._swarm, self._serve_relay, self._store.end_relay
-        )
-        self._memberships.append(found)
-        return found
-
-    async def _serve_relay(self, relay: Relay) -> str:
-        await self._serve()
-        await self._store.relay(relay)
-        return self.address()
-
-    async def _stop_lingering(self) -> None:
-        for each in tuple(self._memberships):
-            if each.is_lingering:
-                await each.aclose()
-        self._memberships = [each for each in self._memberships if not each.is_over]
 
     async def _drop_warm(self) -> None:
         if self._warm is not None:
@@ -887,7 +844,7 @@ class HTTPTransport(CheckpointTransport[T]):
             direct=direct,
             ports=port_for,
             warm=self._warm,
-            shared=self._shares,
+            shared=self._shared,
         )
         sharing = Sharing(
             wanted=self._same_host is not False and have is None,
@@ -927,12 +884,15 @@ class HTTPTransport(CheckpointTransport[T]):
 
         def attempt(step: int) -> Awaitable[Received]:
             deadline.what = f"step {step} from {peers.name}"
-            source = HttpSource(peers, self._bridge, sharing, self._membership())
+            swarm = None
+            if self._swarm is not None:
+                swarm = Membership(self._client, self._swarm, self._host)
+            source = HttpSource(peers, self._bridge, sharing, swarm)
             return receive_from(source, step, options, self._bridge, deadline)
 
         with self._lifetime.call():
-            await self._stop_lingering()
             async with deadline:
+                await self._host.end_lingering()
                 if step is not None:
                     received = await attempt(step)
                 else:

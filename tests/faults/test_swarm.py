@@ -119,8 +119,8 @@ async def test_the_tracker_is_killed(record: Record) -> None:
 
 def relays(members: list[Transport]) -> list[Relay]:
     """Return what the members serve of what they receive."""
-    found = [membership._relay for each in members for membership in each._memberships]
-    return [each for each in found if each is not None]
+    places = [member._place for each in members for member in each._host.members]
+    return [place.relay for place in places if place is not None]
 
 
 def held(relays: list[Relay]) -> int:

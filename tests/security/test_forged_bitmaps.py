@@ -11,6 +11,7 @@ from aiohttp import web
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
+from aiockpt.http.membership import watch
 from aiockpt.http.peers import Peer
 from aiockpt.http.protocol import Origin
 from tests.support.proofs import proves
@@ -72,9 +73,7 @@ async def test_an_impossible_bitmap_is_refused(
     grid = ChunkGrid(CHUNKS * CHUNK, CHUNK)
     outline = Outline(1, "id", grid, ("",) * CHUNKS, 0)
     async with running(app) as host, transport(swarm=True) as receiver:
-        membership = receiver._membership()
-        assert membership is not None
         member = Peer(Origin(f"http://127.0.0.1:{host.port}/", "token"), have=0)
         with pytest.raises(RemoteProtocolError, match=message):
-            async for _ in membership.watch(member, outline):
+            async for _ in watch(receiver._client, member, outline):
                 pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shlex
@@ -268,6 +269,23 @@ class TestBadConnections:
         chunk = r"chunk \d from http://127.0.0.1:\d+/checkpoint/ has digest"
         assert re.match(chunk, error)
         assert not (tmp_path / "f").exists()
+
+    @pytest.mark.asyncio
+    async def test_a_sender_keeps_nothing_for_one_that_failed(
+        self, tmp_path: Path
+    ) -> None:
+        """It hears of the end, and frees what it replaces."""
+        async with (
+            transport() as sender,
+            proxied(sender, otherwise=FlipAlways()) as proxy,
+        ):
+            await sender.send_checkpoint([], 7, chunked(64))
+            url = through(proxy, sender)
+            fetch = start_aiockpt("fetch", url, "-q", "-o", tmp_path / "f")
+            _, err = await asyncio.to_thread(fetch.communicate, timeout=PATIENCE)
+            assert "has digest" in the_error(err)
+            await sender.send_checkpoint([], 8, chunked(64))
+            assert sender.statistics().superseded == 0
 
     @proves("cell aiockpt fetch: the other one dies")
     def test_a_sender_that_dies(self, file: Path, tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""Where the receives of a transport, or of a command, are served on to a swarm."""
+
+from __future__ import annotations
+
+from aiockpt.errors import LocalProtocolError
+from aiockpt.http.listen import Endpoint
+from aiockpt.http.membership import Membership
+from aiockpt.http.relay import Relay
+from aiockpt.http.server import CheckpointServer
+from aiockpt.http.server_process import ServerProcess
+from aiockpt.runtime.bridge import Bridge
+
+__all__ = ["RelayHost"]
+
+
+class RelayHost:
+    """An address, and the server that serves relays there.
+
+    Args:
+        endpoint: The address.
+        server: Serves there once `start` was called, or an application does.
+        bridge: Resolves a host that is a name.
+
+    Attributes:
+        members: The receives that are in a swarm, until their sources know that they
+            left it. Some of them have returned.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        server: CheckpointServer | ServerProcess,
+        bridge: Bridge,
+    ) -> None:
+        self._endpoint, self._server, self._bridge = endpoint, server, bridge
+        self._store = server.store if isinstance(server, CheckpointServer) else server
+        self._relays: set[Relay] = set()
+        self.members: set[Membership] = set()
+
+    def __repr__(self) -> str:
+        return f"<RelayHost relays={len(self._relays)} members={len(self.members)}>"
+
+    async def start(self) -> None:
+        """Serve, unless an application does. Idempotent.
+
+        If cancelled, the address stays reserved: a receiver that connects waits for a
+        later start. A server process starts nevertheless.
+        """
+        self._endpoint.check()
+        if not self._endpoint.is_mounted:
+            await self._endpoint.prepare(self._bridge)
+        self._endpoint.check()
+        if not self._endpoint.is_mounted:
+            await self._server.start(self._endpoint.listen())
+
+    async def stop(self) -> None:
+        """Serve nothing, and listen no more. Idempotent."""
+        self._endpoint.refuse()
+        try:
+            await self._server.stop()
+        finally:
+            self._endpoint.close()  # a hung process keeps copies of the sockets
+
+    async def enter(self, relay: Relay) -> str:
+        """Serve a relay; return the URL under which members reach it.
+
+        Raises:
+            LocalProtocolError: it cannot be served.
+            AiockptError, OSError: the server cannot start.
+        """
+        if any(each.token == relay.token for each in self._relays):
+            # A request names its relay by the token.
+            raise LocalProtocolError("another receive of the same checkpoint serves it")
+        self._relays.add(relay)
+        await self.start()
+        await self._store.relay(relay)
+        return self._endpoint.url()
+
+    async def leave(self, relay: Relay) -> None:
+        """Serve a relay no more, also if `enter` failed or was cancelled."""
+        if relay in self._relays:
+            await self._store.end_relay(relay)
+            self._relays.discard(relay)
+
+    async def end_lingering(self) -> None:
+        """Serve no receive that has returned; nothing reads its memory any more."""
+        for each in tuple(self.members):
+            if each.is_lingering:
+                await each.aclose()
+
+    async def say_goodbye(self) -> None:
+        """End what lingers; return when the sources of all that left know it."""
+        await self.end_lingering()
+        for each in tuple(self.members):
+            await each.said_goodbye()
+
+    async def aclose(self) -> None:
+        """Serve nothing any more, and wait until the sources know it. Idempotent."""
+        await self.say_goodbye()
+        await self.stop()
