@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
@@ -41,7 +41,7 @@ from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun, bits_of
 from aiockpt.http.manifests import fetch_manifest
 from aiockpt.http.membership import Membership, watch
-from aiockpt.http.peers import Peer, Peers, verdict
+from aiockpt.http.peers import ALL, Peer, Peers, verdict
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.protocol import Origin
 from aiockpt.http.range_fetcher import RangeFetcher
@@ -65,6 +65,8 @@ _TURN = 0.25  # seconds that a run takes where several peers share the work
 _BUSY = 0.25  # seconds between two looks; if it takes longer, this process is slow
 _TICK = 0.05  # seconds after which a free connection looks at the others again
 _SLOW = 3  # runs that are stolen from a member in a row, before it is dropped
+_USELESS = 12.0  # usual requests without a chunk, after which members do not count
+_VAIN = 2  # requests to members for one chunk that are stopped, before only sources
 _REST = 0.1  # seconds for which a member that is busy is not asked
 _LONG_REST = 2.0  # seconds for which a member that did not answer is not asked
 _ALL_PEERS = 4  # most connections to all peers, as a multiple of those to a single one
@@ -122,6 +124,8 @@ class Download:
         self._members: list[Peer] = []
         self._of_members: list[Connection] = []
         self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
+        self._stopped = Counter[int]()  # requests to members, by chunk
+        self._vain = 0  # the chunks that were requested from members in vain
         self._pace = Pace()
         self._moved = 0.0  # when a chunk was verified last, in loop time
         self._helped = 0.0  # when members last brought something, in loop time
@@ -216,12 +220,18 @@ class Download:
         active = self._swarm is not None and self._swarm.is_active
         return active and not self._ranges.gets_deltas(self._left())
 
+    @property
+    def _are_members_useless(self) -> bool:
+        """Whether members have brought nothing for a long time."""
+        usual = self._usual_seconds()
+        return bool(usual) and _now() - self._helped > _USELESS * usual
+
     def _connections_of_each(self) -> int:
         """Return how many connections each peer that is left may use now."""
         most, members = self._most, len(self._members_left())
         if self._one_by_one and not self._members:
             return 1  # a second one would mostly bring what others fetch, too
-        if len(self._left()) == 1 and not members:
+        if len(self._left()) == 1 and (not members or self._are_members_useless):
             return most
         return max(1, min(most, _ALL_PEERS * most // (len(self._peers) + members)))
 
@@ -286,10 +296,11 @@ class Download:
 
     async def _gather(self, swarm: Membership, tasks: TaskGroup) -> None:
         """Add the members that the source names, until everything has come."""
-        lanes, before = 0, self._one_by_one
+        lanes, before = 0, (self._one_by_one, self._are_members_useless)
         while not self._is_done:
-            if self._one_by_one != before:  # then other connections may go on
-                before = not before
+            now = self._one_by_one, self._are_members_useless
+            if now != before:  # then other connections may go on
+                before = now
                 self._news.notify()
             # Deltas of the sources are shorter than the chunks of members.
             gets_deltas = self._ranges.gets_deltas(self._left())
@@ -413,12 +424,18 @@ class Download:
         victims = self._assignments
         if self._one_by_one and self._fresh:
             victims = []  # before the end, there is something else to request
+        elif connection.peer.member:
+            # One that has sent nothing yet may be silent on purpose.
+            left = self._for_members
+            victims = [each for each in victims if rate and each.run.bits & left]
         return choose(connection, queue, victims, rate=rate, now=now)
 
     def _runs_for(self, connection: Connection) -> Iterator[ChunkRun]:
         """Yield the runs that were given back, and then one of fresh chunks."""
-        yield from self._begun
-        peer = connection.peer
+        peer, left = connection.peer, self._for_members
+        for run in self._begun:
+            if not peer.member or run.bits & left:
+                yield run
         wanted = self._fresh & peer.have
         if not wanted:
             return
@@ -438,7 +455,9 @@ class Download:
         """Return the chunk to request from a member or from a source of a swarm."""
         have = [each.have for each in self._members_left()]
         if peer.member:
-            return next_chunk(wanted, have, self._chance)
+            return next_chunk(wanted & self._for_members, have, self._chance)
+        if vain := wanted & ~self._for_members:
+            return next_chunk(vain, (), self._chance)
         now = _now()
         if any(self._fresh & each for each in have):
             # They may offer much, and send little.
@@ -453,6 +472,11 @@ class Download:
             usual=self._usual_seconds(),
             chance=self._chance,
         )
+
+    @property
+    def _for_members(self) -> int:
+        """The chunks that members may be asked for."""
+        return ~self._vain if self._left() else ALL
 
     def _usual_seconds(self) -> float:
         """Return how long a chunk usually takes; 0.0 before anything has come."""
@@ -483,6 +507,10 @@ class Download:
     def _give_back(self, mine: Assignment) -> None:
         """Want what is left of a run; the bad chunks of a member, from others."""
         run, peer = mine.run, mine.connection.peer
+        if peer.member and mine.is_stolen and run.chunk is not None:
+            self._stopped[run.chunk] += 1
+            if self._stopped[run.chunk] >= _VAIN:
+                self._vain |= 1 << run.chunk
         if mine.is_refused or (peer.member and self._fresh):
             self._forget(run.assign(None, _ignore))
             self._fresh |= run.bits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -832,6 +833,29 @@ async def test_members_that_are_slow_on_purpose_are_dropped(body: Any) -> None:
         await all_of(members, url)
     dropped = [each.detail for each in events if each.stop == "drop"]
     assert len({each for each in dropped if "much slower" in each}) >= 2
+
+
+@proves("threat D16")
+async def test_a_chunk_is_requested_from_two_silent_members_at_most() -> None:
+    """Then the sender gives it, and the receive has an end."""
+    async with (
+        told() as events,
+        sending() as sender,
+        slow(sender) as url,
+        AsyncExitStack() as stack,
+        receivers(1, timeout=60) as members,
+    ):
+        for number in range(24):
+            who = impostor(sender, url, stay_silent, number=number)
+            await stack.enter_async_context(who)
+        await all_of(members, url)
+    source = url.partition("#")[0]
+    vain = Counter(
+        re.findall(r"too slow with chunk \d+", each.detail)[0]
+        for each in events
+        if each.stop == "retry" and each.peer != source
+    )
+    assert 0 < max(vain.values()) <= 2
 
 
 @proves("threat I9")
