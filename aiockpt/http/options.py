@@ -6,6 +6,8 @@ import os
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
+from numbers import Real
 
 import aiohttp
 
@@ -24,9 +26,13 @@ _LONGEST_ZONE = 64
 def require(*, at_least: float = 0, **options: float) -> None:
     """Raise ``ValueError`` that names the first option below ``at_least``.
 
-    NaN counts as below every number.
+    NaN counts as below every number. What is no number raises ``TypeError``.
     """
     for name, value in options.items():
+        given: object = value  # callers without types pass anything
+        if isinstance(given, bool) or not isinstance(given, Real):
+            got = type(given).__name__
+            raise TypeError(f"{name} must be a number, got {got}")
         if not value >= at_least:
             raise ValueError(f"{name} must be at least {at_least:g}, got {value!r}")
 
@@ -34,11 +40,15 @@ def require(*, at_least: float = 0, **options: float) -> None:
 def require_type(
     kind: type[object] | tuple[type[object], ...], **options: object
 ) -> None:
-    """Raise ``TypeError`` that names the first option that is not a ``kind``."""
+    """Raise ``TypeError`` that names the first option that is not a ``kind``.
+
+    A ``bool`` counts as an ``int`` to Python, but not here.
+    """
     kinds = kind if isinstance(kind, tuple) else (kind,)
     wanted = " or ".join(each.__name__ for each in kinds)
     for name, value in options.items():
-        if not isinstance(value, kinds):
+        is_bool = isinstance(value, bool) and bool not in kinds
+        if is_bool or not isinstance(value, kinds):
             got = type(value).__name__  # not the value, which may be a token
             raise TypeError(f"{name} must be of type {wanted}, got {got}")
 
@@ -110,8 +120,9 @@ class Swarm:
     Attributes:
         linger: Seconds for which the receiver goes on serving after a receive has
             returned new tensors. The next receive ends this. Do not change the tensors
-            meanwhile: the first chunk that has changed ends the serving. A receive into
-            a template does not linger.
+            meanwhile: the first chunk that has changed ends the serving. Their memory
+            stays until then, also if you drop them. A receive into a template does not
+            linger.
         slots: How many bodies the receiver sends at a time; further requests wait. The
             source of a swarm sends twice as many to receivers that can join.
         rate: Bytes per second that the receiver sends at most. None: no limit. Only
@@ -131,9 +142,15 @@ class Swarm:
         require(at_least=1, slots=self.slots)
         if self.rate is not None:
             require(at_least=1, rate=self.rate)
+            if self.rate == inf:
+                raise ValueError("rate must be finite; None is for no limit")
         require_type(str, zone=self.zone)
         if len(self.zone) > _LONGEST_ZONE:
             raise ValueError(f"zone must have at most {_LONGEST_ZONE} characters")
+        try:
+            self.zone.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"zone cannot be encoded: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from math import inf, nan
 from typing import Any
 
 import aiohttp
@@ -43,7 +44,7 @@ async def swarming(
         enter = stack.enter_async_context
         sender = await enter(transport(**options))
         joining: dict[str, Any] = {"swarm": True, "same_host": False}
-        members = [await enter(transport(**joining, **each)) for each in receivers]
+        members = [await enter(transport(**{**joining, **each})) for each in receivers]
         proxy = await enter(proxied(sender, otherwise=Drip(RATE, burst=8192)))
         yield sender, members, through(proxy, sender)
 
@@ -65,6 +66,45 @@ async def all_of(
     return await asyncio.gather(
         *(each.recv_checkpoint(0, metadata, step, **options) for each in members)
     )
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "reason"),
+    [
+        ({"linger": -1.0}, ValueError, "linger must be at least 0, got -1.0"),
+        ({"linger": "30"}, TypeError, "linger must be a number, got str"),
+        ({"linger": None}, TypeError, "linger must be a number, got NoneType"),
+        ({"linger": nan}, ValueError, "linger must be at least 0, got nan"),
+        ({"slots": 0}, ValueError, "slots must be at least 1, got 0"),
+        ({"slots": 1.5}, TypeError, "slots must be of type int, got float"),
+        ({"slots": True}, TypeError, "slots must be of type int, got bool"),
+        ({"rate": 0}, ValueError, "rate must be at least 1, got 0"),
+        ({"rate": "x"}, TypeError, "rate must be a number, got str"),
+        ({"rate": inf}, ValueError, "rate must be finite; None is for no limit"),
+        ({"zone": 3}, TypeError, "zone must be of type str, got int"),
+        ({"zone": "z" * 65}, ValueError, "zone must have at most 64 characters"),
+        ({"zone": "\ud800"}, ValueError, "zone cannot be encoded"),
+    ],
+    ids=repr,
+)
+async def test_bad_values(
+    option: dict[str, Any], error: type[Exception], reason: str
+) -> None:
+    """They are refused where they are given."""
+    with pytest.raises(error, match=reason):
+        Swarm(**option)
+
+
+async def test_a_receiver_may_linger_until_it_receives_again() -> None:
+    """Or is shut down."""
+    forever = {"swarm": Swarm(linger=inf)}
+    async with swarming(forever, forever) as (sender, members, url):
+        await sender.send_checkpoint([], 1, STATE)
+        for _ in range(2):
+            await all_of(members, url)
+            for each in members:
+                (member,) = each._host.members
+                assert member.is_lingering
 
 
 # -------------------------------------------------------------------------- TLS
