@@ -9,6 +9,7 @@ import os
 import sys
 from contextlib import aclosing
 from functools import partial
+from typing import Annotated
 
 import msgspec
 
@@ -27,35 +28,36 @@ _BAR = 20
 _HEADS = ("MEMBER", "ADDRESS", "ZONE", "HAS", "", "RECEIVES", "COMPLAINTS")
 _COUNTS = ("readers", "waiting", "requests", "refused")
 _CLEAR = "\x1b[H\x1b[2J"
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class _Serving(msgspec.Struct):
     step: int
     snapshot_id: str
-    total_bytes: int
+    total_bytes: _Count
 
 
 class _Member(msgspec.Struct):
     id: str
     url: str
     zone: str
-    have: int
-    complaints: int
+    have: _Count
+    complaints: _Count
 
 
 class _Swarm(msgspec.Struct):
-    chunks: int
-    given: int
+    chunks: _Count
+    given: _Count
     members: list[_Member]
-    more: int = 0
+    more: _Count = 0
 
 
 class _Status(msgspec.Struct):
-    readers: int
-    waiting: int
-    bytes_sent: int
-    requests: int
-    refused: int
+    readers: _Count
+    waiting: _Count
+    bytes_sent: _Count
+    requests: _Count
+    refused: _Count
     swarm: _Swarm | None
 
 
@@ -110,7 +112,7 @@ async def _ask(client: CheckpointClient, origin: Origin) -> _Answer:
         body = await answer.read(_LONGEST, "its status")
     try:
         return _decode(body)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         detail = f"{origin.base_url} does not show its status: {error}"
         raise RemoteProtocolError(detail) from None
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from asyncio.subprocess import PIPE
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -128,6 +129,44 @@ async def test_what_is_no_sender() -> None:
     async with serving(memory()) as site:
         code, _, err = await top(f"{site.url}#wrong")
         assert (code, "the token" in the_error(err)) == (1, True)
+
+
+STATUS: dict[str, Any] = {
+    **dict.fromkeys(("readers", "waiting", "bytes_sent", "requests", "refused"), 0),
+    "swarm": None,
+}
+SERVING = {"step": 1, "snapshot_id": "id", "total_bytes": 1}
+MEMBER = {"id": "m1", "url": "http://h/", "zone": "", "have": 0, "complaints": 0}
+
+
+def swarm(**changes: Any) -> str:
+    """Return a status with a member and these changes."""
+    found = {"chunks": 1, "given": 0, "members": [MEMBER], **changes}
+    return json.dumps({"serving": SERVING, "status": {**STATUS, "swarm": found}})
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "body",
+    [
+        "[" * 100_000,
+        json.dumps({"serving": None, "status": {**STATUS, "bytes_sent": 10**400}}),
+        swarm(members=[{**MEMBER, "have": -(10**400)}]),
+        swarm(more=-3),
+    ],
+    ids=["deep", "huge", "negative", "fewer than none"],
+)
+async def test_an_absurd_status(body: str) -> None:
+    """It is refused in one line."""
+
+    async def absurd(_: web.Request) -> web.Response:
+        return web.Response(text=body, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_get("/checkpoint/", absurd)
+    async with running(app) as host:
+        code, _, err = await top(f"{host.url}/checkpoint/")
+    assert (code, "does not show its status" in the_error(err)) == (1, True)
 
 
 def test_a_step_means_nothing(cli: Commands) -> None:
