@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Final
 
 __all__ = ["PAGE", "PAGE_HEADERS", "wants_page"]
 
 _HTML: Final = "text/html"
+_REFUSED: Final = re.compile(r"q=0(\.0*)?")
 
 _STYLE: Final = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2328; background: #f6f8fa;
@@ -198,4 +200,8 @@ PAGE_HEADERS: Final[Mapping[str, str]] = {
 
 def wants_page(accept: str) -> bool:
     """Return whether a request with this ``Accept`` is that of a browser."""
-    return _HTML in accept.lower()
+    for each in accept.lower().split(","):
+        kind, *parameters = (part.strip() for part in each.split(";"))
+        if kind == _HTML:
+            return not any(_REFUSED.fullmatch(part) for part in parameters)
+    return False

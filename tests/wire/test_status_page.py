@@ -144,6 +144,22 @@ async def test_the_page_has_no_data() -> None:
             assert hidden not in str(answer)
 
 
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("application/json, text/html;q=0", "application/json"),
+        ("text/html; level=1; q=0.0, */*", "application/json"),
+        ("text/htmlx", "application/json"),
+        ("*/*, TEXT/HTML ;q=0.1", "text/html; charset=utf-8"),
+    ],
+)
+async def test_a_client_may_refuse_the_page(accept: str, kind: str) -> None:
+    """By a quality of zero (RFC 9110, 12.4.2)."""
+    async with serving(memory()) as site, site.peer() as peer:
+        answer = await peer.ask("/checkpoint/", Accept=accept)
+    assert answer.headers["Content-Type"] == kind
+
+
 @proves("threat I7")
 async def test_the_policy_lets_only_the_page_itself_run() -> None:
     """By the digests of what is in it."""
