@@ -31,9 +31,11 @@ from anyio.abc import TaskGroup
 
 from aiockpt.errors import (
     AiockptError,
+    AuthenticationError,
     ClosedError,
     LocalProtocolError,
     StagingError,
+    StepNotFoundError,
     TransportError,
 )
 from aiockpt.events import TransferEvent, emit
@@ -41,7 +43,7 @@ from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun, bits_of
 from aiockpt.http.manifests import fetch_manifest
 from aiockpt.http.membership import Membership, watch
-from aiockpt.http.peers import ALL, Peer, Peers, verdict
+from aiockpt.http.peers import ALL, MemberLeftError, Peer, Peers, verdict
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.protocol import Origin
 from aiockpt.http.range_fetcher import RangeFetcher
@@ -676,6 +678,9 @@ class Download:
         """
         if peer.error is not None:
             return  # another of its connections has failed before
+        if peer.member and isinstance(error, AuthenticationError | StepNotFoundError):
+            # A member that has left knows neither the token nor the step.
+            error = MemberLeftError(self._outline.step, url=peer.origin.base_url)
         members = [each for each in self._members_left() if each is not peer]
         if len(self._peers) == 1 and not peer.member and not members:
             peer.error = error  # so that its other connections stop

@@ -93,6 +93,7 @@ _KEEP_ALIVE: Final = 2.0  # seconds
 _SHORTEST: Final = 0.1  # seconds between two signs of life
 _INTERRUPTS: Final = 1.0  # seconds between two of the same receive
 _MOST_WATCHERS: Final = 64  # members that are told of new chunks
+_MOST_WATCHERS_OF_HOST: Final = 32
 _MOST_OF_SLOT: Final = 2  # chunks in a body that holds a slot
 _UNSENT: Final = 4  # the kernel may hold a fourth of such a body,
 _LEAST_UNSENT: Final = 32 << 10  # and at least so many bytes
@@ -194,7 +195,7 @@ class CheckpointService:
         self._deltas = Deltas(self._threads)
         self._rounds = _Rounds()
         self._bodies: dict[BodySender, Publication] = {}
-        self._watchers = 0
+        self._watchers = Counter[str]()  # streams of what a relay has, by host
         self._interrupted: dict[str, float] = {}  # ids of leases, and when
         self._slots = Slots(2 * (config.swarm or Swarm()).slots)
         self._reach = None if config.peers is None else Reach(config.peers)
@@ -526,12 +527,14 @@ class CheckpointService:
         if not isinstance(relay, Relay):
             body = http.format_have((1 << count) - 1, count)
             return _Answer(body=body, headers=reply.headers)
-        if self._watchers >= _MOST_WATCHERS:
+        host, watchers = plain_address(request.remote or ""), self._watchers
+        is_full = watchers[host] >= _MOST_WATCHERS_OF_HOST
+        if is_full or watchers.total() >= _MOST_WATCHERS:
             raise PeerBusy(retry_after=_RETRY_AFTER)
         response = _Stream(headers=reply.headers)
         asked = http.parse_prefer_wait(request.headers.get("Prefer"))
         every = max(asked or _KEEP_ALIVE, _SHORTEST)
-        self._watchers += 1
+        watchers[host] += 1
         try:
             await response.prepare(request)
             seen = len(relay.order)
@@ -552,7 +555,9 @@ class CheckpointService:
         except TimeoutError:
             _transport_of(request).abort()
         finally:
-            self._watchers -= 1
+            watchers[host] -= 1
+            if not watchers[host]:
+                del watchers[host]
         return response
 
     async def _relay(
@@ -566,9 +571,9 @@ class CheckpointService:
         relay = cast("Relay", publication.servable)
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(relay.headers)
-        if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
-            return _Stream(status=reply.status, headers=reply.headers)
         chunks = _chunks_over(publication, reply)
+        if reply.status == HTTPStatus.NOT_MODIFIED:
+            return _Stream(status=reply.status, headers=reply.headers)
         if len(chunks) > _MOST_OF_SLOT:
             raise RefusedError(
                 HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
@@ -576,6 +581,8 @@ class CheckpointService:
             )
         if not relay.has(chunks):
             return _Stream(status=HTTPStatus.NO_CONTENT, headers=self._identity)
+        if request.method == "HEAD":
+            return _Stream(status=reply.status, headers=reply.headers)
         nbytes, wait = reply.stop - reply.start, self._wait_of(request)
         least = nbytes / relay.pace if relay.pace else 0.0
         async with relay.slots.take(nbytes, wait=wait, least=least) as sent:

@@ -174,7 +174,8 @@ class Membership:
         self._relay: Relay | None = None  # None before the manifest, and at the end
         self._place: _Place | None = None  # None before the join
         self._task: asyncio.Task[None] | None = None  # from the join on
-        self._until = math.inf  # when to leave: finite if it lingers, -inf if it leaves
+        self._lingers = self._leaves = False
+        self._until = math.inf  # when to leave
         self._gone = asyncio.Event()  # nothing is served, or will be
 
     def __repr__(self) -> str:
@@ -261,14 +262,14 @@ class Membership:
     def linger(self) -> None:
         """Serve for a while without the receive."""
         assert self._relay is not None, "it can linger"
-        self._until = _now() + self._options.linger
+        self._lingers, self._until = True, _now() + self._options.linger
         self.members.clear()
         self._relay.lend()
 
     @property
     def is_lingering(self) -> bool:
         """Whether it serves, or says goodbye, without the receive."""
-        return self._until < math.inf
+        return self._lingers
 
     async def aclose(self) -> None:
         """Serve no more; once this returns, nothing reads the memory. Idempotent.
@@ -283,8 +284,8 @@ class Membership:
         if relay is not None:
             relay.let_go()  # so bodies end at their next slice
         if self._task is not None:
-            if self._until > -math.inf:  # else it is leaving by itself
-                self._until = -math.inf
+            if not self._leaves:
+                self._leaves = True
                 self._task.cancel()
             with anyio.CancelScope(shield=True):
                 await self._gone.wait()
@@ -309,16 +310,19 @@ class Membership:
         except (AiockptError, OSError) as error:
             place.tell(f"in no swarm: {error}", level=logging.WARNING)
         finally:
-            self._until = -math.inf
+            self._leaves = True
             relay.let_go()
             await self._host.leave(relay)
             self._gone.set()
             if url is not None:
                 await self._say_goodbye(place, url)
 
-    def _end(self, _: asyncio.Task[None]) -> None:
+    def _end(self, task: asyncio.Task[None]) -> None:
         self._gone.set()  # also if it was cancelled before it began
         self._host.members.discard(self)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._place is not None:
+            self._place.tell(f"in no swarm: {error!r}", level=logging.ERROR)
 
     async def _announce_always(self, place: _Place, url: str) -> None:
         part, lease, knows, relay = FIRST, _AGAIN, True, place.relay
@@ -362,7 +366,7 @@ class Membership:
         del known.complaints[: len(bad)]
         try:
             found = msgspec.json.decode(body, type=http.AnnounceResponse)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise RemoteProtocolError(
                 f"{request.url} sent a malformed answer: {error}"
             ) from None

@@ -56,6 +56,7 @@ from aiockpt.runtime.tasks import Notifier, run_all
 __all__ = [
     "ALL",
     "LOST",
+    "MemberLeftError",
     "OtherSnapshotError",
     "Peer",
     "Peers",
@@ -85,6 +86,13 @@ class OtherSnapshotError(CheckpointChangedError):
             f"{self.url} serves another snapshot of this step, {self.actual}; the "
             f"others serve {self.expected}"
         )
+
+
+class MemberLeftError(StepNotFoundError):
+    """A member of a swarm serves the step no more."""
+
+    def __str__(self) -> str:
+        return f"{self.url} has left the swarm"
 
 
 @dataclass(eq=False, slots=True)
@@ -132,6 +140,7 @@ class Peer:
         if self.error is not None:
             return
         self.error = error
+        is_usual = isinstance(error, MemberLeftError)
         emit(
             TransferEvent(
                 stop="drop",
@@ -139,7 +148,7 @@ class Peer:
                 peer=self.origin.base_url,
                 nbytes=self.given,
                 detail=str(error),
-                level=logging.WARNING,
+                level=logging.INFO if is_usual else logging.WARNING,
             )
         )
 

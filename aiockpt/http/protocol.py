@@ -387,7 +387,11 @@ def format_prefer_wait(seconds: float) -> str:
     return f"wait={wait:.0f}" if wait >= 10 else f"wait={wait:.3f}"
 
 
-_Id = Annotated[str, msgspec.Meta(max_length=16)]
+LONGEST_URL = 512
+"""Characters of a member's URL."""
+
+_Id = Annotated[str, msgspec.Meta(min_length=1, max_length=16)]
+_Url = Annotated[str, msgspec.Meta(max_length=LONGEST_URL)]
 
 
 class Announcement(msgspec.Struct, omit_defaults=True):
@@ -401,7 +405,7 @@ class Announcement(msgspec.Struct, omit_defaults=True):
         known: The ids of members that it asks for chunks, or that failed.
     """
 
-    url: Annotated[str, msgspec.Meta(max_length=512)]
+    url: _Url
     zone: Annotated[str, msgspec.Meta(max_length=64)] = ""
     have: Annotated[int, msgspec.Meta(ge=0)] = 0
     bad: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=16)] = ()
@@ -412,7 +416,7 @@ class MemberInfo(msgspec.Struct, omit_defaults=True):
     """A member as the source names it to another one; see `Announcement`."""
 
     id: _Id
-    url: Annotated[str, msgspec.Meta(max_length=512)]
+    url: _Url
     zone: Annotated[str, msgspec.Meta(max_length=64)] = ""
     have: Annotated[int, msgspec.Meta(ge=0)] = 0
 

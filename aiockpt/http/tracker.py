@@ -20,7 +20,13 @@ import msgspec
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.problems import PeerBusy
-from aiockpt.http.protocol import Announcement, AnnounceResponse, MemberInfo, url_fault
+from aiockpt.http.protocol import (
+    LONGEST_URL,
+    Announcement,
+    AnnounceResponse,
+    MemberInfo,
+    url_fault,
+)
 from aiockpt.http.security import endpoint
 from aiockpt.http.swarm import (
     LEASE,
@@ -384,7 +390,7 @@ def _reachable(url: str, host: str | None) -> str:
     """Return a member's URL with a slash at its end, and with this host.
 
     Raises:
-        RemoteProtocolError: it names no server.
+        RemoteProtocolError: it names no server, or gets too long by that.
     """
     if fault := url_fault(url):
         raise RemoteProtocolError(f"the URL of the member is bad: {fault}")
@@ -393,7 +399,11 @@ def _reachable(url: str, host: str | None) -> str:
     if host is not None:
         name = f"[{host}]" if ":" in host else host
         place = name if parts.port is None else f"{name}:{parts.port}"
-    return f"{parts.scheme}://{place}{parts.path.rstrip('/')}/"
+    found = f"{parts.scheme}://{place}{parts.path.rstrip('/')}/"
+    if len(found) > LONGEST_URL:
+        detail = f"{len(found)} characters, with the host from which it came"
+        raise RemoteProtocolError(f"the URL of the member is bad: it has {detail}")
+    return found
 
 
 def _now() -> float:

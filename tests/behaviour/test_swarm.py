@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import signal
@@ -379,8 +380,12 @@ async def test_what_the_caller_has_changed_is_not_sent(process: bool) -> None:
         async with receivers(1) as (late,):
             await all_of([late], url)
         assert [each.statistics().bytes_sent for each in members] == before
-        asked = {each.peer for each in events if each.stop == "drop"}
+        dropped = [each for each in events if each.stop == "drop"]
+        asked = {each.peer for each in dropped}
         assert asked
+        for each in dropped:  # which is nothing to worry about
+            assert each.detail == f"{each.peer} has left the swarm"
+            assert each.level == logging.INFO
         await settle(lambda: len(latest(sender).tracker) == len(members) - len(asked))
     assert not any("digest" in each.detail for each in events)
 
@@ -646,13 +651,18 @@ async def test_a_receiver_has_no_descriptor_for_members(
 
 @asynccontextmanager
 async def membership_of(
-    sender: Transport, receiver: Transport
+    sender: Transport, receiver: Transport, tracker: str = ""
 ) -> AsyncIterator[Membership]:
-    """Have a receiver join the swarm of a sender, without a download."""
+    """Have a receiver join the swarm of a sender, without a download.
+
+    The announcements go to ``tracker``, or to the sender.
+    """
     found = Membership(receiver._client, Swarm(), receiver._host)
     found.begin(latest(sender).servable.manifest, {})
     lease = Lease.begin(asyncio.get_running_loop().time() + 60, joins=True)
     origin = replace(parse_metadata(sender.metadata()), lease=lease)
+    if tracker:
+        origin = replace(origin, base_url=tracker)
     found.join(Peer(origin), Token("of the swarm"))
     try:
         yield found
@@ -712,6 +722,58 @@ async def test_a_lie_is_reported_by_a_receiver_that_ends(
     (member,) = status["swarm"]["members"]
     assert name.startswith(f"{member['id']}-")
     assert member["complaints"] == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b"[" * 60_000,
+        b'{"id": "m1", "lease": 6, "members": [{"id": "", "url": "http://h/"}]}',
+    ],
+    ids=["empty", "deep", "nameless"],
+)
+async def test_a_source_that_answers_nonsense_is_told_no_more(body: bytes) -> None:
+    """An event says why."""
+    asked = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.method)
+        return web.Response(body=body, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_route("*", "/1/members", answer)
+    async with (
+        told() as events,
+        sending() as sender,
+        running(app) as host,
+        receivers(1) as (receiver,),
+        membership_of(sender, receiver, f"http://127.0.0.1:{host.port}/"),
+    ):
+        await settle(lambda: any("no more" in each.detail for each in events))
+        (why,) = [each.detail for each in events if "no more" in each.detail]
+        assert "sent a malformed answer" in why
+        assert asked == ["POST"]
+
+
+@pytest.mark.allow_error_logs
+async def test_an_error_of_our_own_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receive goes on without a swarm."""
+
+    async def fail(*_: object) -> None:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(Membership, "_announce_always", fail)
+    async with (
+        told() as events,
+        sending() as sender,
+        receivers(2) as members,
+        slow(sender) as url,
+    ):
+        await all_of(members, url)
+    found = [each for each in events if each.stop == "swarm"]
+    assert [each.detail for each in found] == ["in no swarm: RuntimeError('odd')"] * 2
+    assert {each.level for each in found} == {logging.ERROR}
 
 
 async def test_a_liar_comes_back_under_no_other_path() -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from contextlib import AsyncExitStack
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from typing import Any
 
 import pytest
 
 from aiockpt.http.options import Swarm
+from aiockpt.http.relay import Relay
 from aiockpt.http.tokens import swarm_token
+from aiockpt.memory.arena import Arena
+from aiockpt.runtime.secrets import Token
 from tests.support.proofs import proves
 from tests.support.servers import TOKEN, Answer, Memory, Site, serving
 
@@ -186,7 +191,9 @@ async def test_a_body_holds_its_slot_until_it_has_left() -> None:
         ({**SAID, "have": -1}, A, {}, 400),
         ({**SAID, "zone": "z" * 65}, A, {}, 400),
         ({**SAID, "bad": ["m1"] * 17}, A, {}, 400),
+        ({**SAID, "bad": [""]}, A, {}, 400),
         ({"url": "http://x/" + "y" * 600}, A, {}, 400),
+        ({"url": "http://x/" + "y" * 500}, A, {}, 400),  # with the host that it gets
         ({**SAID, "more": "x" * 9000}, A, {}, 400),
         (SAID, A, {"If-Match": '"other"'}, 412),
         (SAID, A, {"Authorization": "Bearer no"}, 401),
@@ -218,6 +225,57 @@ async def test_where_there_is_no_swarm() -> None:
         assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
         path = "/checkpoint/8/members"
         assert (await post(site, A, SAID, path=path)).status == 404
+
+
+@asynccontextmanager
+async def relaying(site: Site, chunks: Iterable[int]) -> AsyncIterator[dict[str, str]]:
+    """Serve these chunks of a receive; give the headers of a request to it."""
+    held = memory()
+    relay = Relay(held.manifest, {}, slots=2)
+    relay.token = Token("of-members")
+    with closing(Arena(len(held.data))) as relay.memory:
+        for chunk in chunks:
+            relay.add(chunk)
+        await site.store.relay(relay)
+        try:
+            yield {"Authorization": f"Bearer {relay.token}"}
+        finally:
+            await site.store.end_relay(relay)
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("full", 416), ("3", 200), ("4", 204), ("metadata", 200)]
+)
+async def test_a_member_says_what_it_would_send(path: str, status: int) -> None:
+    """``HEAD`` has the status of a ``GET``, also for what it lacks."""
+    async with (
+        serving(swarm=SWARM) as site,
+        relaying(site, [3]) as headers,
+        site.peer() as peer,
+    ):
+        for method in ("HEAD", "GET"):
+            path = f"/checkpoint/7/{path.rpartition('/')[2]}"
+            answer = await peer.ask(path, method=method, **headers)
+            assert answer.status == status
+
+
+@proves("threat D18")
+async def test_one_host_leaves_streams_for_others() -> None:
+    """Of what a member has: at most a half is its own."""
+    async with (
+        serving(swarm=SWARM) as site,
+        relaying(site, [3]) as headers,
+        AsyncExitStack() as stack,
+    ):
+
+        async def watch(host: str) -> int:
+            peer = await stack.enter_async_context(site.peer(host=host))
+            await peer.request("/checkpoint/7/have", **headers)
+            return (await peer.head()).status
+
+        found = Counter([await watch("127.0.0.1") for _ in range(40)])
+        assert found == {200: 32, 503: 8}
+        assert await watch("127.0.0.2") == 200
 
 
 async def test_a_complete_server_has_everything() -> None:
