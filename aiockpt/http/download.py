@@ -212,6 +212,10 @@ class Download:
     def _left(self) -> list[Peer]:
         return [peer for peer in self._peers if peer.error is None]
 
+    def _sources(self) -> list[Peer]:
+        """Return those of them that are known to hold the checkpoint."""
+        return [peer for peer in self._left() if peer.joined]
+
     def _members_left(self) -> list[Peer]:
         """Return the members that have said what they have."""
         return [peer for peer in self._members if peer.joined and peer.error is None]
@@ -226,7 +230,8 @@ class Download:
     def _are_members_useless(self) -> bool:
         """Whether members have brought nothing for a long time."""
         usual = self._usual_seconds()
-        return bool(usual) and _now() - self._helped > _USELESS * usual
+        idle = _now() - max(self._helped, self._pace.last_from_member)
+        return bool(usual) and idle > _USELESS * usual
 
     def _connections_of_each(self) -> int:
         """Return how many connections each peer that is left may use now."""
@@ -332,8 +337,8 @@ class Download:
         """
         refusals = 0
         while not self._is_done:
-            wanted, waits = self._fresh, refusals + 1 >= _TRIES
-            for run in self._begun:
+            wanted, waits = self._fresh & self._for_members, refusals + 1 >= _TRIES
+            for run in filter(self._is_for_members, self._begun):
                 wanted |= run.bits
             job, members = None, self._of_members
             connection = choose_member(members, wanted, now=_now(), chance=self._chance)
@@ -374,7 +379,7 @@ class Download:
         Otherwise members that send slowly on purpose could hold all connections.
         """
         usual, now = max(self._pace.of_members, self._pace.of_sources), _now()
-        peers = [*self._left(), *self._members_left()]
+        peers = [*self._sources(), *self._members_left()]
         for each in self._assignments if usual else ():
             connection, run = each.connection, each.run
             is_slow = now - each.began > _LONG * usual + _LONGER
@@ -428,15 +433,15 @@ class Download:
             victims = []  # before the end, there is something else to request
         elif connection.peer.member:
             # One that has sent nothing yet may be silent on purpose.
-            left = self._for_members
-            victims = [each for each in victims if rate and each.run.bits & left]
+            mine = self._is_for_members
+            victims = [each for each in victims if rate and mine(each.run)]
         return choose(connection, queue, victims, rate=rate, now=now)
 
     def _runs_for(self, connection: Connection) -> Iterator[ChunkRun]:
         """Yield the runs that were given back, and then one of fresh chunks."""
-        peer, left = connection.peer, self._for_members
+        peer = connection.peer
         for run in self._begun:
-            if not peer.member or run.bits & left:
+            if not peer.member or self._is_for_members(run):
                 yield run
         wanted = self._fresh & peer.have
         if not wanted:
@@ -478,7 +483,11 @@ class Download:
     @property
     def _for_members(self) -> int:
         """The chunks that members may be asked for."""
-        return ~self._vain if self._left() else ALL
+        return ~self._vain if self._sources() else ALL
+
+    def _is_for_members(self, run: ChunkRun) -> bool:
+        """Say whether members may be asked for the first chunk of a run."""
+        return run.chunk is None or bool(self._for_members >> run.chunk & 1)
 
     def _usual_seconds(self) -> float:
         """Return how long a chunk usually takes; 0.0 before anything has come."""

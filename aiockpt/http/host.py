@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from aiockpt.errors import LocalProtocolError
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.membership import Membership
 from aiockpt.http.relay import Relay
@@ -34,11 +33,10 @@ class RelayHost:
     ) -> None:
         self._endpoint, self._server, self._bridge = endpoint, server, bridge
         self._store = server.store if isinstance(server, CheckpointServer) else server
-        self._relays: set[Relay] = set()
         self.members: set[Membership] = set()
 
     def __repr__(self) -> str:
-        return f"<RelayHost relays={len(self._relays)} members={len(self.members)}>"
+        return f"<RelayHost {self._endpoint} members={len(self.members)}>"
 
     async def start(self) -> None:
         """Serve, unless an application does. Idempotent.
@@ -64,23 +62,19 @@ class RelayHost:
     async def enter(self, relay: Relay) -> str:
         """Serve a relay; return the URL under which members reach it.
 
+        Of two relays of one snapshot, the second is read once the first has ended.
+
         Raises:
-            LocalProtocolError: it cannot be served.
+            LocalProtocolError: the server process cannot map the memory.
             AiockptError, OSError: the server cannot start.
         """
-        if any(each.token == relay.token for each in self._relays):
-            # A request names its relay by the token.
-            raise LocalProtocolError("another receive of the same checkpoint serves it")
-        self._relays.add(relay)
         await self.start()
         await self._store.relay(relay)
         return self._endpoint.url()
 
     async def leave(self, relay: Relay) -> None:
         """Serve a relay no more, also if `enter` failed or was cancelled."""
-        if relay in self._relays:
-            await self._store.end_relay(relay)
-            self._relays.discard(relay)
+        await self._store.end_relay(relay)
 
     async def end_lingering(self) -> None:
         """Serve no receive that has returned; nothing reads its memory any more."""

@@ -125,17 +125,23 @@ class _Known:
         self._avoided: dict[tuple[str, int], tuple[float, int, str]] = {}
 
     def learn(self, place: _Place, named: tuple[http.MemberInfo, ...]) -> None:
-        """Take the members that are not known yet, as far as more are needed."""
-        known, now = {each.origin.base_url for each in self.members}, _now()
+        """Take the members that are not known yet, as far as more are needed.
+
+        A source that has started again has new ids for those that are known.
+        """
+        known, now = {each.origin.base_url: each for each in self.members}, _now()
         for info in named:
             url = f"{info.url.rstrip('/')}/"
-            if len(self.members) >= _MOST or url in known or http.url_fault(url):
+            if url in known:
+                known[url].member = info.id
+                continue
+            if len(self.members) >= _MOST or http.url_fault(url):
                 continue
             until, *_ = self._avoided.get(endpoint(url), (0.0, 0, ""))
             if until <= now and place.is_private(url):
                 origin = http.Origin(url, place.relay.token)
-                self.members.append(Peer(origin, have=0, member=info.id))
-                known.add(url)
+                known[url] = Peer(origin, have=0, member=info.id)
+                self.members.append(known[url])
 
     def drop(self, member: Peer, error: AiockptError) -> None:
         """Ask a member no more, or not for a while; complain about wrong bytes."""

@@ -7,7 +7,6 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from numbers import Real
 
 import aiohttp
 
@@ -29,11 +28,12 @@ def require(*, at_least: float = 0, **options: float) -> None:
     NaN counts as below every number. What is no number raises ``TypeError``.
     """
     for name, value in options.items():
-        given: object = value  # callers without types pass anything
-        if isinstance(given, bool) or not isinstance(given, Real):
-            got = type(given).__name__
-            raise TypeError(f"{name} must be a number, got {got}")
-        if not value >= at_least:
+        try:
+            is_bad = not value >= at_least
+        except TypeError:
+            got = type(value).__name__
+            raise TypeError(f"{name} must be a number, got {got}") from None
+        if is_bad:
             raise ValueError(f"{name} must be at least {at_least:g}, got {value!r}")
 
 
@@ -51,6 +51,14 @@ def require_type(
         if is_bool or not isinstance(value, kinds):
             got = type(value).__name__  # not the value, which may be a token
             raise TypeError(f"{name} must be of type {wanted}, got {got}")
+
+
+def _float(number: float) -> float:
+    """Return a number of any type as a float; infinity if it is too large."""
+    try:
+        return float(number)
+    except OverflowError:
+        return inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,10 +146,12 @@ class Swarm:
 
     def __post_init__(self) -> None:
         require(linger=self.linger)
+        object.__setattr__(self, "linger", _float(self.linger))
         require_type(int, slots=self.slots)
         require(at_least=1, slots=self.slots)
         if self.rate is not None:
             require(at_least=1, rate=self.rate)
+            object.__setattr__(self, "rate", _float(self.rate))
             if self.rate == inf:
                 raise ValueError("rate must be finite; None is for no limit")
         require_type(str, zone=self.zone)

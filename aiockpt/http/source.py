@@ -6,8 +6,10 @@ else, and what is bad of that memory, is downloaded from the peers.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, TypeVar
@@ -113,12 +115,25 @@ class HttpSource:
             if swarm is not None:
                 if error is None and swarm.can_linger:
                     swarm.linger()
+                elif told:
+                    await self._leave(swarm)
                 else:
                     await swarm.aclose()
             if told and self._step is not None:
                 await self.end(self._step)
         finally:
             self.close()
+
+    async def _leave(self, swarm: Membership) -> None:
+        """Leave a swarm, before the lease ends: the sender may keep nothing after it.
+
+        This waits only for a part of the time that is left.
+        """
+        await swarm.aclose()
+        left = self._peers.deadline - asyncio.get_running_loop().time()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(left, 0.0) / 4):
+                await swarm.said_goodbye()
 
     async def manifest(self, step: int) -> Manifest:
         """Return the manifest; learn whether there is memory to be had."""
@@ -200,8 +215,7 @@ class HttpSource:
         From then on, memory that is not the caller's own is served to nobody.
         """
         if self._swarm is not None and not self._swarm.can_linger:
-            await self._swarm.aclose()
-            await self._swarm.said_goodbye()
+            await self._leave(self._swarm)
         if self.medium == _HTTP:
             await self._peers.end_lease(step)
 

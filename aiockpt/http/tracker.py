@@ -47,7 +47,7 @@ _BUCKETS: Final = 1 << 14  # of hosts, whose members are counted together
 _ENOUGH: Final = 2  # hosts that complained, after which a member is not named
 _MOST_COMPLAINTS: Final = 64  # of one host, and about one server
 _MOST_ACCUSED: Final = 512
-_DIGITS: Final = 10  # of a member's number, at most
+_DIGITS: Final = 8  # of a member's number, at most
 _RETRY_AFTER: Final = 2.0
 _SOONEST: Final = 0.1  # seconds after which a promise may lapse
 _AT_FIRST: Final = 5.0  # seconds; the same before any promise was kept
@@ -331,7 +331,7 @@ class Tracker:
         """Return the number of the member that an id names; 0 if it names none."""
         digits = name.removeprefix("m").removesuffix(self._suffix)
         is_ours = name.endswith(self._suffix) and digits.isdecimal()
-        number = int(digits) if is_ours and len(digits) < _DIGITS else 0
+        number = int(digits) if is_ours and len(digits) <= _DIGITS else 0
         return number if number <= self._numbers else 0
 
 
