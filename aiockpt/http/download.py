@@ -68,7 +68,7 @@ _BUSY = 0.25  # seconds between two looks; if it takes longer, this process is s
 _TICK = 0.05  # seconds after which a free connection looks at the others again
 _SLOW = 3  # runs that are stolen from a member in a row, before it is dropped
 _USELESS = 12.0  # usual requests without a chunk, after which members do not count
-_VAIN = 2  # requests to members for one chunk that are stopped, before only sources
+_VAIN = 2  # requests to members for a chunk, before only sources are asked for it
 _REST = 0.1  # seconds for which a member that is busy is not asked
 _LONG_REST = 2.0  # seconds for which a member that did not answer is not asked
 _ALL_PEERS = 4  # most connections to all peers, as a multiple of those to a single one
@@ -126,8 +126,8 @@ class Download:
         self._members: list[Peer] = []
         self._of_members: list[Connection] = []
         self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
-        self._stopped = Counter[int]()  # requests to members, by chunk
-        self._vain = 0  # the chunks that were requested from members in vain
+        self._stopped = Counter[int]()  # by chunk: requests to members, in vain
+        self._vain = 0  # the chunks that only sources are asked for
         self._pace = Pace()
         self._moved = 0.0  # when a chunk was verified last, in loop time
         self._helped = 0.0  # when members last brought something, in loop time
@@ -383,11 +383,12 @@ class Download:
         for each in self._assignments if usual else ():
             connection, run = each.connection, each.run
             is_slow = now - each.began > _LONG * usual + _LONGER
-            if not (is_slow and connection.peer.member) or run.chunk is None:
+            if not is_slow or not connection.peer.member or each.is_stolen:
                 continue
-            if any(peer is not connection.peer and peer.has(run) for peer in peers):
+            others = (peer for peer in peers if peer is not connection.peer)
+            if run.chunk is not None and any(peer.has(run) for peer in others):
                 each.is_refused = not each.is_answered
-                self._stop(each, "others can send it")
+                self._stop(each, "others can send it", in_vain=True)
 
     def _check_reachable(self) -> None:
         """Fail if no source is left, and no member gets what is missing.
@@ -518,10 +519,6 @@ class Download:
     def _give_back(self, mine: Assignment) -> None:
         """Want what is left of a run; the bad chunks of a member, from others."""
         run, peer = mine.run, mine.connection.peer
-        if peer.member and mine.is_stolen and run.chunk is not None:
-            self._stopped[run.chunk] += 1
-            if self._stopped[run.chunk] >= _VAIN:
-                self._vain |= 1 << run.chunk
         if mine.is_refused or (peer.member and self._fresh):
             self._forget(run.assign(None, _ignore))
             self._fresh |= run.bits
@@ -637,14 +634,20 @@ class Download:
     async def _steal(self, thief: Connection, victim: Assignment) -> bool:
         """Stop a much slower connection, which puts its run back into the queue."""
         same = victim.connection.peer is thief.peer
-        self._stop(victim, f"another {'connection has' if same else 'peer takes'} it")
+        why = f"another {'connection has' if same else 'peer takes'} it"
+        loser = victim.connection.peer
+        self._stop(victim, why, in_vain=bool(loser.member) and not loser.given)
         await victim.ended.wait()
         return False
 
-    def _stop(self, victim: Assignment, why: str) -> None:
+    def _stop(self, victim: Assignment, why: str, *, in_vain: bool) -> None:
         if victim.is_stolen:
             return
         run, loser = victim.run, victim.connection.peer
+        if in_vain and run.chunk is not None:
+            self._stopped[run.chunk] += 1
+            if self._stopped[run.chunk] >= _VAIN:
+                self._vain |= 1 << run.chunk
         emit(
             TransferEvent(
                 stop="retry",
