@@ -809,6 +809,29 @@ async def test_a_source_that_answers_nonsense_is_told_no_more(body: bytes) -> No
         assert asked == ["POST"]
 
 
+async def test_a_source_that_starts_again_hears_complaints() -> None:
+    """Its new ids count, also for members that are known already."""
+    said: list[Any] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        said.append(await request.json())
+        member = {"id": f"m1-{min(len(said), 3)}", "url": "http://127.0.0.2:9/"}
+        return web.json_response({"id": "m2", "lease": 3, "members": [member]})
+
+    app = web.Application()
+    app.router.add_post("/1/members", answer)
+    async with (
+        sending() as sender,
+        running(app) as host,
+        receivers(1) as (receiver,),
+        membership_of(sender, receiver, f"http://127.0.0.1:{host.port}/") as membership,
+    ):
+        await settle(lambda: any(each.member == "m1-3" for each in membership.members))
+        (liar,) = membership.members
+        membership.drop(liar, RemoteProtocolError("it lies"))
+        await settle(lambda: any(each.get("bad") == ["m1-3"] for each in said))
+
+
 @pytest.mark.allow_error_logs
 async def test_an_error_of_our_own_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The receive goes on without a swarm."""
