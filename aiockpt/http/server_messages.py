@@ -138,7 +138,7 @@ class Spent(msgspec.Struct, tag=True, frozen=True):
 
 
 class RelayEnded(msgspec.Struct, tag=True, frozen=True):
-    """The server serves a relay no more, whose memory the trainer has changed."""
+    """The server serves a relay no more, for example because its memory changed."""
 
     number: int
 
