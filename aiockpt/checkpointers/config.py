@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 __all__ = [
     "BarrierConfig",
@@ -22,6 +22,14 @@ __all__ = [
 
 BusyPolicy = Literal["wait", "skip", "replace", "fail"]
 """What a save does while another is being written and a third one waits."""
+
+_ALWAYS: Final = {
+    "use_pinned_memory": "memory is page-locked exactly where a device copies into it",
+    "use_shared_memory": "memory is shared exactly if a process writes the checkpoint",
+    "use_async_staging": "save returns when everything is copied, and threads copy it",
+    "use_non_blocking_copy": "a thread that waits for a device would only be lost",
+}
+"""torch's staging switches, and why nobody needs to turn them off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +102,35 @@ class CheckpointWriterConfig:
 class CheckpointStagerConfig:
     """How a state dict is staged. It works with and without an accelerator.
 
+    The first four fields are torch's switches. They are accepted for its programs, and
+    each can only be True.
+
     Attributes:
         use_pinned_memory: Page-lock the arenas for the devices that copy into them.
         use_shared_memory: Stage into memory that the checkpoint process can map.
-            Without it, the snapshot is copied once more for that process.
-        use_async_staging: Copy in threads while the loop runs. Without it, the calling
-            thread copies, and blocks until everything is copied.
-        use_non_blocking_copy: Poll for the end of a device's copies. Without it, a
-            thread blocks until they end.
-        threads: How many parts are copied in parallel.
+        use_async_staging: Copy in threads while the loop runs.
+        use_non_blocking_copy: Let no thread block until a device's copies end.
         chunk_bytes: The bytes that one digest covers; a multiple of 64.
         allow_pickle: Pickle leaves that cannot be saved otherwise. A pickle runs code
             when it is loaded.
+
+    Raises:
+        ValueError: a switch is not True; the message gives the reason.
     """
 
     use_pinned_memory: bool = True
     use_shared_memory: bool = True
     use_async_staging: bool = True
     use_non_blocking_copy: bool = True
-    threads: int = 2
     chunk_bytes: int = 16 << 20
     allow_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        for name, reason in _ALWAYS.items():
+            if (value := getattr(self, name)) is not True:
+                raise ValueError(
+                    f"{name}={value!r} cannot be chosen: {reason}; leave it out"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -120,15 +119,13 @@ def make_async_checkpointer(
             staging_config=staging,
         )
     else:
-        # No other process maps it, and private memory can have huge pages.
-        staging = replace(staging, use_shared_memory=False)
         make = partial(make_writer, **{"rank_info": rank_info, **arguments})
         timeout = process.subprocess_shutdown_timeout_secs
         writer = CheckpointThread(
             make, shutdown_timeout_secs=timeout, staging_config=staging
         )
     return AsyncCheckpointer(
-        DefaultStager(staging),
+        DefaultStager(staging, shared=config.use_process),
         writer,
         CheckpointReader(rank_info, allow_pickle=staging.allow_pickle),
         busy_policy=config.busy_policy,

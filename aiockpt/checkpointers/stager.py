@@ -15,7 +15,7 @@ from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.memory.device import PortFor, port_for
 from aiockpt.memory.snapshot import Snapshot
-from aiockpt.runtime.bridge import Bridge, Inline
+from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.state.nodes import Decoders, decoders_for
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
@@ -25,6 +25,7 @@ from aiockpt.transport import exact_step
 __all__ = ["CheckpointStager", "DefaultStager", "StagedState", "stager_of"]
 
 _ARENAS: Final = 2  # one is written while the next save is staged into the other
+_THREADS: Final = 2  # that copy; more hardly copy memory faster
 _CLOSING: Final = 5.0
 _LIMITS: Final = replace(FILE_LIMITS, max_header_bytes=1 << 40)
 
@@ -107,7 +108,9 @@ class DefaultStager(CheckpointStager):
     """Stages into arenas, which are reused and shared with the checkpoint process.
 
     Args:
-        config: The kind of memory, and how to copy.
+        config: The size of a chunk, and whether pickles may travel.
+        shared: Whether another process will map the memory. Private memory can have
+            huge pages.
         ports: Returns the port of a device; tests pass a fake one.
     """
 
@@ -115,19 +118,14 @@ class DefaultStager(CheckpointStager):
         self,
         config: CheckpointStagerConfig = CheckpointStagerConfig(),  # noqa: B008 - frozen
         *,
+        shared: bool = True,
         ports: PortFor = port_for,
     ) -> None:
         self._config = config
         self._lifetime = Lifetime("the stager")
-        self._bridge: Bridge | None = None
-        if config.use_async_staging:
-            self._bridge = Bridge(threads=config.threads, name="aiockpt-stage")
+        self._bridge = Bridge(threads=_THREADS, name="aiockpt-stage")
         self._stager = stager_of(
-            self._bridge or Inline(),
-            config,
-            shared=config.use_shared_memory,
-            kept=_ARENAS,
-            ports=ports,
+            self._bridge, config, shared=shared, kept=_ARENAS, ports=ports
         )
 
     def __repr__(self) -> str:
@@ -158,14 +156,14 @@ class DefaultStager(CheckpointStager):
         """Release all memory, including that of states that are still staged."""
         self._lifetime.bind()
         self._stager.close()
-        steps = [partial(self._lifetime.calls_ended, timeout=_CLOSING)]
-        if self._bridge is not None:
-            steps.append(partial(self._bridge.aclose, timeout=_CLOSING))
-        await self._lifetime.end(*steps)
+        await self._lifetime.end(
+            partial(self._lifetime.calls_ended, timeout=_CLOSING),
+            partial(self._bridge.aclose, timeout=_CLOSING),
+        )
 
 
 def stager_of(
-    bridge: Bridge | Inline,
+    bridge: Bridge,
     config: CheckpointStagerConfig,
     *,
     shared: bool,
@@ -176,15 +174,13 @@ def stager_of(
     return Stager(
         bridge,
         StagerOptions(
-            threads=config.threads,
+            threads=_THREADS,
             chunk_bytes=config.chunk_bytes,
             limits=_LIMITS,
             allow_pickle=config.allow_pickle,
             shared=shared,
             kept=kept,
             seal=False,
-            pin=config.use_pinned_memory,
-            poll=config.use_non_blocking_copy,
         ),
         ports=ports,
     )

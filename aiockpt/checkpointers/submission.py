@@ -11,25 +11,21 @@ import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Final
 
 from aiockpt.checkpointers.base import Written, step_for
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.checkpointers.messages import encode_keywords
 from aiockpt.checkpointers.stager import StagedState, stager_of
-from aiockpt.errors import StorageError
+from aiockpt.errors import LocalProtocolError, StorageError
 from aiockpt.events import call_guarded
-from aiockpt.memory.arena import Arena
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.ipc import pack
 from aiockpt.runtime.system import failing_here
-from aiockpt.storage.files import write_at
 
 __all__ = ["BackgroundWriter", "Handover", "Submission", "absolute_path", "known_as"]
 
-_BLOCK: Final = 64 << 20
 _LONGEST_PATH: Final = 16 << 10
 
 
@@ -168,19 +164,13 @@ class Handover:
         if not isinstance(found, Snapshot):
             step = step_for(path, keywords)
             return await self._stager.stage(found, step=step)
-        arena = found.arena
-        if not self._shared or (arena is not None and arena.fd >= 0):
-            found.acquire()
-            return found
-
-        def drop(copied: Arena) -> None:
-            self._bridge.post(copied.close)
-
-        with failing_here("sharing what was staged"):
-            copied = await obtain(self._bridge, partial(_copied, found), drop)
-        return Snapshot(
-            found.manifest, copied, live=False, on_free=partial(drop, copied)
-        )
+        if self._shared and (found.arena is None or found.arena.fd < 0):
+            raise LocalProtocolError(
+                "another process cannot map what was staged: stage it with "
+                "DefaultStager(), without shared=False"
+            )
+        found.acquire()
+        return found
 
     async def parcel(
         self, snapshot: Snapshot, path: str, keywords: Mapping[str, Any]
@@ -233,18 +223,3 @@ def known_as(path: str | os.PathLike[str]) -> str:
     if len(text) > _LONGEST_PATH:  # ranks find each other by the last name only
         text = os.path.basename(text)[-_LONGEST_PATH:]
     return text
-
-
-def _copied(snapshot: Snapshot) -> Arena:
-    """Copy a snapshot to memory that another process can map."""
-    size = snapshot.manifest.segment_bytes
-    arena = Arena(size, shared=True, staging=True)
-    try:
-        for start in range(0, size, _BLOCK):
-            stop = min(start + _BLOCK, size)
-            # A slice assignment would hold the interpreter lock; this does not.
-            write_at(arena.fd, snapshot.views(start, stop), start)
-    except BaseException:
-        arena.close()
-        raise
-    return arena

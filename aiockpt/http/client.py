@@ -45,7 +45,7 @@ from aiockpt.http.protocol import JOINS, LEASE_HEADER, SWARM_HEADER, Origin
 from aiockpt.http.retry import HostLimitError, OnRetry, Patience, Retries
 from aiockpt.http.security import CheckedResolver, Reach
 from aiockpt.http.sockets import IO_THREADS, IdleClock
-from aiockpt.runtime.bridge import Bridge, Inline
+from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.secrets import severed
 from aiockpt.runtime.system import is_callers, is_hosts, refused_by_host
 
@@ -214,7 +214,7 @@ class CheckpointClient:
         auth: Auth,
         *,
         stall_timeout: float,
-        bridge: Bridge | Inline,
+        bridge: Bridge,
     ) -> None:
         require(at_least=_SHORTEST, stall_timeout=stall_timeout)
         self.options, self.auth = options, auth

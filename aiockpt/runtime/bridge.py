@@ -5,9 +5,8 @@ executors differ: a cancelled await returns while the thread goes on. A thread t
 fills a buffer would then write into memory that its caller has already given back.
 
 `obtain` gets a resource from a thread, and releases it if the caller is cancelled.
-`Inline` stands in for a bridge where the caller may block. `SerialThread` and
-`share_out` are for callers that block. `leave_behind` lets the interpreter exit beside
-a thread that waits for something that nothing can end.
+`SerialThread` and `share_out` are for callers that block. `leave_behind` lets the
+interpreter exit beside a thread that waits for something that nothing can end.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ __all__ = [
     "Bridge",
     "BridgeStatistics",
     "Future",
-    "Inline",
     "Outcome",
     "SerialThread",
     "leave_behind",
@@ -406,7 +404,7 @@ class Bridge:
 
 
 async def obtain(
-    bridge: Bridge | Inline, make: Callable[[], T], drop: Callable[[T], object]
+    bridge: Bridge, make: Callable[[], T], drop: Callable[[T], object]
 ) -> T:
     """Return the result of ``make()``, a resource that must be released.
 
@@ -432,21 +430,6 @@ def run_in_thread(name: str, fn: Callable[[*Args], T], *args: *Args) -> T:
         return call.result()
     finally:
         call.clear()  # or an error would refer to itself, through this frame
-
-
-class Inline:
-    """Has the methods of a `Bridge`, but calls on the calling thread, which blocks."""
-
-    def __repr__(self) -> str:
-        return "<Inline>"
-
-    async def run(self, fn: Callable[[*Args], T], *args: *Args) -> T:
-        """Return ``fn(*args)``; never suspends."""
-        return fn(*args)
-
-    def post(self, fn: Callable[[*Args], object], *args: *Args) -> None:
-        """Call ``fn(*args)``."""
-        fn(*args)
 
 
 class SerialThread:

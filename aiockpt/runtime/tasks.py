@@ -24,7 +24,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from aiockpt.runtime.bridge import Bridge, Inline
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["Notifier", "Over", "beside", "map_in_threads", "run_all", "task_group"]
 
@@ -119,7 +119,7 @@ def _leaves(failures: BaseExceptionGroup[BaseException]) -> list[BaseException]:
 
 
 async def map_in_threads(
-    bridge: Bridge | Inline,
+    bridge: Bridge,
     threads: int,
     work: Callable[[T, Over], R],
     items: Iterable[T],
@@ -150,7 +150,7 @@ async def map_in_threads(
         end = time.monotonic() + _TURN
         for item in islice(_taken(left), _MOST):
             done.append((item, work(item, ended.is_set)))
-            if time.monotonic() >= end or _is_wanted(bridge):
+            if time.monotonic() >= end or bridge.statistics().waiting:
                 return
 
     async def worker() -> None:
@@ -178,7 +178,3 @@ def _taken(items: deque[T]) -> Iterator[T]:
     with suppress(IndexError):  # another thread may have taken the last one
         while True:
             yield items.popleft()
-
-
-def _is_wanted(bridge: Bridge | Inline) -> bool:
-    return isinstance(bridge, Bridge) and bridge.statistics().waiting > 0

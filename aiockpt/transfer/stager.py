@@ -29,7 +29,7 @@ from aiockpt.memory.arena import Arena, ArenaPool
 from aiockpt.memory.copies import CopyPlan, Fences, InPlace
 from aiockpt.memory.device import Event, PortFor, completed, port_for
 from aiockpt.memory.snapshot import Snapshot
-from aiockpt.runtime.bridge import Bridge, Inline, obtain
+from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import map_in_threads, run_all
 from aiockpt.state.flatten import Description, describe
@@ -59,8 +59,6 @@ class StagerOptions:
         shared: Stage into memory that another process can map.
         kept: How many free arenas stay allocated for the next snapshots.
         seal: Compute digests. Otherwise the manifest has none yet.
-        pin: Page-lock arenas if a device benefits.
-        poll: Poll for the end of a device's copies. Otherwise a thread blocks.
     """
 
     threads: int
@@ -72,8 +70,6 @@ class StagerOptions:
     shared: bool = False
     kept: int = 1
     seal: bool = True
-    pin: bool = True
-    poll: bool = True
 
     def __post_init__(self) -> None:
         check_chunk_bytes(self.chunk_bytes)
@@ -139,7 +135,7 @@ class Stager:
 
     def __init__(
         self,
-        bridge: Bridge | Inline,
+        bridge: Bridge,
         options: StagerOptions,
         *,
         ports: PortFor = port_for,
@@ -232,7 +228,7 @@ class Stager:
             arena=arena,
             port_for=self._ports,
         )
-        for port in plan.ports.values() if self._options.pin else ():
+        for port in plan.ports.values():
             arena.pin(port.pin)
         memory = plan.in_place() if self._options.zero_copy else arena
         if isinstance(memory, InPlace) and not self._options.seal:
@@ -279,10 +275,7 @@ class Stager:
     ) -> None:
         copies = await self._bridge.run(job.plan.stage_device, start, stop, fences)
         for event in (*dense, *copies):
-            if self._options.poll:
-                await completed(event)
-            else:
-                await self._bridge.run(event.synchronize)
+            await completed(event)
 
 
 @contextmanager

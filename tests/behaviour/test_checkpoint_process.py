@@ -17,7 +17,6 @@ import torch
 
 from aiockpt.checkpointers.config import (
     CheckpointProcessConfig,
-    CheckpointStagerConfig,
     RankInfo,
 )
 from aiockpt.checkpointers.messages import Write
@@ -84,13 +83,10 @@ class TestWriting:
     """What arrives on the disk."""
 
     @proves("cell CheckpointProcess.write: success")
-    @pytest.mark.parametrize("shared", [True, False])
-    async def test_what_was_staged_is_written(
-        self, tmp_path, monkeypatch, *, shared: bool
-    ) -> None:
-        """To the trainer's directory, with or without memory that can be shared."""
+    async def test_what_was_staged_is_written(self, tmp_path, monkeypatch) -> None:
+        """To the trainer's directory, whatever becomes of the state dict."""
         live = state()
-        stager = DefaultStager(CheckpointStagerConfig(use_shared_memory=shared))
+        stager = DefaultStager()
         async with process() as made:
             await made.ready()
             monkeypatch.chdir(tmp_path)
@@ -99,6 +95,15 @@ class TestWriting:
                 await made.write(staged, "step-3")
         await stager.close()
         assert_same(loaded(tmp_path / "step-3"), state())
+
+    async def test_private_memory_is_refused(self, tmp_path) -> None:
+        """The process could not map it; the message says how to stage."""
+        stager = DefaultStager(shared=False)
+        async with process() as made:
+            staged = await stager.stage(state(), step=3)
+            with staged, pytest.raises(LocalProtocolError, match="without shared="):
+                await made.write(staged, tmp_path / "step-3")
+        await stager.close()
 
     async def test_odd_names(self, tmp_path) -> None:
         """Names of files are bytes; one that is too long is refused at once."""

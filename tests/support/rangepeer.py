@@ -32,7 +32,7 @@ from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import OnRetry
 from aiockpt.http.sockets import IO_THREADS
 from aiockpt.memory.arena import Memory as PlainMemory
-from aiockpt.runtime.bridge import Bridge, Inline
+from aiockpt.runtime.bridge import Bridge
 from aiockpt.testing.faults import Fault, FaultProxy, Pipe
 from aiockpt.transfer.source import OnProgress, PlainTarget
 from tests.support import servers
@@ -217,6 +217,7 @@ async def receiver(
     **trust: Any,
 ) -> AsyncIterator[Client]:
     """Give a client that is in a hurry; its bodies may come the portable way."""
+    bridge = Bridge(threads=1, name="test-client")
     client = CheckpointClient(
         Receive(
             limits=limits,
@@ -226,7 +227,7 @@ async def receiver(
         ),
         Auth(token=token, client_ssl_context=ssl_context, **trust),
         stall_timeout=stall_timeout,
-        bridge=Inline(),
+        bridge=bridge,
     )
     known = body_reader._KNOWN_SYSTEM
     body_reader._KNOWN_SYSTEM = known and fast_path
@@ -235,6 +236,7 @@ async def receiver(
     finally:
         body_reader._KNOWN_SYSTEM = known
         await client.aclose()
+        await bridge.aclose(timeout=5)
 
 
 async def fetch(
