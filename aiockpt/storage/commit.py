@@ -36,6 +36,7 @@ from aiockpt.storage.directory import (
 from aiockpt.storage.files import (
     exchange,
     is_at,
+    move_directory,
     named,
     open_locked,
     sync_directory,
@@ -208,12 +209,15 @@ class Draft:
             if exchange(self.part, self.target):
                 yield from _discarded(self.part)
             else:
-                yield from _discarded(old)
-                self._replace_by_way_of(old)
+                yield from self._replace_by_way_of(old)
         yield from _discarded(old)
 
-    def _replace_by_way_of(self, old: Path) -> None:
-        os.rename(self.target, old)
+    def _replace_by_way_of(self, old: Path) -> Iterator[Path]:
+        if _is_moved(self.target):
+            shutil.rmtree(self.target)
+        else:
+            yield from _discarded(old)
+            move_directory(self.target, old)
         try:
             os.rename(self.part, self.target)
         except BaseException:
@@ -230,10 +234,21 @@ def _check_free(target: Path) -> None:
     with named(target):
         if target.exists() and not target.is_dir():
             raise StorageError(str(target), "it is a file; name a directory")
+        if os.path.ismount(target):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))  # as a rename would
         with suppress(FileNotFoundError):
             if any(target.iterdir()) and not (target / MARKER).is_file():
+                if _is_moved(target):
+                    return
                 detail = "it holds files, and no checkpoint; choose a new directory"
                 raise StorageError(str(target), detail)
+
+
+def _is_moved(target: Path) -> bool:
+    """Say whether a save has died while it moved the whole directory to ``.old``."""
+    old = old_of(target)
+    is_old = (old / MARKER).is_file() and not (target / MARKER).exists()
+    return is_old and all((old / each.name).exists() for each in target.iterdir())
 
 
 def _described(path: Path, step: int) -> RankFile:

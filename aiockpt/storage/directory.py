@@ -6,8 +6,10 @@ A checkpoint is a directory with a file per rank and, written last, a *marker*::
 
 Incomplete directories have other names in the same parent. ``.step-100.part`` is being
 written. ``.step-100.old`` is the previous checkpoint, on a file system that cannot
-exchange names. ``.step-100.*.trash`` is being removed. So the name itself always leads
-to the complete old checkpoint or the complete new one, whatever dies and when.
+exchange names. Where the old directory cannot be renamed, it is a copy, and the
+directory of that name loses its marker first. ``.step-100.*.trash`` is being removed.
+So the name itself always leads to the complete old checkpoint or the complete new one,
+whatever dies and when.
 
 All functions block, and none needs a tensor.
 """
@@ -28,7 +30,7 @@ from msgspec import Meta
 
 from aiockpt.errors import CheckpointNotFoundError, StorageError
 from aiockpt.format.entries import Count
-from aiockpt.storage.files import named
+from aiockpt.storage.files import MARKER, named
 
 __all__ = [
     "MARKER",
@@ -53,7 +55,6 @@ logger = logging.getLogger("aiockpt")
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
-MARKER: Final = "commit.json"
 _VERSION: Final = 1
 _TRIES: Final = 10  # while others replace it
 _MARKER_LIMIT: Final = 64 << 20
@@ -172,8 +173,10 @@ def checkpoint_at(path: StrPath) -> Checkpoint:
         before = identity(place)
         if (found := _checkpoint_in(place, place.name)) is not None:
             return found
-        if not before and (found := _checkpoint_in(old_of(place), place.name)):
-            return found
+        if not (place / MARKER).exists():
+            found = _checkpoint_in(old_of(place), place.name)
+            if found is not None:
+                return found
         if identity(place) == before:  # else it was replaced meanwhile
             break
     with named(place):

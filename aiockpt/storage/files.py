@@ -21,9 +21,11 @@ from typing import Final
 from aiockpt.errors import StorageError
 
 __all__ = [
+    "MARKER",
     "exchange",
     "is_at",
     "lock",
+    "move_directory",
     "named",
     "open_locked",
     "read_at",
@@ -37,10 +39,24 @@ __all__ = [
     "write_at",
 ]
 
+MARKER: Final = "commit.json"
+"""The file that makes a directory a checkpoint."""
+
 _AT_FDCWD: Final = -100
 _RENAME_NOREPLACE: Final = 1
 _RENAME_EXCHANGE: Final = 2
-_NO_EXCHANGE: Final = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+_NO_EXCHANGE: Final = {
+    *(errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP),
+    errno.EPERM,  # a seccomp filter hides it
+    errno.EXDEV,  # the directory is in a lower layer of an overlay
+}
+
+_REMEDIES: Final = {
+    errno.EBUSY: "if it is a mount point, name a directory below it",
+    errno.EXDEV: "the file system cannot rename this directory, so choose another name",
+    errno.EROFS: "name a directory on a file system that can be written",
+}
+"""What to do about an error of the system whose text does not say it."""
 
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
@@ -64,7 +80,10 @@ def named(path: Path) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError(str(path), error.strerror or str(error)) from error
+        detail = error.strerror or str(error)
+        if (remedy := _REMEDIES.get(error.errno or 0)) is not None:
+            detail += f"; {remedy}"
+        raise StorageError(str(path), detail) from error
 
 
 @contextmanager
@@ -123,14 +142,80 @@ def _renamed(one: Path, other: Path, how: int) -> bool:
     raise OSError(code, os.strerror(code), str(other))
 
 
+def move_directory(one: Path, other: Path) -> None:
+    """Rename a directory to a free name, or copy and remove it.
+
+    An overlay cannot rename the directories of its lower layers, such as those of a
+    container image. The copy appears in one step, on the disk, and only then the
+    directory is removed, its marker before all others.
+    """
+    try:
+        os.rename(one, other)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        os.rename(_copy_directory(one), other)
+        sync_directory(other.parent)
+        _remove_in_place(one)
+
+
+def _copy_directory(path: Path) -> Path:
+    """Copy a directory to a trash name beside it, synced; return the copy.
+
+    The copy has the same files, as further links, where the file system allows that.
+    """
+    copy = _trash_name(path)
+    try:
+        shutil.copytree(path, copy, symlinks=True, copy_function=_link_or_copy)
+        for directory, _, _ in os.walk(copy):
+            sync_directory(Path(directory))
+    except BaseException:
+        remove_tree(copy)
+        raise
+    return copy
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(target, flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def trash(path: Path) -> Path:
-    """Rename a directory to a trash name in one step; return the path to remove."""
+    """Rename a directory to a trash name in one step; return the path to remove.
+
+    A directory of an overlay's lower layer, which cannot be renamed, is removed at
+    once, its marker first.
+    """
+    unused = _trash_name(path)
+    try:
+        os.rename(path, unused)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        _remove_in_place(path)
+    return unused
+
+
+def _remove_in_place(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path / MARKER)
+    sync_directory(path)
+    shutil.rmtree(path)
+
+
+def _trash_name(path: Path) -> Path:
     name, suffix = path.name.removeprefix("."), f".{secrets.token_hex(4)}.trash"
     if len(name) > _LONG:  # or the new name might be too long for the file system
         name = name[: -len(f".{suffix}")]
-    unused = path.with_name(f".{name}{suffix}")
-    os.rename(path, unused)
-    return unused
+    return path.with_name(f".{name}{suffix}")
 
 
 def remove_tree(path: Path) -> None:

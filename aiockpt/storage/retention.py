@@ -129,7 +129,7 @@ def _swept(place: Path, names: Iterable[str], age: float) -> Iterable[Path]:
             _sweep_part(path, age)
         elif found[2] != "old":
             remove_tree(path)
-        elif (path / MARKER).exists() and (place / found[1]).exists():
+        elif (path / MARKER).exists() and (place / found[1] / MARKER).exists():
             # If the new one were not there, this would be the checkpoint.
             with suppress(OSError):
                 remove_tree(trash(path))

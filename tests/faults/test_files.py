@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import random
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import torn
+from tests.support.commandline import ENVIRONMENT
 from tests.support.matrix import Record
 from tests.support.proofs import proves
+from tests.support.shortages import in_overlay
 
 pytestmark = [pytest.mark.torch_free, pytest.mark.timeout(900)]
+
+SUPPORT = Path(__file__).parents[1] / "support"
 
 FEW = {
     "KILL": ("fsync", "pwritev,pwritev2", "rename", "renameat2", "write"),
@@ -84,6 +91,47 @@ def test_a_call_that_fails_leaves_nothing_torn(
             record.ran(fault.struck)
         assert struck, calls
     record.within("torn checkpoints", 0, 0, unit="")
+
+
+@proves("fault 17")
+@pytest.mark.parametrize("what", ["EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM", "EXDEV"])
+def test_a_checkpoint_is_replaced_where_names_cannot_be_exchanged(
+    tmp_path: Path, record: Record, what: str
+) -> None:
+    """Whatever word the file system, or a filter of system calls, has for that."""
+    directory = tmp_path / "checkpoints"
+    fault, saved = next(torn.at_each_call(directory, "renameat2", what))
+    assert (fault.struck, saved) == (True, True)
+    assert torn.outcome(directory) == "new 2"
+    torn.recovers(directory)
+    record.ran()
+
+
+@proves("fault 18")
+def test_an_overlay_that_cannot_rename_its_directories(
+    tmp_path: Path, record: Record
+) -> None:
+    """As of a container image: replaced and retired, and whole whenever it dies."""
+    image, spare = tmp_path / "image", tmp_path / "spare"
+    spare.mkdir()
+    torn.prepare(image)
+    for number in range(30):
+        shutil.copytree(image / "last", image / f"step-{number}")
+    shutil.rmtree(image / "last")
+    program = [sys.executable, str(SUPPORT / "overlaid.py"), str(image)]
+    done = subprocess.run(
+        in_overlay(image, spare, program),
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    died, halfway = map(int, done.stdout.split())
+    assert died >= 10
+    assert halfway >= 2  # some have begun to remove what they replace
+    record.ran(died)
 
 
 @proves("fault 16")

@@ -52,6 +52,26 @@ def in_small_shm(nbytes: int, program: Sequence[str]) -> list[str]:
     return [*prefix, *program]
 
 
+def in_overlay(lower: Path, spare: Path, program: Sequence[str]) -> list[str]:
+    """Return the command of a program that sees a directory as an overlay.
+
+    The directory is its lower layer, as if it came with a container image. What the
+    program changes is in memory, at the directory ``spare``, and vanishes with it.
+
+    Raises:
+        FaultUnavailableError: this process may not mount one.
+    """
+    mount = (
+        'mount -t tmpfs tmpfs "$2" && mkdir "$2/upper" "$2/work" && mount -t overlay '
+        'overlay -o "lowerdir=$1,upperdir=$2/upper,workdir=$2/work" "$1" && '
+        'shift 2 && exec "$@"'
+    )
+    prefix = ["unshare", "--mount", "sh", "-c", mount, "sh", str(lower), str(spare)]
+    if reason := _refused([*prefix, "true"]):
+        raise FaultUnavailableError("overlay", reason)
+    return [*prefix, *program]
+
+
 def _refused(command: Sequence[str]) -> str:
     """Run a command; return why it failed, if it did."""
     if shutil.which(command[0]) is None:

@@ -145,9 +145,9 @@ def at_a_moment(directory: Path, seconds: float) -> None:
 
 def outcome(directory: Path) -> str:
     """Say which checkpoint each name has; raise where one is torn."""
-    first = _value(directory / _NAMES[0])
+    first = value_at(directory / _NAMES[0])
     found = find_checkpoint(directory / _NAMES[1])
-    second = None if found is None else _value(directory / _NAMES[1])
+    second = None if found is None else value_at(directory / _NAMES[1])
     listed = [checkpoint.name for checkpoint in list_checkpoints(directory)]
     assert sorted(listed) == sorted(_NAMES if found else _NAMES[:1])
     assert second in (None, 2)
@@ -155,7 +155,7 @@ def outcome(directory: Path) -> str:
     return f"{'old' if first == 1 else 'new'} {second or '-'}"
 
 
-def _value(path: Path) -> int:
+def value_at(path: Path) -> int:
     """Return what a checkpoint was saved with, having looked at every byte."""
     checkpoint = checkpoint_at(path)
     file = checkpoint.file_of(0)
