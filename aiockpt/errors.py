@@ -103,6 +103,8 @@ class AiockptError(Exception):
         return (revive, (type(self), self.__dict__.copy()))
 
 
+_OTHERS_SHOWN = 9
+
 _DOING = {
     "stage": "staging",
     "retract": "retracting",
@@ -359,17 +361,37 @@ class StateDictError(AiockptError, ValueError):
 
 
 class UnsupportedLeafError(StateDictError, TypeError):
-    """The leaf at ``path`` has a type without an encoding."""
+    """The leaf at ``path`` has a type without an encoding.
+
+    Attributes:
+        path: The path of the first such leaf.
+        type_name: Its type.
+        others: Path and type of further such leaves, at most nine.
+        more: How many there are beyond these.
+    """
 
     def __init__(self, path: str, type_name: str, detail: str = "") -> None:
         super().__init__(detail)
         self.path = path
         self.type_name = type_name
+        self.others: list[tuple[str, str]] = []
+        self.more = 0
 
     def __str__(self) -> str:
         register = "convert it, or call aiockpt.register_leaf for its type on both ends"
         remedy = self.detail or register
-        return f"{self.path or 'the state dict'} is a {self.type_name}: {remedy}"
+        text = f"{self.path or 'the state dict'} is a {self.type_name}: {remedy}"
+        if self.others:
+            listed = ", ".join(f"{path} (a {kind})" for path, kind in self.others)
+            text += f"; these cannot travel either: {listed}"
+        return f"{text} and {self.more} more" if self.more else text
+
+    def add(self, path: str, type_name: str) -> None:
+        """Mention another such leaf."""
+        if len(self.others) < _OTHERS_SHOWN:
+            self.others.append((path, type_name))
+        else:
+            self.more += 1
 
 
 class TemplateMismatchError(StateDictError):

@@ -30,8 +30,10 @@ from aiockpt.checkpointers.stager import CheckpointStager, StagedState
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
 from aiockpt.errors import (
     ClosedError,
+    LimitExceededError,
     LocalProtocolError,
     SaveInProgressError,
+    StateDictError,
     TransferTimeoutError,
 )
 from aiockpt.events import Progress, TransferEvent, emit
@@ -44,6 +46,9 @@ __all__ = ["AsyncCheckpointer", "SaveHandle"]
 _SLOTS: Final = 2  # one save is being written, one waits
 _SLOTS_TO_REPLACE: Final = 3  # the waiting one stays until its successor is staged
 _CLOSING: Final = 5.0
+
+# What no retry saves: the state dict or a keyword of the call is wrong.
+_NEVER_SAVED: Final = (StateDictError, LimitExceededError)
 
 
 class SaveHandle:
@@ -156,7 +161,8 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
     happens to a third.
 
     A failed save does not stop training. The error is logged at once, and the handle
-    raises it. :meth:`close` returns the errors that no handle has raised.
+    raises it. :meth:`close` returns the errors that no handle has raised. Only a state
+    dict that can never be saved raises its error from ``save`` itself.
 
     Args:
         checkpoint_stager: Copies the state dict.
@@ -234,6 +240,9 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             kwargs: Passed to hooks, and to your own stager or writer.
 
         Raises:
+            UnsupportedLeafError: leaves of types that cannot be saved; it names them.
+            StateDictError, LimitExceededError: the state dict cannot be described, is
+                nested too deeply or contains itself.
             SaveInProgressError: the policy is ``fail``, and two saves are not written.
             TypeError, ValueError: ``path`` is not a path, or ``step`` not a step.
             ClosedError: after :meth:`close`.
@@ -265,9 +274,10 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         except Exception as error:
             if submission is None:
                 await self._writer.forsake(handle.path, handle.step, str(error))
-            self._note_failed(handle, error)  # and training goes on
-            if self._raises:
+            if self._raises or isinstance(error, _NEVER_SAVED):
                 handle.observed = True
+            self._note_failed(handle, error)  # and training goes on
+            if handle.observed:
                 raise
         return handle
 

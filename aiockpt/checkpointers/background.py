@@ -84,6 +84,9 @@ class BackgroundCheckpointer(
         the other ranks are told.
 
         Raises:
+            UnsupportedLeafError: leaves of types that cannot be saved; it names them.
+            StateDictError, LimitExceededError: the state dict cannot be described, is
+                nested too deeply or contains itself.
             SaveInProgressError: the policy is ``fail``, and two saves are not written.
             TypeError, ValueError: ``path`` is not a path, or ``step`` not a step.
             ClosedError: after :meth:`close`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -53,6 +53,7 @@ class Codec:
     """How one registered type becomes a value that the tree can carry, and back.
 
     ``is_structure`` marks a named tuple that was registered without functions.
+    ``is_default`` marks a type of the package's own choice, which users may replace.
     """
 
     tag: str
@@ -60,6 +61,7 @@ class Codec:
     encode: Callable[[Any], object]
     decode: Callable[[Any], object]
     is_structure: bool = False
+    is_default: bool = False
 
 
 class Registry:
@@ -80,21 +82,26 @@ class Registry:
         decode: Callable[[Any], T],
         *,
         is_structure: bool = False,
+        is_default: bool = False,
     ) -> None:
         """Carry values whose exact type is ``leaf_type`` as what ``encode`` returns.
 
         ``encode`` may return any value that the tree carries, tensors included.
         ``decode`` is its inverse. It is called with what a peer sent, so it must check
         its argument. Registering a type again replaces its functions, also after its
-        module was reloaded.
+        module was reloaded. A type of ``is_default`` may get another tag; values with
+        its own tag are decoded as before.
 
         Raises:
             ValueError: the type or the tag is taken by another one.
         """
         if leaf_type in BUILTIN_TYPES:
             raise ValueError(f"{_name(leaf_type)} is carried already")
-        codec = Codec(tag, leaf_type, encode, decode, is_structure)
-        for other in (self._by_type.get(leaf_type), self._by_tag.get(tag)):
+        codec = Codec(tag, leaf_type, encode, decode, is_structure, is_default)
+        known = self._by_type.get(leaf_type)
+        if known is not None and known.is_default:
+            known = None
+        for other in (known, self._by_tag.get(tag)):
             if other is not None and not _same(other, codec):
                 raise ValueError(
                     f"cannot register {_name(leaf_type)} as {tag!r}: "
@@ -199,26 +206,3 @@ def exactly(expected: type[T], value: object) -> T:
     if type(value) is not expected:
         raise TypeError(f"a {type(value).__name__} instead of a {expected.__name__}")
     return value
-
-
-# What state dicts hold of the standard library, such as a scheduler's milestones. A
-# Counter would count the items of anything else, and a range has 2**63 of them;
-# bytearray(2**40) would allocate what a peer claims.
-register_leaf(
-    Counter,
-    tag="Counter",
-    encode=dict,
-    decode=lambda counts: Counter(exactly(dict, counts)),
-)
-register_leaf(
-    bytearray,
-    tag="bytearray",
-    encode=bytes,
-    decode=lambda content: bytearray(exactly(bytes, content)),
-)
-register_leaf(
-    range,
-    tag="range",
-    encode=lambda r: (r.start, r.stop, r.step),
-    decode=lambda bounds: range(*bounds),
-)

@@ -19,14 +19,17 @@ import sys
 from binascii import a2b_base64, b2a_base64
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from decimal import Decimal
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import msgspec
 
+import aiockpt.format.standard  # noqa: F401 - it registers its types
 from aiockpt.errors import (
     AiockptError,
     LimitExceededError,
     RemoteProtocolError,
+    StateDictError,
     UnsupportedLeafError,
 )
 from aiockpt.format.limits import (
@@ -45,11 +48,12 @@ from aiockpt.format.paths import (
     format_refusal,
     is_unicode,
 )
-from aiockpt.format.registry import BUILTIN_TYPES, Registry
+from aiockpt.format.registry import BUILTIN_TYPES, Codec, Registry
 
 __all__ = [
     "BLOB_BYTES",
     "LeafEncoder",
+    "Refusals",
     "RowEncoder",
     "children_of",
     "decode_tree",
@@ -72,6 +76,7 @@ BLOB_BYTES: Final = 4096
 _MIN_ROW: Final = 16  # below this length, encoding value by value is faster
 _MIN_CHECKED: Final = 16  # so few keys cannot collide often
 _MAX_COLLISIONS: Final = 1000  # of all dicts and sets of one tree
+_MAX_INT_DIGITS: Final = 1000  # hexadecimal; of an int that is quickly compared
 _EXACT_INT: Final = 2**53  # readers other than Python keep JSON numbers as doubles
 
 _PLAIN: Final = frozenset({type(None), bool, int, float, str})
@@ -100,19 +105,53 @@ def encode_tree(
     for all values of a long dict whose keys are strings.
 
     Raises:
-        UnsupportedLeafError: nothing encodes a value; names its path.
+        UnsupportedLeafError: nothing encodes some values; names their paths.
         LimitExceededError: too deep (or containing itself), or too many nodes.
+        StateDictError: the encoder of a registered type failed.
     """
     encoder = _Encoder(registry, leaf, limits, row)
     try:
-        return encoder.encode(value, path)
+        node = encoder.encode(value, path)
     except RecursionError:
         actual = encoder.depth + 1
         raise LimitExceededError("nesting", limit=actual - 1, actual=actual) from None
+    encoder.refused.raise_if_any()
+    return node
+
+
+class Refusals:
+    """Gathers leaves that cannot be encoded, so that one error names them all."""
+
+    __slots__ = ("_first",)
+
+    def __init__(self) -> None:
+        self._first: UnsupportedLeafError | None = None
+
+    def __repr__(self) -> str:
+        return f"<Refusals {self._first}>"
+
+    def add(self, error: UnsupportedLeafError) -> None:
+        """Note the leaves of an error. Its traceback, which holds them, is dropped."""
+        if self._first is None:
+            self._first = error.with_traceback(None)
+            return
+        self._first.add(error.path, error.type_name)
+        for path, type_name in error.others:
+            self._first.add(path, type_name)
+        self._first.more += error.more
+
+    def raise_if_any(self) -> None:
+        """Raise one error for all leaves, if there are any."""
+        first, self._first = self._first, None
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # else the error and this frame would hold each other
 
 
 class _Encoder:
-    __slots__ = ("depth", "leaf", "limits", "nodes", "registry", "row")
+    __slots__ = ("depth", "leaf", "limits", "nodes", "refused", "registry", "row")
 
     def __init__(
         self,
@@ -125,6 +164,7 @@ class _Encoder:
         self.leaf = leaf
         self.row = row
         self.limits = limits
+        self.refused = Refusals()
         self.depth = 0
         self.nodes = 1
 
@@ -151,14 +191,20 @@ class _Encoder:
 
     def other(self, value: object, path: Path) -> Node:
         """Encode a value of a registered type, or a leaf."""
-        if (codec := self.registry.by_type(type(value))) is not None:
-            self.descend(path)
-            node = self.encode(codec.encode(value), path)
-            self.ascend(1)
-            tag = NAMED_TUPLE + codec.tag if codec.is_structure else codec.tag
-            return ["ext", tag, node]
-        if (node := self.leaf(value, path)) is None:
-            raise unsupported(value, format_path(path), remedy_for(value))
+        codec = self.registry.by_type(type(value))
+        try:
+            if codec is not None:
+                payload = _payload_of(codec, value, path)
+                self.descend(path)
+                node = self.encode(payload, path)
+                self.ascend(1)
+                tag = NAMED_TUPLE + codec.tag if codec.is_structure else codec.tag
+                return ["ext", tag, node]
+            if (node := self.leaf(value, path)) is None:
+                raise unsupported(value, format_path(path), remedy_for(value))
+        except UnsupportedLeafError as error:
+            self.refused.add(error)
+            return None
         return node
 
     def mapping(self, value: dict[object, object], path: Path) -> Node:
@@ -175,7 +221,8 @@ class _Encoder:
         attributes: dict[object, object] = dict(vars(value).items())
         if any(hasattr(OrderedDict, str(name)) for name in attributes):
             remedy = "one of its attributes shadows a method; delete it"
-            raise unsupported(value, format_path(path), remedy)
+            self.refused.add(unsupported(value, format_path(path), remedy))
+            return None
         node: list[Node] = ["odict", *self.items(value, path)]
         return [*node, self.mapping(attributes, path)] if attributes else node
 
@@ -185,7 +232,8 @@ class _Encoder:
         if name is None and factory is not None:
             names = ", ".join(_FACTORIES)
             remedy = f"its default_factory is none of {names}; use a dict"
-            raise unsupported(value, format_path(path), remedy)
+            self.refused.add(unsupported(value, format_path(path), remedy))
+            return None
         return ["defaultdict", name, *self.items(value, path)]
 
     def items(
@@ -242,6 +290,20 @@ def _are_tensors(keys: list[Any], values: list[Any]) -> bool:
     )
 
 
+def _payload_of(codec: Codec, value: object, path: Path) -> object:
+    try:
+        return codec.encode(value)
+    except UnsupportedLeafError as error:
+        error.path = error.path or format_path(path)  # an encoder does not know it
+        raise
+    except (AiockptError, RecursionError):
+        raise
+    except Exception as error:
+        where = format_path(path) or "the state dict"
+        why = f"the encoder of {codec.tag!r} failed: {format_refusal(error)}"
+        raise StateDictError(f"{where}: {why}") from error
+
+
 def unsupported(value: object, path: str, remedy: str) -> UnsupportedLeafError:
     """Return the error that a value at ``path`` is none of a state dict's."""
     kind = type(value)
@@ -290,6 +352,7 @@ class _Decoder:
     __slots__ = (
         "blobs",
         "collisions",
+        "costly",
         "depth",
         "limits",
         "nodes",
@@ -315,6 +378,7 @@ class _Decoder:
         self.depth = 0
         self.nodes = 1
         self.collisions = 0
+        self.costly: set[type] = set()
 
     def decode(self, node: Any) -> Any:
         if type(node) in _PLAIN:
@@ -332,13 +396,31 @@ class _Decoder:
         return deque(self.items(nodes), maxlen)
 
     def distinct(self, nodes: list[Node]) -> dict[Any, Any]:
-        values = self.items(nodes)
+        values = self.keys(nodes)
         return self.table(values, values)
+
+    def keys(self, nodes: list[Node]) -> list[Any]:
+        before, self.costly = self.costly, set()
+        values = self.items(nodes)
+        # Comparing these takes minutes, and their hashes may be made equal.
+        if {int, Decimal} <= self.costly:
+            self.fail("a Decimal and an int of many digits in the keys of one dict")
+        self.costly |= before
+        return values
+
+    def integer(self, text: str) -> int:
+        try:
+            value = _parse_int(text)
+        except ValueError as error:
+            self.fail(str(error))
+        if len(text) > _MAX_INT_DIGITS:
+            self.costly.add(int)
+        return value
 
     def mapping(self, keys: list[Node], values: list[Node]) -> dict[Any, Any]:
         if len(keys) != len(values):
             self.fail(f"{len(keys)} keys with {len(values)} values")
-        names = self.items(keys)
+        names = self.keys(keys)
         return self.table(names, self.children(values, names))
 
     def default(
@@ -417,13 +499,16 @@ class _Decoder:
         value = self.decode(payload)
         self.depth -= 1
         try:
-            return codec.decode(value)
+            decoded = codec.decode(value)
         except (AiockptError, WorkCancelledError):
             raise
         except Exception as error:
             path = format_received(self.path)
             why = f"the decoder of {tag!r} refused {path}: {format_refusal(error)}"
             raise RemoteProtocolError(why) from error
+        if type(decoded) is Decimal:
+            self.costly.add(Decimal)
+        return decoded
 
     def children(self, nodes: list[Node], keys: Iterable[object]) -> list[Any]:
         self.descend(len(nodes))
@@ -565,7 +650,7 @@ _ATTRIBUTES: Final = _Argument(frozenset({list}), "attributes")
 _NODE: Final = _Argument(_PLAIN | {list}, "node")
 
 _FORMS: Final[tuple[tuple[str, Callable[..., Any], *tuple[_Argument, ...]], ...]] = (
-    ("int", _parsed(_parse_int), _TEXT),
+    ("int", _Decoder.integer, _TEXT),
     ("float", _parsed(_parse_float), _TEXT),
     ("complex", _Decoder.complex_number, _FLOAT, _FLOAT),
     ("str", _parsed(_parse_str), _TEXT),

@@ -6,6 +6,8 @@ import dataclasses
 import struct
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
+from decimal import Decimal
 from typing import Any, NoReturn
 
 import torch
@@ -65,6 +67,8 @@ class _Comparison:
                 self._mapping(actual, expected, path)
             case list() | tuple() | deque():
                 self._sequence(actual, expected, path)
+            case Decimal() | date():  # equal ones may differ, and a NaN is not equal
+                self.equal("value", repr(actual), repr(expected), path)
             case float() | complex():
                 self.equal("value", _bits(actual), _bits(expected), path)
             case _ if dataclasses.is_dataclass(expected):

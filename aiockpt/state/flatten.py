@@ -19,14 +19,19 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
 
 import torch
 
-from aiockpt.errors import AiockptError, StagingError, StateDictError
+from aiockpt.errors import (
+    AiockptError,
+    StagingError,
+    StateDictError,
+    UnsupportedLeafError,
+)
 from aiockpt.format.entries import Entries, place
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import TensorSpec
 from aiockpt.format.paths import Node, Path, format_path
 from aiockpt.format.references import renumber
 from aiockpt.format.registry import REGISTRY, register_leaf
-from aiockpt.format.tree import encode_tree
+from aiockpt.format.tree import Refusals, encode_tree
 from aiockpt.memory.copies import Backings, Part, column, numbers
 from aiockpt.memory.device import settle
 from aiockpt.runtime.system import collector_paused
@@ -197,17 +202,22 @@ def survey(
             memory are then left out instead of refused.
 
     Raises:
-        UnsupportedLeafError: a leaf has no encoding; ``path`` names it.
+        UnsupportedLeafError: leaves have no encoding; up to ten are named.
         LimitExceededError: too deep or too many nodes, also because of a cycle.
         StateDictError: reading a tensor or a registered type failed.
     """
     numbering = _Numbering(limits, allow_pickle=allow_pickle, reading=reading)
+    refused = Refusals()
     with _looking():
-        tree = numbering.encode(state_dict)
+        tree: Node = None
+        try:
+            tree = numbering.encode(state_dict)
+        except UnsupportedLeafError as error:
+            refused.add(error)  # tensors without memory are named beside these
         tensors, names = numbering.tensors, [*numbering.names]
         wholes = numbering.wholes
         del numbering  # its tables are large, and drafting needs memory
-        drafts = _draft(tensors, names, writing=writing)
+        drafts = _draft(tensors, names, writing=writing, refused=refused)
     return Survey(tree, tensors, names, drafts, wholes)
 
 
@@ -411,20 +421,29 @@ def _are_dense_tensors(values: Sequence[object]) -> TypeIs[Sequence[torch.Tensor
 
 
 def _draft(
-    tensors: Sequence[torch.Tensor], names: Sequence[str], *, writing: bool
+    tensors: Sequence[torch.Tensor],
+    names: Sequence[str],
+    *,
+    writing: bool,
+    refused: Refusals,
 ) -> Drafts:
     """Decide which tensors are entries; ``writing``: their memory will be written.
 
     Raises:
-        UnsupportedLeafError: a tensor has no memory; or its memory cannot be written,
-            since one of its elements belongs to another entry too.
+        UnsupportedLeafError: leaves were refused, or have no memory; or one cannot be
+            written, since one of its elements belongs to another entry too.
     """
     codes, shapes, starts, sizes = _looked_at(tensors)
     members: dict[int, Member] = {}
     for number, code in enumerate(codes):
         if code is None:
-            member = Member(tensors[number], names[number], number)
+            try:
+                member = Member(tensors[number], names[number], number)
+            except UnsupportedLeafError as error:
+                refused.add(error)
+                continue
             members[number], sizes[number] = member, member.stop - member.start
+    refused.raise_if_any()
     for number in _overlapping(starts, sizes) - members.keys():
         members[number] = Member(tensors[number], names[number], number)
         codes[number] = None

@@ -6,6 +6,7 @@ import asyncio
 import os
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,10 @@ from aiockpt.checkpointers import (
 )
 from aiockpt.checkpointers.writer import configured_writer
 from aiockpt.errors import (
+    LimitExceededError,
     SaveInProgressError,
     StagingError,
+    StateDictError,
     StorageError,
     TransferTimeoutError,
     UnsupportedLeafError,
@@ -114,9 +117,8 @@ async def test_keywords_reach_the_hooks_as_they_were(tmp_path, config) -> None:
         handle = await made.save(state(), tmp_path / "a", snapshot=0.5, word=words)
         words.append("later")
         await handle.written()
-        refused = await made.save(state(), tmp_path / "b", word=object())
         with pytest.raises(UnsupportedLeafError, match="word"):
-            await refused.written()
+            await made.save(state(), tmp_path / "b", word=object())
     said = "a [('snapshot', 0.5), ('word', ['said'])]"
     assert diary.read_text() == f"pre {said}\npost {said}\n"
 
@@ -321,8 +323,8 @@ class TestPolicy:
             first, second = await saves(made, tmp_path, 1, 2)
             newer = state(3) | ({"bad": object()} if wrong == "state" else {})
             word = object() if wrong == "word" else 1
-            third = await made.save(newer, tmp_path / "3", word=word)
-            assert isinstance(third.error, UnsupportedLeafError)
+            with pytest.raises(UnsupportedLeafError):
+                await made.save(newer, tmp_path / "3", word=word)
             gate.open(2)
             assert await first.written()
             assert await second.written()
@@ -346,6 +348,39 @@ class TestPolicy:
             make_async_checkpointer(config, RankInfo(0, 2))
 
 
+def a_cycle() -> Any:
+    """Return a state dict that contains itself."""
+    found: dict[str, Any] = {}
+    found["again"] = found
+    return found
+
+
+class Unreadable:
+    """A registered type whose encoder fails."""
+
+    def __init__(self, _: object = None) -> None: ...
+
+    def encoded(self) -> object:
+        """Fail."""
+        raise RuntimeError("no luck")
+
+
+aiockpt.register_leaf(
+    Unreadable, tag="tests.Unreadable", encode=Unreadable.encoded, decode=Unreadable
+)
+
+NEVER_SAVED: dict[str, Any] = {
+    "leaf": lambda: ({"a": {"b": print}}, UnsupportedLeafError, "a.b is a builtin"),
+    "meta": lambda: (
+        {"a": torch.ones(2, device="meta")}, UnsupportedLeafError, "a is a meta"
+    ),
+    "cycle": lambda: (a_cycle(), LimitExceededError, "nesting of again.again"),
+    "encoder": lambda: (
+        {"x": [Unreadable()]}, StateDictError, "x[0]: the encoder of 'tests.Unread"
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.allow_error_logs
 class TestFailure:
     """A failed save is never silent, and never fails training unless told to."""
@@ -364,16 +399,29 @@ class TestFailure:
             with pytest.raises(StorageError):
                 await seen.written()
         assert isinstance(seen.error, StorageError)
-        unsaved = await made.save({"a": [object()]}, tmp_path / "b")
-        assert not unsaved.staged
         with pytest.raises(UnsupportedLeafError, match=r"a\[0\]"):
-            await unsaved.written()
+            await made.save({"a": [object()]}, tmp_path / "b")
         allow_error_logs.clear()
         unseen = await made.save(state(), tmp_path / "file" / "c")
         assert await made.close() == (unseen.error,)
         (record,) = allow_error_logs
         assert "file/c is not saved: StorageError" in record.getMessage()
         assert await made.aclose() == ()
+
+    @pytest.mark.parametrize("make", NEVER_SAVED.values(), ids=NEVER_SAVED)
+    async def test_what_can_never_be_saved_is_raised_at_once(
+        self, tmp_path, config, make
+    ) -> None:
+        """By the save itself; it counts as failed, and the next one works."""
+        bad, error, words = make()
+        async with make_async_checkpointer(config) as made:
+            with pytest.raises(error) as caught:
+                await made.save(bad, tmp_path / "a")
+            assert words in str(caught.value)
+            assert made.statistics()[:3] == (1, 0, 1)
+            assert await (await made.save(state(), tmp_path / "b")).written()
+            assert await made.close() == ()  # nobody has to be told again
+        assert [each.name for each in tmp_path.iterdir()] == ["b"]
 
     @proves(
         "cell AsyncCheckpointer.save: error",

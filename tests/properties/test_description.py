@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import pickle
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
 # At once: what it imports stays out of the collections that look for leaks.
 with FakeTensorMode():
     FAKE = torch.ones(2)
+
+
+class Nested(NamedTuple):
+    """Travels as structure."""
+
+    value: object
 
 
 def described(state: object, **options: Any) -> Description:
@@ -180,6 +188,32 @@ class TestRefusals:
             described({"a": [torch.ones(1), {"b": UNSUPPORTED[kind]()}]})
         assert caught.value.path == "a[1].b"
         assert str(caught.value).startswith("a[1].b is a ")
+
+    def test_all_that_cannot_travel_is_named_at_once(self) -> None:
+        """Up to ten leaves, wherever and however they are refused."""
+        state: dict[str, Any] = {
+            "hooks": [print, object()],
+            "odd": defaultdict(print, {}),
+            "point": Nested(object()),
+            "meta": torch.ones(2, device="meta"),
+            "fine": torch.ones(1),
+        }
+        with pytest.raises(UnsupportedLeafError) as caught:
+            described(state)
+        text = str(caught.value)
+        assert text.startswith("hooks[0] is a builtin_function_or_method: convert it")
+        assert "; these cannot travel either: hooks[1] (a object), odd (a " in text
+        assert "), point.value (a object), meta (a meta tensor)" in text
+        assert len(caught.value.others) == 4
+
+    def test_more_than_ten_are_counted(self) -> None:
+        """The message stays short."""
+        with pytest.raises(UnsupportedLeafError) as caught:
+            described([object() for _ in range(25)])
+        assert len(caught.value.others) == 9
+        assert str(caught.value).endswith("[9] (a object) and 15 more")
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert str(again) == str(caught.value)
 
     def test_a_failure_while_looking_is_the_state_dict_s(self) -> None:
         """Not a bare error of somebody else's code."""

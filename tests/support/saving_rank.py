@@ -194,6 +194,9 @@ async def save_in_the_background(
             except TimeoutError:
                 print(step, "cancelled", flush=True)
                 continue
+            except aiockpt.errors.StateDictError as error:  # no retry can save it
+                print(f"{step} {type(error).__name__}: {error}", flush=True)
+                continue
             if (life, step) == ("dies", 2):
                 die()
             try:

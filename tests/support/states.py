@@ -11,7 +11,11 @@ import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -55,7 +59,16 @@ SCALARS = (
     | st.text(st.characters(), max_size=5)
     | st.binary(max_size=5)
     | st.sampled_from(
-        [torch.Size([2]), torch.float16, torch.device("cpu"), b"x" * 5000]
+        [
+            torch.Size([2]),
+            torch.float16,
+            torch.device("cpu"),
+            b"x" * 5000,
+            datetime(2026, 11, 27, 16, 45, fold=1, tzinfo=UTC),
+            Decimal("1.50"),
+            Path("runs/1"),
+            UUID(int=7),
+        ]
     )
 )
 
