@@ -395,34 +395,53 @@ class UnsupportedLeafError(StateDictError, TypeError):
 
 
 class TemplateMismatchError(StateDictError):
-    """The template's leaf at ``path`` does not fit; nothing was received."""
+    """The template's value at ``path`` does not fit; nothing was received.
 
-    def __init__(self, path: str, *, expected: str, actual: str) -> None:
-        super().__init__()
+    ``detail`` says what to do, where that is known.
+    """
+
+    def __init__(
+        self, path: str, *, expected: str, actual: str, detail: str = ""
+    ) -> None:
+        super().__init__(detail)
         self.path = path
         self.expected = expected
         self.actual = actual
 
     def __str__(self) -> str:
+        if self.actual == "empty":
+            where = self.path or "the template"
+            return (
+                f"{where} is empty here and has {self.expected} in the checkpoint: "
+                f"{self.detail}"
+            )
         where = f"template {self.path}" if self.path else "template"
         return (
             f"{where}: the checkpoint has {self.expected}, "
-            f"the template has {self.actual}"
+            f"the template has {self.actual}{self.detail and '; '}{self.detail}"
         )
 
 
 class MissingKeysError(StateDictError, RuntimeError):
-    """A strict load did not find these ``keys`` of the template in the checkpoint."""
+    """A load did not find these ``keys`` of the template in the checkpoint.
 
-    def __init__(self, path: str, keys: list[str]) -> None:
-        super().__init__()
+    A load that is not strict raises it, too, if the checkpoint has ``none`` of the
+    template's keys. ``detail`` says how the keys differ, where that is known.
+    """
+
+    def __init__(
+        self, path: str, keys: list[str], *, none: bool = False, detail: str = ""
+    ) -> None:
+        super().__init__(detail)
         self.path = path
         self.keys = keys
+        self.none = none
 
     def __str__(self) -> str:
         shown = ", ".join(self.keys[:10])
         more = f" and {len(self.keys) - 10} more" if len(self.keys) > 10 else ""
-        return f"{self.path} is missing keys: {shown}{more}"
+        lacks = "has no key of the template" if self.none else "is missing keys"
+        return f"{self.path} {lacks}: {shown}{more}{self.detail and '; '}{self.detail}"
 
 
 class DeviceMeshError(StateDictError):

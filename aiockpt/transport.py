@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from difflib import get_close_matches
 from operator import index
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias
 
@@ -15,6 +18,7 @@ __all__ = [
     "T",
     "Timeout",
     "exact_step",
+    "refuse_unknown",
     "require_given",
     "seconds",
 ]
@@ -47,6 +51,60 @@ def require_given(verb: str, **arguments: object) -> None:
     for name, value in arguments.items():
         if value is REQUIRED:
             raise TypeError(f"{verb}() needs {name}=")
+
+
+_OTHER_WORDS = {
+    "device": "default_map_location",
+    "template": "into",
+    "target": "into",
+    "model": "into",
+}
+"""Words that users try first -> our option, which is spelled differently."""
+
+
+def refuse_unknown(
+    verb: Callable[..., object],
+    unknown: Mapping[str, object],
+    *own: Callable[..., object],
+    elsewhere: Mapping[str, str] | None = None,
+) -> None:
+    """Raise ``TypeError`` for the first keyword that nobody takes.
+
+    Args:
+        verb: The public function or class that was called.
+        unknown: The keywords that it does not name.
+        own: Functions of the caller, such as those of a hook, that get the keywords,
+            too.
+        elsewhere: Where other options are set, by name; for the message.
+    """
+    for name in unknown:
+        if not any(_takes(each, name) for each in own):
+            options = [
+                each.name
+                for each in inspect.signature(verb).parameters.values()
+                if each.name != "self" and each.kind is not each.VAR_KEYWORD
+            ]
+            where = (elsewhere or {}).get(name)
+            hint = f"say {where}" if where else _nearest(name, options)
+            raise TypeError(f"{verb.__name__}() has no option {name!r}: {hint}")
+
+
+def _takes(function: Callable[..., object], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # it tells nobody
+        return True
+    return any(
+        each.name == name or each.kind is each.VAR_KEYWORD for each in parameters
+    )
+
+
+def _nearest(name: str, options: list[str]) -> str:
+    word = _OTHER_WORDS.get(name, name)
+    near = get_close_matches(word, options, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"its options are {', '.join(options)}"
 
 
 def seconds(timeout: Timeout) -> float:

@@ -15,18 +15,21 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Final, Never, Self
 
 from aiockpt.checkpointers.base import (
     Account,
     Checkpointer,
     CheckpointerStatistics,
     meter,
+    options_of,
+    path_for,
     step_for,
+    template_of,
 )
 from aiockpt.checkpointers.config import BusyPolicy
-from aiockpt.checkpointers.reader import CheckpointReader, load
-from aiockpt.checkpointers.stager import CheckpointStager, StagedState
+from aiockpt.checkpointers.reader import CheckpointReader, load, own_read
+from aiockpt.checkpointers.stager import CheckpointStager, DefaultStager, StagedState
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
 from aiockpt.errors import (
     ClosedError,
@@ -39,7 +42,9 @@ from aiockpt.errors import (
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline, Lifetime
-from aiockpt.transport import Timeout, seconds
+from aiockpt.state.selection import Select
+from aiockpt.storage.read import OnBytes, Verify
+from aiockpt.transport import Timeout, refuse_unknown, seconds
 
 __all__ = ["AsyncCheckpointer", "SaveHandle"]
 
@@ -221,9 +226,10 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         state_dict: Any,
         path: str | os.PathLike[str],
         *,
+        step: int | None = None,
         timeout: Timeout | None = None,
         progress: Callable[[Progress], None] | None = None,
-        **kwargs: Any,
+        **own: Never,
     ) -> SaveHandle:
         """Stage ``state_dict``, pass the copy to the writer, and return a handle.
 
@@ -232,27 +238,33 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
 
         Args:
             state_dict: The state to save.
-            path: The checkpoint's directory. A number at its end is the step, unless
-                ``kwargs`` has a ``step``.
+            path: The checkpoint's directory.
+            step: The checkpoint's step. None: the number at the end of ``path``.
             timeout: The deadline of this call, in seconds or as a ``timedelta``. The
                 call may wait for earlier saves.
             progress: Called with :class:`.Progress` during the write.
-            kwargs: Passed to hooks, and to your own stager or writer.
+            own: Keywords for a commit hook, a stager or a writer of your own that takes
+                them; see :meth:`.Checkpointer.save`.
 
         Raises:
             UnsupportedLeafError: leaves of types that cannot be saved; it names them.
             StateDictError, LimitExceededError: the state dict cannot be described, is
                 nested too deeply or contains itself.
             SaveInProgressError: the policy is ``fail``, and two saves are not written.
-            TypeError, ValueError: ``path`` is not a path, or ``step`` not a step.
+            TypeError, ValueError: an unknown keyword; ``path`` is not a path, or
+                ``step`` not a step.
             ClosedError: after :meth:`close`.
             TransferTimeoutError: the deadline passed, with ``raise_on_failure``.
                 Without it, this and all other errors are raised by the handle only.
         """
+        if own:
+            refuse_unknown(AsyncCheckpointer.save, own, *self._own_functions())
+        place = path_for(state_dict, path)
         if self._raises:
             self._raise_unobserved()
-        handle = SaveHandle(os.fspath(path), step_for(path, kwargs))
-        if "step" in kwargs:
+        handle = SaveHandle(place, step_for(place, {"step": step}))
+        kwargs: dict[str, Any] = {**own}
+        if step is not None:
             kwargs["step"] = handle.step
         began = time.monotonic()
         submission: Submission | None = None
@@ -288,22 +300,35 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         *,
         default_map_location: Any = None,
         strict: bool = False,
-        **kwargs: Any,
+        into: Any = None,
+        select: Select | None = None,
+        verify: Verify = "full",
+        mmap: bool = False,
+        on_bytes: OnBytes | None = None,
+        rank: int | None = None,
+        **own: Never,
     ) -> Any:
         """Return the state dict at ``path``; see :meth:`.CheckpointReader.read`.
 
-        If cancelled, ``state_dict`` may be partly filled; nothing writes to it after
-        the call has ended.
+        ``into`` is the template, and ``state_dict`` another name of it. ``own`` are
+        keywords for a reader of your own that takes them. If cancelled, the template
+        may be partly filled; nothing writes to it after the call has ended.
         """
+        refuse_unknown(AsyncCheckpointer.load, own, *own_read(self._reader))
+        template = template_of(state_dict, into)
+        options = options_of(
+            select=select, verify=verify, mmap=mmap, on_bytes=on_bytes, rank=rank
+        )
         with self._lifetime.call():
             return await load(
                 self._bridge,
                 self._reader,
                 path,
-                state_dict,
+                template,
                 map_location=default_map_location,
                 strict=strict,
-                **kwargs,
+                **options,
+                **own,
             )
 
     def statistics(self) -> CheckpointerStatistics:
@@ -333,6 +358,13 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         return await self.close()
 
     # ----------------------------------------------------------------- saving
+
+    def _own_functions(self) -> list[Callable[..., object]]:
+        """Return the functions of the user that get the keywords of a save."""
+        own = [*self._writer.own_functions()]
+        if type(self._stager).stage is not DefaultStager.stage:
+            own.append(self._stager.stage)
+        return own
 
     @asynccontextmanager
     async def _its_turn(self, timeout: Timeout | None) -> AsyncIterator[None]:

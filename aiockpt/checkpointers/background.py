@@ -14,13 +14,15 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Never, Self, TypeVar
 
 from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer, SaveHandle
 from aiockpt.checkpointers.base import Checkpointer, CheckpointerStatistics
 from aiockpt.events import Progress
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import ready_for_threads
+from aiockpt.state.selection import Select
+from aiockpt.storage.read import OnBytes, Verify
 from aiockpt.transport import Timeout, seconds
 
 __all__ = ["BackgroundCheckpointer"]
@@ -71,9 +73,10 @@ class BackgroundCheckpointer(
         state_dict: Any,
         path: str | os.PathLike[str],
         *,
+        step: int | None = None,
         timeout: Timeout | None = None,
         progress: Callable[[Progress], None] | None = None,
-        **kwargs: Any,
+        **own: Never,
     ) -> SaveHandle:
         """Stage ``state_dict``, pass the copy to the writer, and return a handle.
 
@@ -88,7 +91,8 @@ class BackgroundCheckpointer(
             StateDictError, LimitExceededError: the state dict cannot be described, is
                 nested too deeply or contains itself.
             SaveInProgressError: the policy is ``fail``, and two saves are not written.
-            TypeError, ValueError: ``path`` is not a path, or ``step`` not a step.
+            TypeError, ValueError: an unknown keyword; ``path`` is not a path, or
+                ``step`` not a step.
             ClosedError: after :meth:`close`.
             TransferTimeoutError: the deadline passed, with ``raise_on_failure``.
                 Without it, this and all other errors are raised by the handle only.
@@ -97,9 +101,10 @@ class BackgroundCheckpointer(
             self._checkpointer.save,
             ready_for_threads(state_dict),
             path,
+            step=step,
             timeout=timeout,
             progress=progress,
-            **kwargs,
+            **own,
         )
         limit = math.inf if timeout is None else seconds(timeout)
         return self._call(save, limit, "save")
@@ -110,20 +115,35 @@ class BackgroundCheckpointer(
         state_dict: Any = None,
         *,
         default_map_location: Any = None,
-        strict: bool = False,
-        **kwargs: Any,
+        strict: bool = True,
+        into: Any = None,
+        select: Select | None = None,
+        verify: Verify = "full",
+        mmap: bool = False,
+        on_bytes: OnBytes | None = None,
+        rank: int | None = None,
+        **own: Never,
     ) -> Any:
         """Return the state dict at ``path``; see :meth:`.CheckpointReader.read`.
 
-        If interrupted, ``state_dict`` may be partly filled.
+        ``strict`` is the default here, as in :func:`.load`. ``into`` is the template,
+        and ``state_dict`` another name of it. ``own`` are
+        keywords for a reader of your own that takes them. If interrupted, the template
+        may be partly filled.
         """
         load = partial(
             self._checkpointer.load,
             path,
             state_dict,
+            into=into,
             default_map_location=default_map_location,
             strict=strict,
-            **kwargs,
+            select=select,
+            verify=verify,
+            mmap=mmap,
+            on_bytes=on_bytes,
+            rank=rank,
+            **own,
         )
         return self._call(load, math.inf, "load")
 

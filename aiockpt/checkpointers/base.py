@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Never
 
 from aiockpt.events import Progress, TransferEvent, call_guarded, emit
+from aiockpt.state.selection import Select
 from aiockpt.storage.directory import StrPath, step_of
 from aiockpt.transfer.repeats import Repeats
 from aiockpt.transport import exact_step
@@ -18,8 +20,12 @@ __all__ = [
     "Checkpointer",
     "CheckpointerStatistics",
     "Written",
+    "anything",
     "meter",
+    "options_of",
+    "path_for",
     "step_for",
+    "template_of",
 ]
 
 
@@ -30,10 +36,18 @@ class Checkpointer(ABC):
     """
 
     @abstractmethod
-    def save(self, state_dict: Any, path: Any, **kwargs: Any) -> Any:
+    def save(
+        self, state_dict: Any, path: Any, *, step: int | None = None, **own: Never
+    ) -> Any:
         """Save ``state_dict`` to the directory ``path``.
 
-        ``kwargs`` are passed to the hooks, and to your own writer.
+        Args:
+            state_dict: The state to save.
+            path: The checkpoint's directory.
+            step: The checkpoint's step. None: the number at the end of ``path``.
+            own: Keywords for a commit hook, a stager or a writer of your own. They are
+                refused unless one of these takes them. A type checker refuses them,
+                too: pass them as ``**keywords``, a ``dict[str, Any]``.
         """
 
     @abstractmethod
@@ -44,16 +58,24 @@ class Checkpointer(ABC):
         *,
         default_map_location: Any = None,
         strict: bool = False,
-        **kwargs: Any,
+        into: Any = None,
+        select: Select | None = None,
+        verify: Literal["full", "none"] = "full",
+        mmap: bool = False,
+        on_bytes: Callable[[int], None] | None = None,
+        rank: int | None = None,
+        **own: Never,
     ) -> Any:
-        """Return the state dict at ``path``; fill and return ``state_dict`` if given.
+        """Return the state dict at ``path``; fill and return ``into`` if given.
 
         Args:
             path: The checkpoint's directory.
-            state_dict: The template to fill; only its keys are read.
+            state_dict: Another name of ``into``.
+            into: The template to fill; only its keys are read.
             default_map_location: The device of tensors that are not filled in place.
-            strict: Refuse a checkpoint that lacks a key of ``state_dict``.
-            kwargs: The other options of :meth:`.CheckpointReader.read`.
+            strict: Refuse a checkpoint that lacks a key of the template.
+            select, verify, mmap, on_bytes, rank: See :meth:`.CheckpointReader.read`.
+            own: Keywords for a reader of your own, as for :meth:`save`.
         """
 
     @abstractmethod
@@ -151,6 +173,53 @@ class Account:
         event = self._repeats.told(event, written.content, path)
         emit(event)
         return event.unchanged
+
+
+def anything(**_: object) -> None:
+    """Stand for a function of the user whose keywords are not known."""
+
+
+_DEFAULTS: Final[Mapping[str, object]] = {
+    "select": None,
+    "verify": "full",
+    "mmap": False,
+    "on_bytes": None,
+    "rank": None,
+}
+
+
+def options_of(**options: object) -> dict[str, Any]:
+    """Return the given options of a load; a reader of one's own may know no others."""
+    return {name: at for name, at in options.items() if at != _DEFAULTS[name]}
+
+
+def template_of(state_dict: Any, into: Any) -> Any:
+    """Return the template, which has two names.
+
+    Raises:
+        TypeError: both were given.
+    """
+    if state_dict is not None and into is not None:
+        raise TypeError(
+            "load() got state_dict= and into=, which are two names of the template: "
+            "leave out state_dict="
+        )
+    return state_dict if into is None else into
+
+
+def path_for(state_dict: object, path: object) -> str:
+    """Return the path of a save as text.
+
+    Raises:
+        TypeError: it is not a path; perhaps the two arguments are swapped.
+    """
+    if isinstance(path, str | os.PathLike):
+        return str(os.fspath(path))
+    if isinstance(state_dict, str | os.PathLike):
+        raise TypeError(
+            "save(path, state_dict) is torch's order: here it is save(state_dict, path)"
+        )
+    raise TypeError(f"path must be a str or an os.PathLike, got {type(path).__name__}")
 
 
 def step_for(path: StrPath, keywords: Mapping[str, object]) -> int:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
 from aiockpt.checkpointers.background import BackgroundCheckpointer
 from aiockpt.checkpointers.barriers import barrier_config_for, default_rank_info
+from aiockpt.checkpointers.base import template_of
 from aiockpt.checkpointers.config import CheckpointerConfig, RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
-from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt.checkpointers.reader import CheckpointReader, MapLocation
 from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.checkpointers.submission import BackgroundWriter
 from aiockpt.checkpointers.sync import SyncCheckpointer
@@ -24,7 +25,10 @@ from aiockpt.checkpointers.writer import (
     configured_writer,
     default_subprocess_init_fn,
 )
+from aiockpt.state.selection import Select
 from aiockpt.storage.directory import StrPath
+from aiockpt.storage.read import OnBytes, Verify
+from aiockpt.transport import refuse_unknown
 
 __all__ = [
     "load",
@@ -164,36 +168,62 @@ def load(
     path: StrPath,
     state_dict: Any = None,
     *,
-    map_location: Any = None,
-    strict: bool = False,
+    into: Any = None,
+    map_location: MapLocation = None,
+    strict: bool = True,
+    select: Select | None = None,
+    verify: Verify = "full",
+    mmap: bool = False,
+    on_bytes: OnBytes | None = None,
+    rank: int | None = None,
     rank_info: RankInfo | None = None,
     allow_pickle: bool = False,
-    **kwargs: Any,
+    **unknown: Never,
 ) -> Any:
-    """Return the state dict at ``path``; fill and return ``state_dict`` if given.
+    """Return the state dict at ``path``; fill and return ``into`` if given.
 
     The call blocks. It needs no checkpointer and no event loop.
 
     Args:
         path: A checkpoint's directory, or anything else that
             :meth:`.CheckpointReader.read` takes.
-        state_dict: A template to fill in place.
+        state_dict: Another name of ``into``.
+        into: A template to fill in place.
         map_location: The device of tensors that have no place in the template.
-        strict: Raise if the checkpoint lacks a key of the template.
+        strict: Raise if the checkpoint lacks a key of the template or of ``select``, or
+            if a container is empty in the template and full in the checkpoint. Keys
+            that only the checkpoint has never count.
+        select: The dotted paths to read, or a function that is asked for each path.
+        verify: ``full`` or ``none``: whether to compare digests.
+        mmap: Return tensors over a private mapping of the file.
+        on_bytes: Called from any thread with the number of bytes that were read.
+        rank: The rank whose part to read, whatever the number of ranks.
         rank_info: This process's rank. By default the rank in ``torch.distributed``,
             or the only rank.
         allow_pickle: Also load leaves that were saved as pickles, which runs code.
-        kwargs: The other options of :meth:`.CheckpointReader.read`, such as ``select``.
+        unknown: Refused.
 
     Raises:
+        TypeError: an unknown keyword, or ``state_dict`` and ``into``.
         CheckpointNotFoundError: there is no complete checkpoint at ``path``.
         StorageError, IntegrityError: the checkpoint cannot be read, or is damaged.
-        MissingKeysError: with ``strict``; nothing was changed.
+        MissingKeysError: the checkpoint lacks every key of the template; or, with
+            ``strict``, one of them. Nothing was changed.
+        TemplateMismatchError: the template does not fit. Nothing was changed.
     """
+    refuse_unknown(load, unknown)
     reader = CheckpointReader(
         rank_info or default_rank_info(), allow_pickle=allow_pickle
     )
     loaded, _ = reader.read(
-        path, state_dict, map_location=map_location, strict=strict, **kwargs
+        path,
+        template_of(state_dict, into),
+        map_location=map_location,
+        strict=strict,
+        select=select,
+        verify=verify,
+        mmap=mmap,
+        on_bytes=on_bytes,
+        rank=rank,
     )
     return loaded

@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,7 @@ from aiockpt.checkpointers.submission import (
 from aiockpt.checkpointers.writer import (
     configured_writer,
     default_subprocess_init_fn,
+    own_functions_of,
 )
 from aiockpt.errors import AiockptError, ClosedError, WorkerError, WorkerTimeoutError
 from aiockpt.events import TransferEvent, emit
@@ -119,6 +120,9 @@ class CheckpointProcess(BackgroundWriter):
             subprocess_init_args,
             checkpoint_writer_init_fn,
             {"rank_info": rank_info, **(checkpoint_writer_init_args or {})},
+        )
+        self._own = own_functions_of(
+            checkpoint_writer_init_fn, checkpoint_writer_init_args or {}
         )
         self._rank_info = rank_info
         self._restarts = 0
@@ -197,6 +201,10 @@ class CheckpointProcess(BackgroundWriter):
                     level=logging.WARNING,
                 )
             )
+
+    def own_functions(self) -> Sequence[Callable[..., object]]:
+        """Return the functions of the commit hook; anything for a user's writer."""
+        return self._own
 
     async def submit(
         self,

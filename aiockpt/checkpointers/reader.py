@@ -7,10 +7,11 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 import torch
 
+from aiockpt.checkpointers.base import template_of
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.sources import Found, Reading, is_url, open_sources
 from aiockpt.errors import AiockptError, MissingKeysError, StateDictError
@@ -24,8 +25,9 @@ from aiockpt.state.selection import Select, listed
 from aiockpt.storage.directory import StrPath
 from aiockpt.storage.placement import Placement, PlannedPlacement, VerifyOnly
 from aiockpt.storage.read import FileSource, OnBytes, Verify, check_verify
+from aiockpt.transport import refuse_unknown
 
-__all__ = ["CheckpointReader", "MapLocation", "load"]
+__all__ = ["CheckpointReader", "MapLocation", "load", "own_read"]
 
 logger = logging.getLogger("aiockpt")
 
@@ -69,12 +71,13 @@ class CheckpointReader:
         *,
         map_location: MapLocation = None,
         strict: bool = False,
+        into: Any = None,
         select: Select | None = None,
         verify: Verify = "full",
         mmap: bool = False,
         on_bytes: OnBytes | None = None,
         rank: int | None = None,
-        **kwargs: Any,
+        **own: Never,
     ) -> tuple[Any, list[str]]:
         """Return the state dict, and the requested keys that the checkpoint lacks.
 
@@ -83,13 +86,16 @@ class CheckpointReader:
                 directory of such files; a file of ``torch.save``; a directory with the
                 files of torch's experimental checkpointer; the URL of a peer, such as
                 ``http://host:port/checkpoint/100``, or its ``metadata()``.
-            state_dict: A template; only its keys are read. Its tensors are filled in
-                place. Its dicts and lists get the other values after everything is
-                read. The template is returned (a new tuple for a tuple). None as a
-                value accepts any value.
+            state_dict: Another name of ``into``.
+            into: A template; only its keys are read. Its tensors are filled in place.
+                Its dicts and lists get the other values after everything is read. The
+                template is returned (a new tuple for a tuple). None as a value accepts
+                any value.
             map_location: The device of tensors that have no place in the template.
-            strict: Raise before any byte is read if a key of the template, or a path
-                of ``select``, is missing.
+            strict: Raise before any tensor is read if a key of the template, or a path
+                of ``select``, is missing; or if a container is empty in the template
+                and full in the checkpoint. Otherwise a warning names them, and the
+                container stays empty. Keys that only the checkpoint has never count.
             select: The dotted paths to read, each with everything below it; or a
                 function that is called with each path and returns a bool.
             verify: ``full``: compare the digest of every chunk that is read. ``none``:
@@ -101,7 +107,8 @@ class CheckpointReader:
                 silent, and a negative number that a chunk was wrong.
             rank: The rank whose part to read, whatever the number of ranks. By default
                 this rank; then as many ranks must load the checkpoint as wrote it.
-            kwargs: Ignored here; for your own readers.
+            own: Refused here. A subclass may take more keywords, and may pass all of
+                them on.
 
         Raises:
             CheckpointNotFoundError: there is no complete checkpoint at ``path``.
@@ -115,11 +122,12 @@ class CheckpointReader:
             TemplateMismatchError: a value of the template has another type, shape or
                 dtype; or, with ``strict``, the template has no place for a selected
                 value. The template is unchanged.
-            MissingKeysError: a key is missing, with ``strict``. The template is
-                unchanged.
+            MissingKeysError: every key of the template is missing; or, with
+                ``strict``, one of them. The template is unchanged.
         """
-        del kwargs
-        select = listed(select)
+        if type(self).read is CheckpointReader.read:
+            refuse_unknown(CheckpointReader.read, own)
+        state_dict, select = template_of(state_dict, into), listed(select)
         info = self._rank_info
         reading = Reading(
             rank=info.global_rank if rank is None else rank,
@@ -169,6 +177,12 @@ class CheckpointReader:
             into = state_dict is not None
             state = _part(found, part, reading, self._ports, into=into)
             return state, _reported(part.missing, os.fspath(path))
+
+
+def own_read(reader: CheckpointReader) -> list[Callable[..., object]]:
+    """Return the reader's ``read`` if it is the user's own; it gets more keywords."""
+    is_ours = getattr(type(reader), "read", None) is CheckpointReader.read
+    return [] if is_ours else [reader.read]
 
 
 def _whole(found: Found, how: Reading) -> object:

@@ -10,10 +10,10 @@ import asyncio
 import errno
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from aiockpt.checkpointers.base import Written, step_for
+from aiockpt.checkpointers.base import Written, anything, step_for
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.checkpointers.messages import encode_keywords
 from aiockpt.checkpointers.stager import StagedState, stager_of
@@ -48,6 +48,10 @@ class BackgroundWriter(ABC):
 
         If cancelled, either nothing was handed over, or the checkpoint is written.
         """
+
+    def own_functions(self) -> Sequence[Callable[..., object]]:
+        """Return the user's own functions that get the keywords of a save."""
+        return [anything]  # `submit` gets them
 
     @abstractmethod
     def drop(self, submission: Submission) -> None:

@@ -7,20 +7,26 @@ import os
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 from aiockpt.checkpointers.base import (
     Account,
     Checkpointer,
     CheckpointerStatistics,
     Written,
+    options_of,
+    path_for,
     step_for,
+    template_of,
 )
-from aiockpt.checkpointers.reader import CheckpointReader
-from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.checkpointers.reader import CheckpointReader, own_read
+from aiockpt.checkpointers.writer import CheckpointWriter, own_functions
 from aiockpt.errors import ClosedError
 from aiockpt.events import Progress, TransferEvent, emit
+from aiockpt.state.selection import Select
 from aiockpt.storage.directory import StrPath
+from aiockpt.storage.read import OnBytes, Verify
+from aiockpt.transport import refuse_unknown
 
 __all__ = ["SyncCheckpointer"]
 
@@ -62,38 +68,51 @@ class SyncCheckpointer(Checkpointer):
         state_dict: Any,
         path: StrPath,
         *,
+        step: int | None = None,
         progress: Callable[[Progress], None] | None = None,
-        **kwargs: Any,
+        **own: Never,
     ) -> None:
         """Write the state dict, and return when all ranks have committed it.
 
         Do not change the state dict during the call. See
-        :meth:`.CheckpointWriter.write`. ``progress`` is called with
-        :class:`.Progress` during the write, except by a writer that overrides
-        ``write``.
+        :meth:`.CheckpointWriter.write`.
+
+        Args:
+            state_dict: The state to save.
+            path: The checkpoint's directory.
+            step: The checkpoint's step. None: the number at the end of ``path``.
+            progress: Called with :class:`.Progress` during the write, except by a
+                writer that overrides ``write``.
+            own: Keywords for a commit hook or a writer of your own that takes them;
+                see :meth:`.Checkpointer.save`.
 
         Raises:
             UnsupportedLeafError: a leaf has a type that cannot be saved.
             StorageError: the checkpoint is not committed; ``path`` is as before.
+            TypeError: an unknown keyword, or ``path`` is not a path.
             ClosedError: after :meth:`close`.
         """
+        refuse_unknown(SyncCheckpointer.save, own, *own_functions(self._writer))
+        place, keywords = path_for(state_dict, path), dict[str, Any](own)
         self._check()
-        step = step_for(path, kwargs)
+        if step is not None:
+            keywords["step"] = step
+        step = step_for(place, keywords)
         began, written = time.monotonic(), Written()
         self._account.count("saves")
         try:
             if type(self._writer).write is CheckpointWriter.write:
-                written = self._writer.write_live(path, state_dict, progress, **kwargs)
+                written = self._writer.write_live(
+                    path, state_dict, progress, **keywords
+                )
             else:
-                self._writer.write(path, state_dict, **kwargs)
+                self._writer.write(path, state_dict, **keywords)
         except BaseException:
             self._account.count("failed")
             raise
         seconds = time.monotonic() - began
         self._account.note_stall(seconds)
-        self._account.note_written(
-            os.fspath(path), step, written, seconds, _without_token(path)
-        )
+        self._account.note_written(place, step, written, seconds, _without_token(place))
 
     def load(
         self,
@@ -102,9 +121,18 @@ class SyncCheckpointer(Checkpointer):
         *,
         default_map_location: Any = None,
         strict: bool = False,
-        **kwargs: Any,
+        into: Any = None,
+        select: Select | None = None,
+        verify: Verify = "full",
+        mmap: bool = False,
+        on_bytes: OnBytes | None = None,
+        rank: int | None = None,
+        **own: Never,
     ) -> Any:
         """Return the state dict at ``path``; see :meth:`.CheckpointReader.read`.
+
+        ``into`` is the template, and ``state_dict`` another name of it. ``own`` are
+        keywords for a reader of your own that takes them.
 
         Raises:
             MissingKeysError: the checkpoint lacks keys, with ``strict``.
@@ -112,14 +140,20 @@ class SyncCheckpointer(Checkpointer):
             StorageError, IntegrityError: the checkpoint cannot be read, or is damaged.
             ClosedError: after :meth:`close`.
         """
+        refuse_unknown(SyncCheckpointer.load, own, *own_read(self._reader))
+        template = template_of(state_dict, into)
         self._check()
         began = time.monotonic()
+        options = options_of(
+            select=select, verify=verify, mmap=mmap, on_bytes=on_bytes, rank=rank
+        )
         loaded, _ = self._reader.read(
             path,
-            state_dict,
+            template,
             map_location=default_map_location,
             strict=strict,
-            **kwargs,
+            **options,
+            **own,
         )
         seconds = time.monotonic() - began
         detail = _without_token(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -24,7 +24,7 @@ from aiockpt.checkpointers.submission import (
     absolute_path,
     known_as,
 )
-from aiockpt.checkpointers.writer import tell_ranks, write_by
+from aiockpt.checkpointers.writer import own_functions_of, tell_ranks, write_by
 from aiockpt.errors import AiockptError, WorkerError
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
@@ -59,6 +59,8 @@ class CheckpointThread(BackgroundWriter):
         staging_config: CheckpointStagerConfig,
     ) -> None:
         self._make_writer = make_writer
+        made = make_writer if isinstance(make_writer, partial) else partial(make_writer)
+        self._own = own_functions_of(made.func, made.keywords)
         self._writer: Any = None
         self._timeout = shutdown_timeout_secs
         self._lifetime = Lifetime("the checkpoint thread")
@@ -72,6 +74,10 @@ class CheckpointThread(BackgroundWriter):
 
     def __repr__(self) -> str:
         return f"<CheckpointThread writes={len(self._waiting)}>"
+
+    def own_functions(self) -> Sequence[Callable[..., object]]:
+        """Return the functions of the commit hook; anything for a user's writer."""
+        return self._own
 
     async def submit(
         self,

@@ -26,7 +26,7 @@ from aiockpt.checkpointers.barriers import (
     Phase,
     create_barrier_from_config,
 )
-from aiockpt.checkpointers.base import Written, meter, step_for
+from aiockpt.checkpointers.base import Written, anything, meter, step_for
 from aiockpt.checkpointers.config import (
     BarrierConfig,
     CheckpointWriterConfig,
@@ -49,6 +49,7 @@ from aiockpt.storage.files import remove_tree
 from aiockpt.storage.retention import retire, sweep
 from aiockpt.storage.write import Writable, WritableSnapshot, write_file
 from aiockpt.transfer.repeats import content_of
+from aiockpt.transport import refuse_unknown
 
 if TYPE_CHECKING:
     from mmap import mmap
@@ -58,6 +59,8 @@ __all__ = [
     "WriterHook",
     "configured_writer",
     "default_subprocess_init_fn",
+    "own_functions",
+    "own_functions_of",
     "tell_ranks",
     "write_by",
 ]
@@ -124,17 +127,21 @@ class CheckpointWriter:
     def write(self, path: StrPath, state_dict: Any, **kwargs: Any) -> None:
         """Write ``state_dict`` to the directory ``path``; blocks until it is committed.
 
-        The bytes go from the tensors straight to the file. ``kwargs`` are for the
-        hooks. The checkpoint's step is ``step`` if given, else the number at the end
-        of the path.
+        The bytes go from the tensors straight to the file. ``kwargs`` are for a hook
+        that takes them. The checkpoint's step is ``step`` if given, else the number at
+        the end of the path.
 
         Raises:
             UnsupportedLeafError: a leaf cannot be saved; its path is in ``path``.
-            TypeError, ValueError: ``step`` is not a step.
+            TypeError, ValueError: an unknown keyword, or ``step`` is not a step.
             StorageError: the checkpoint was not written or not committed, and ``path``
                 is unchanged. Or this rank cannot find out whether rank 0 has committed
                 it, and the message says so.
         """
+        if extra := kwargs.keys() - {"step"}:
+            refuse_unknown(
+                CheckpointWriter.write, dict.fromkeys(extra), *own_functions(self)
+            )
         written = self.write_live(path, state_dict, None, **kwargs)
         if written.warning:
             step = step_for(path, kwargs)
@@ -458,6 +465,32 @@ def write_by(
     state = assemble(Frame.of(manifest), tensors, limits=TRUSTED)
     writer.write(path=path, state_dict=state, **keywords)
     return Written(content=content_of(manifest), nbytes=manifest.segment_bytes)
+
+
+def own_functions(writer: Any) -> list[Callable[..., object]]:
+    """Return the user's own functions that get the keywords of a save."""
+    own: list[Callable[..., object]] = []
+    for name in ("write", "write_staged"):
+        given = getattr(type(writer), name, None)
+        if given not in (None, getattr(CheckpointWriter, name)):
+            own.append(getattr(writer, name))
+    return own + _of_hook(getattr(writer, "_hook", None))
+
+
+def own_functions_of(
+    make_writer: Callable[..., object], arguments: Mapping[str, Any]
+) -> list[Callable[..., object]]:
+    """Return the same for a writer that is not made yet, perhaps in another process.
+
+    A writer that a function of the user makes gets all keywords.
+    """
+    if make_writer is configured_writer:
+        return _of_hook(arguments.get("commit_hook"))
+    return [anything]
+
+
+def _of_hook(hook: WriterHook | None) -> list[Callable[..., object]]:
+    return [] if hook is None else [hook.pre_commit, hook.post_commit]
 
 
 def tell_ranks(

@@ -14,9 +14,9 @@ from collections.abc import (
     Callable,
     Sequence,
 )
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self, cast, overload
+from typing import Any, Final, Literal, NamedTuple, Never, Self, cast, overload
 
 import anyio
 import msgspec
@@ -62,6 +62,7 @@ from aiockpt.transport import (
     T,
     Timeout,
     exact_step,
+    refuse_unknown,
     require_given,
     seconds,
 )
@@ -71,6 +72,22 @@ __all__ = ["HTTPTransport", "TransportStatistics"]
 _THREADS = 2
 _DEFAULT_WAIT = 5.0  # seconds for which a server waits for a step
 _CLOSING = 5.0  # seconds for running calls to end, and then for the threads
+
+_ELSEWHERE: Final = {
+    "num_chunks": "HTTPTransport(receive=Receive(connections=...)), the number of "
+    "parallel ranges, or chunk_bytes=, the size of a chunk",
+    **{
+        option.name: f"HTTPTransport({argument}={record.__name__}({option.name}=...))"
+        for argument, record in {
+            "server": Server,
+            "auth": Auth,
+            "receive": Receive,
+            "swarm": Swarm,
+        }.items()
+        for option in fields(record)
+    },
+}
+"""Options of the records, and of torchft's class -> where they are given."""
 
 
 class TransportStatistics(NamedTuple):
@@ -162,7 +179,9 @@ class HTTPTransport(CheckpointTransport[T]):
         digest: Algorithm = "xxh3-128",
         zero_copy: bool = False,
         allow_pickle: bool = False,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(HTTPTransport, unknown, elsewhere=_ELSEWHERE)
         require_type(Server, server=server)
         require_type(Auth, auth=auth)
         require_type(Receive, receive=receive)
@@ -332,6 +351,7 @@ class HTTPTransport(CheckpointTransport[T]):
         step: int = REQUIRED,
         state_dict: T = REQUIRED,
         timeout: Timeout | None = None,
+        **unknown: Never,
     ) -> None:
         """Stage ``state_dict`` and publish it as ``step``.
 
@@ -355,6 +375,7 @@ class HTTPTransport(CheckpointTransport[T]):
             TransferTimeoutError: staging took longer than ``timeout``.
             ClosedError: after :meth:`shutdown`.
         """
+        refuse_unknown(HTTPTransport.send_checkpoint, unknown)
         require_given("send_checkpoint", step=step, state_dict=state_dict)
         limit, began = self._limit(timeout), time.monotonic()
         deadline = Deadline(limit, stop="stage", what=f"step {step}")
@@ -464,6 +485,7 @@ class HTTPTransport(CheckpointTransport[T]):
         share: bool = False,
         verify_shared: bool = False,
         progress: Callable[[Progress], None] | None = None,
+        **unknown: Never,
     ) -> T:
         """Fetch ``step`` from the transport, or the transports, of ``metadata``.
 
@@ -530,8 +552,9 @@ class HTTPTransport(CheckpointTransport[T]):
             TransportError, ProtocolError, AuthenticationError: see the error tree.
                 With several sources: the most specific error, with the others as notes.
         """
-        require_given("recv_checkpoint", metadata=metadata)
         try:
+            refuse_unknown(HTTPTransport.recv_checkpoint, unknown)
+            require_given("recv_checkpoint", metadata=metadata)
             origins = origins_of(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
@@ -557,6 +580,7 @@ class HTTPTransport(CheckpointTransport[T]):
         select: Select | None = None,
         timeout: Timeout | None = None,
         progress: Callable[[Progress], None] | None = None,
+        **unknown: Never,
     ) -> Prepared[T]:
         """Fetch and verify ``step`` beside the template ``into``, to apply it later.
 
@@ -580,6 +604,7 @@ class HTTPTransport(CheckpointTransport[T]):
             AiockptError: as in :meth:`recv_checkpoint`.
         """
         try:
+            refuse_unknown(HTTPTransport.prepare, unknown)
             origins = origins_of(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
@@ -636,6 +661,7 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: Timeout | None = None,
         reconnect_timeout: Timeout | None = None,
         progress: Callable[[Progress], None] | None = None,
+        **unknown: Never,
     ) -> AsyncGenerator[tuple[int, T]] | AsyncGenerator[Prepared[T]]:
         """Yield each newer checkpoint of a sender as ``(step, state_dict)``, for ever.
 
@@ -677,6 +703,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 :meth:`recv_checkpoint`.
         """
         try:
+            refuse_unknown(HTTPTransport.follow, unknown)
             origin = parse_metadata(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
@@ -698,6 +725,7 @@ class HTTPTransport(CheckpointTransport[T]):
         after: int | None = None,
         *,
         reconnect_timeout: Timeout | None = None,
+        **unknown: Never,
     ) -> AsyncIterator[int]:
         """Yield the number of each newer step that a sender publishes.
 
@@ -734,6 +762,7 @@ class HTTPTransport(CheckpointTransport[T]):
             ClosedError: after, or because of, :meth:`shutdown`.
         """
         try:
+            refuse_unknown(HTTPTransport.steps, unknown)
             origin = parse_metadata(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token

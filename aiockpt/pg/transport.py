@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
-from typing import Final, cast
+from typing import Final, Never, cast
 
 import torch
 
@@ -34,6 +34,7 @@ from aiockpt.transport import (
     T,
     Timeout,
     exact_step,
+    refuse_unknown,
     require_given,
     seconds,
 )
@@ -88,7 +89,9 @@ class PGTransport(CheckpointTransport[T]):
         chunk_bytes: int = 16 << 20,
         limits: Limits = Limits(),  # noqa: B008 - frozen
         allow_pickle: bool = False,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(PGTransport, unknown)
         self._group = pg
         self._timeout = seconds(timeout)
         self._state_dict = state_dict
@@ -129,6 +132,7 @@ class PGTransport(CheckpointTransport[T]):
         step: int = REQUIRED,
         state_dict: T = REQUIRED,
         timeout: Timeout | None = None,
+        **unknown: Never,
     ) -> None:
         """Send ``state_dict`` as ``step`` to all ``dst_ranks`` in parallel.
 
@@ -156,6 +160,7 @@ class PGTransport(CheckpointTransport[T]):
             TransferTimeoutError: a receiver did not call, or did not finish, in time.
             ClosedError: after, or because of, :meth:`shutdown`.
         """
+        refuse_unknown(PGTransport.send_checkpoint, unknown)
         require_given("send_checkpoint", step=step, state_dict=state_dict)
         step = exact_step(step)
         if dst_ranks is None:
@@ -219,6 +224,7 @@ class PGTransport(CheckpointTransport[T]):
         direct: bool = False,
         select: Select | None = None,
         progress: Callable[[Progress], None] | None = None,
+        **unknown: Never,
     ) -> T:
         """Receive ``step`` from ``src_rank``; wait until it is sent.
 
@@ -252,6 +258,7 @@ class PGTransport(CheckpointTransport[T]):
                 told; the call waits for it until the deadline.
             ProtocolError: see the error tree.
         """
+        refuse_unknown(PGTransport.recv_checkpoint, unknown)
         require_given("recv_checkpoint", step=step)
         step, rank = exact_step(step), self._peer(src_rank)
         if select is not None:

@@ -4,6 +4,8 @@
 stay the same objects, and their items are assigned. A value without assignable items,
 such as a number, a tuple or a set, is replaced in its container. A tuple or deque stays
 if nothing in it differs. Nothing is assigned before `Containers.finish`.
+
+`left_empty` and `apart` say how a template and a checkpoint differ, for errors.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from typing import Any, Final
 
 import torch
 
+from aiockpt.errors import TemplateMismatchError
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.nodes import opened
 
-__all__ = ["DICTS", "Adoption", "Containers", "children"]
+__all__ = ["DICTS", "Adoption", "Containers", "apart", "children", "left_empty"]
 
 DICTS: Final = (dict, OrderedDict, defaultdict)
 
@@ -105,6 +108,90 @@ class Adoption(Containers):
             self._into(old[at], new) if at < len(old) else new
             for at, new in enumerate(value)
         ]
+
+
+_OPTIMIZER: Final = (
+    "make the state first with get_optimizer_state_dict(model, optimizer) of "
+    "torch.distributed.checkpoint.state_dict"
+)
+
+_WRAPPERS: Final = (
+    "module.",
+    "_orig_mod.",
+    "_fsdp_wrapped_module.",
+    "_checkpoint_wrapped_module.",
+)
+"""What DDP, compile, FSDP and activation checkpointing put into the names."""
+
+
+def left_empty(
+    path: str, kind: type, count: int, *, optimizer: bool, whole: bool
+) -> TemplateMismatchError:
+    """Return the error for an empty container that the checkpoint has full.
+
+    Args:
+        path: The container's path.
+        kind: The container's type.
+        count: The number of its items in the checkpoint.
+        optimizer: Whether it is the state of an optimizer.
+        whole: Whether the template must fit exactly, as in a receive.
+    """
+    unit = "key" if issubclass(kind, dict) else "item"
+    remedy = f"give it the {unit}s of the checkpoint"
+    if optimizer:
+        remedy = _OPTIMIZER
+    if whole:
+        remedy += ", or receive without into="
+    elif path:
+        remedy += ", or put None there to take it as it is"
+    else:
+        remedy = "leave out into= to load all of it"
+    many = f"{count} {unit}{'s' * (count != 1)}"
+    return TemplateMismatchError(path, expected=many, actual="empty", detail=remedy)
+
+
+def apart(target: dict[Any, Any], value: dict[Any, Any], path: str) -> str:
+    """Return how the keys of a template and a checkpoint differ, and what to do."""
+    mine = [key for key in target if key not in value]
+    theirs = [key for key in value if key not in target]
+    if not mine or not theirs:
+        return ""
+    at = f" at {path}" if path else ""
+    first, other = mine[0], theirs[0]
+    if not isinstance(first, str):
+        return f"the template has {first!r}{at}, and the checkpoint {other!r}"
+    named = [key for key in theirs if isinstance(key, str)]
+    loaded = f"the dict at {path} of the loaded state" if path else "the loaded state"
+    for key in named:
+        if isinstance(value[key], dict) and first in value[key]:
+            into = f"into={{{key!r}: template}}"
+            return f"the checkpoint has {first!r} below {key!r}{at}: pass {into} there"
+    for key in named:
+        if isinstance(target[first], dict) and key in target[first]:
+            return (
+                f"the checkpoint has {key!r}{at}, which the template has below "
+                f"{first!r}: pass what the template has there"
+            )
+    ends = [key.removesuffix(first) for key in named if key.endswith(f".{first}")]
+    for word in (*_WRAPPERS, *ends):
+        if {*mine} <= {key.replace(word, "") for key in named}:
+            other = next(key for key in named if key.replace(word, "") == first)
+            return (
+                f"the template has {first!r}{at}, and the checkpoint {other!r}: load "
+                f"it without into=, and take {word!r} out of the keys: "
+                f"{{key.replace({word!r}, ''): value for key, value in "
+                f"state.items()}}, where state is {loaded}"
+            )
+    starts = [first.removesuffix(key) for key in named if first.endswith(f".{key}")]
+    for word in (*_WRAPPERS, *starts):
+        if {str(key).replace(word, "") for key in mine} <= {*named} and word in first:
+            other = first.replace(word, "")
+            inner = f"model.{word}state_dict()" if word in _WRAPPERS else "those keys"
+            return (
+                f"the template has {first!r}{at}, and the checkpoint {other!r}: pass a "
+                f"template without {word!r} in its keys, such as {inner}"
+            )
+    return f"the template has {first!r}{at}, and the checkpoint {other!r}"
 
 
 def children(value: Any) -> Sequence[Any] | None:

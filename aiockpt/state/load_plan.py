@@ -18,11 +18,12 @@ Nothing is read here, and nothing is changed before `Rule.finish`.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
@@ -43,7 +44,7 @@ from aiockpt.memory.arena import Arena
 from aiockpt.memory.copies import Backings, CopyPlan, once
 from aiockpt.memory.device import PortFor
 from aiockpt.runtime.system import collector_paused
-from aiockpt.state.containers import DICTS, Containers, children
+from aiockpt.state.containers import DICTS, Containers, apart, children, left_empty
 from aiockpt.state.distributed import has_version, take_apart
 from aiockpt.state.nodes import decoders_for, opened
 from aiockpt.state.rebuild import (
@@ -69,6 +70,8 @@ __all__ = [
     "ValueWalk",
     "state_over",
 ]
+
+logger = logging.getLogger("aiockpt")
 
 _NOTHING: Final = object()
 
@@ -282,8 +285,9 @@ class Selected:
         template: The state dict to fill; None: the result is new.
         device: The device for tensors that the template lacks; None: they stay in the
             memory of their segment.
-        strict: Whether the checkpoint must have every wanted path, and the template
-            every selected one.
+        strict: Whether the checkpoint must have every wanted path, the template every
+            selected one, and no container may be empty here and full there. Keys that
+            only the checkpoint has never count.
         name: The name of the checkpoint, for errors.
 
     Attributes:
@@ -343,9 +347,10 @@ class Selected:
 
         Raises:
             TemplateMismatchError: a value of the template has another type, shape or
-                dtype; or the rule is strict and the template lacks a selected path.
-            MissingKeysError: the rule is strict and the checkpoint lacks a selected
-                path, or a key of the template.
+                dtype; or the rule is strict and the template lacks a selected path, or
+                has an empty container for a full one.
+            MissingKeysError: the checkpoint lacks every key of the template; or the
+                rule is strict and it lacks a selected path, or a key of the template.
             UnsupportedLeafError: a tensor of the template is not dense.
         """
         with collector_paused():  # there may be 100,000 tensors
@@ -356,8 +361,12 @@ class Selected:
             plans = self._planner.plans()
         unmet = self._selection.unmet()
         self.missing = [*dict.fromkeys([*self._walk.missing, *unmet])]
-        if self._strict and self.missing:
+        if self.missing and (self._strict or self._walk.found_none):
             self._refuse(unmet)
+        for error in self._walk.empty:
+            if self._strict:
+                raise error
+            logger.warning("%s: %s", self._name, error)
         return plans
 
     def _refuse(self, unmet: Sequence[str]) -> NoReturn:
@@ -366,7 +375,10 @@ class Selected:
         if self._segments:
             nowhere.intersection_update(self._there.unmet())
         if missing := {*self._walk.missing, *nowhere}:
-            raise MissingKeysError(self._name, sorted(missing))
+            none, detail = self._walk.found_none, self._walk.apart()
+            raise MissingKeysError(
+                self._name, sorted(missing), none=none, detail=detail
+            )
         raise TemplateMismatchError(unmet[0], expected="a value", actual="nothing")
 
     def changed(self) -> Sequence[torch.Tensor]:
@@ -644,11 +656,17 @@ class ValueWalk(Containers):
 
     Attributes:
         missing: The keys of the template that the checkpoint lacks.
+        empty: An error for each container that is empty here and full there. It stays
+            empty.
     """
 
     def __init__(self, selection: Selection, planner: LoadPlanner) -> None:
         super().__init__()
         self.missing: list[str] = []
+        self.empty: list[TemplateMismatchError] = []
+        self._found = False
+        self._apart: Callable[[], str] | None = None
+        self._optimizers: set[str] = set()  # the paths of their states
         self._selection = selection
         self._planner = planner
         self._in_leaf = 0  # the depth inside a value that is selected as a whole
@@ -669,6 +687,15 @@ class ValueWalk(Containers):
             return self._into(template, found, "")
         chosen = self._chosen(found, "")
         return {} if chosen is _NOTHING else chosen
+
+    @property
+    def found_none(self) -> bool:
+        """Whether the checkpoint has nothing of what the template wants."""
+        return bool(self.missing) and not self._found
+
+    def apart(self) -> str:
+        """Return how the keys of the first dict with missing keys differ."""
+        return "" if self._apart is None else self._apart()
 
     def _chosen(self, value: object, path: str) -> object:
         """Return the selected part of a value, or `_NOTHING`."""
@@ -707,6 +734,10 @@ class ValueWalk(Containers):
         return tensor
 
     def _into(self, target: object, value: object, path: str) -> object:
+        if self._is_left_empty(target, value, path):
+            return target
+        if not (isinstance(target, dict | list) and target):
+            self._found = True
         if target is None or (isinstance(target, torch.Tensor) and _is_meta(target)):
             if target is not None:
                 _check_tensor(target, value, path)
@@ -726,12 +757,39 @@ class ValueWalk(Containers):
                 return self._rebuilt(target, value, items)
         return self._taken(value)
 
+    def _is_left_empty(self, target: object, value: Any, path: str) -> bool:
+        """Say whether a container is empty here, and has selected items there."""
+        kind = dict if isinstance(target, dict) else type(target)
+        if kind not in (dict, list, tuple, deque) or target:
+            return False
+        if not (isinstance(value, kind) and value and self._selects(value, path)):
+            return False
+        optimizer = path in self._optimizers
+        self.empty.append(
+            left_empty(path, kind, len(value), optimizer=optimizer, whole=False)
+        )
+        return True
+
+    def _selects(self, value: Any, path: str) -> bool:
+        """Say whether something at or below a path is selected."""
+        if self._in_leaf or self._selection.takes(path):
+            return True
+        if type(value) in DICTS:
+            return any(self._selects(value[key], below(path, key)) for key in value)
+        if type(value) is list:
+            items = enumerate(value)
+            return any(self._selects(each, item(path, at)) for at, each in items)
+        return self._selection.takes_leaf(path)
+
     def _into_dict(self, target: dict[Any, Any], value: Any, path: str) -> object:
+        if "param_groups" in value:
+            self._optimizers.add(below(path, "state"))
         for key, old in target.items():
             where = below(path, key)
             if key not in value:
                 if self._selection.takes(where):
                     self.missing.append(where)
+                    self._apart = self._apart or partial(apart, target, value, path)
             elif self._is_selected(value[key], where):
                 new = self._into(old, value[key], where)
                 if new is not old:
@@ -753,6 +811,9 @@ class ValueWalk(Containers):
         return None if chosen is _NOTHING else chosen
 
     def _into_list(self, target: list[Any], value: Any, path: str) -> object:
+        if len(target) > len(value):
+            expected, actual = (f"a list of {len(at)}" for at in (value, target))
+            raise TemplateMismatchError(path, expected=expected, actual=actual)
         found = [*target]
         for at, (mine, theirs) in enumerate(zip_longest(target, value)):
             where = item(path, at)

@@ -97,6 +97,10 @@ class Checkpoint:
     world_size: int
     files: Mapping[str, RankFile]
 
+    def __fspath__(self) -> str:
+        """Return the directory, so that ``load`` takes a checkpoint for a path."""
+        return os.fspath(self.path)
+
     @property
     def nbytes(self) -> int:
         """The bytes of all its files."""

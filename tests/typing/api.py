@@ -167,7 +167,7 @@ async def in_the_background() -> None:
     config = aiockpt.CheckpointerConfig(busy_policy="skip")
     async with aiockpt.make_async_checkpointer(config) as checkpointer:
         assert_type(checkpointer, aiockpt.AsyncCheckpointer)
-        handle = await checkpointer.save({"a": 1}, "step-1", timeout=3, epoch=1)
+        handle = await checkpointer.save({"a": 1}, "step-1", timeout=3, step=1)
         assert_type(handle, SaveHandle)
         assert_type(await handle.written(), bool)
         assert_type(handle.error, BaseException | None)
@@ -182,3 +182,30 @@ async def in_the_background() -> None:
     found = await aiockpt.recover("checkpoints", timeout=timedelta(seconds=1))
     assert_type(found.step, int)
     aiockpt.CheckpointerConfig(busy_policy="hope")  # type: ignore[arg-type]
+
+
+async def keywords(own: dict[str, Any]) -> None:
+    """A typo is seen; keywords for a hook or a reader of one's own travel in a dict."""
+    aiockpt.load("step-1", into={"a": 1}, select=["a"], verify="none", rank=1)
+    aiockpt.load("step-1", selekt=["a"])  # type: ignore[arg-type]
+    aiockpt.load("step-1", verify="all")  # type: ignore[arg-type]
+    with aiockpt.make_sync_checkpointer() as sync:
+        sync.save({"a": 1}, "step-1", step=1, progress=print, **own)
+        sync.save({"a": 1}, "step-1", stp=1)  # type: ignore[arg-type]
+        sync.load("step-1", into={"a": 1}, strict=True, mmap=True, **own)
+        sync.load("step-1", template={"a": 1})  # type: ignore[arg-type]
+    with aiockpt.make_background_checkpointer() as background:
+        background.save({"a": 1}, "step-1", timeout=3, **own)
+        background.save({"a": 1}, "step-1", keep_last=1)  # type: ignore[arg-type]
+        background.load("step-1", into={"a": 1}, on_bytes=print, **own)
+        background.load("step-1", map_location="cpu")  # type: ignore[arg-type]
+    async with aiockpt.make_async_checkpointer() as checkpointer:
+        await checkpointer.save({"a": 1}, "step-1", **own)
+        await checkpointer.save({"a": 1}, "step-1", tmeout=1)  # type: ignore[arg-type]
+        await checkpointer.load("step-1", into={"a": 1}, **own)
+        await checkpointer.load("step-1", inot={"a": 1})  # type: ignore[arg-type]
+    aiockpt.HTTPTransport[Any](port=1)  # type: ignore[arg-type]
+    async with aiockpt.HTTPTransport[Any]() as transport:
+        await transport.send_checkpoint(step=1, state_dict={}, timout=1)  # type: ignore[arg-type]
+        await transport.recv_checkpoint(metadata="", template={})  # type: ignore[arg-type]
+        transport.follow("", prepared=True)  # type: ignore[call-overload]
