@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from datetime import timedelta
 from difflib import get_close_matches
+from numbers import Real
 from operator import index
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias
 
@@ -17,10 +19,15 @@ __all__ = [
     "CheckpointTransport",
     "T",
     "Timeout",
+    "check_fields",
     "exact_step",
+    "names_its_options",
     "refuse_unknown",
+    "require",
     "require_given",
+    "require_type",
     "seconds",
+    "whole_number",
 ]
 
 if TYPE_CHECKING:
@@ -31,6 +38,8 @@ else:
     from typing import TypeVar
 
     T = TypeVar("T")
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 Timeout: TypeAlias = float | timedelta
 """Seconds, or a ``timedelta``; one deadline for the whole call."""
@@ -60,6 +69,18 @@ _OTHER_WORDS = {
     "model": "into",
 }
 """Words that users try first -> our option, which is spelled differently."""
+
+
+def names_its_options(function: F) -> F:
+    """Hide ``**unknown``, which `refuse_unknown` refuses, from the signature."""
+    signature = inspect.signature(function)
+    shown = [
+        each
+        for each in signature.parameters.values()
+        if each.kind is not each.VAR_KEYWORD
+    ]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
 
 
 def refuse_unknown(
@@ -107,16 +128,93 @@ def _nearest(name: str, options: list[str]) -> str:
     return f"its options are {', '.join(options)}"
 
 
-def seconds(timeout: Timeout) -> float:
-    """Return a timeout in seconds.
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def require(*, at_least: float = 0, **options: float) -> None:
+    """Raise ``ValueError`` that names the first option below ``at_least``.
+
+    NaN counts as below every number. What is no number raises ``TypeError``; a ``bool``
+    is a number to Python, but not here.
+    """
+    for name, value in options.items():
+        if not _is_number(value):
+            got = type(value).__name__
+            raise TypeError(f"{name} must be a number, got {got}")
+        if not value >= at_least:
+            raise ValueError(f"{name} must be at least {at_least:g}, got {value!r}")
+
+
+def require_type(
+    kind: type[object] | tuple[type[object], ...], **options: object
+) -> None:
+    """Raise ``TypeError`` that names the first option that is not a ``kind``.
+
+    A ``bool`` counts as an ``int`` to Python, but not here.
+    """
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    wanted = " or ".join(each.__name__ for each in kinds)
+    for name, value in options.items():
+        is_bool = isinstance(value, bool) and bool not in kinds
+        if is_bool or not isinstance(value, kinds):
+            got = type(value).__name__  # not the value, which may be a token
+            raise TypeError(f"{name} must be of type {wanted}, got {got}")
+
+
+_KINDS: dict[str, type[object]] = {"bool": bool, "int": int, "str": str}
+
+
+def check_fields(record: Any) -> None:
+    """Check the numbers, flags and texts of a record of options.
 
     Raises:
+        TypeError: a field has another type than its annotation says.
+        ValueError: a number is negative or not a number.
+    """
+    for each in fields(record):
+        value = getattr(record, each.name)
+        kind, _, other = str(each.type).partition(" | ")
+        if value is None and other == "None":
+            continue
+        if kind in _KINDS and other in ("", "None"):
+            require_type(_KINDS[kind], **{each.name: value})
+        if kind in ("int", "float"):
+            require(**{each.name: value})
+
+
+def seconds(timeout: Timeout, name: str = "timeout") -> float:
+    """Return a timeout in seconds; ``name`` is what messages call it.
+
+    Raises:
+        TypeError: the timeout is neither a number nor a ``timedelta``.
         ValueError: the timeout is negative or not a number.
     """
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not _is_number(value):
+        kind = type(value).__name__
+        raise TypeError(
+            f"{name} must be a number of seconds or a timedelta, got {value!r} ({kind})"
+        )
     if not value >= 0:
-        raise ValueError(f"timeout must not be negative, got {timeout!r}")
+        raise ValueError(f"{name} must not be negative or NaN, got {timeout!r}")
     return float(value)
+
+
+def whole_number(value: object, name: str) -> int:
+    """Return a number of any integer type as an ``int``.
+
+    Raises:
+        TypeError: it is not an integer, or a ``bool``.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return int(index(value))  # type: ignore[arg-type]
+    except TypeError:
+        kind = type(value).__name__
+        what = f"{name} must be an integer, got {value!r} ({kind})"
+        raise TypeError(f"{what}; pass int({name})") from None
 
 
 def exact_step(step: object) -> int:
@@ -126,11 +224,7 @@ def exact_step(step: object) -> int:
         TypeError: the step is not an integer.
         ValueError: the step is negative or has more than 63 bits.
     """
-    try:
-        number = int(index(step))  # type: ignore[arg-type]
-    except TypeError as error:
-        what = f"step must be an integer, got {step!r} ({type(step).__name__})"
-        raise TypeError(f"{what}; pass int(step)") from error
+    number = whole_number(int(step) if isinstance(step, bool) else step, "step")
     if not 0 <= number <= INT64_MAX:
         raise ValueError(f"step must be from 0 to 2**63 - 1, got {number}")
     return number

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, get_args
+
+from aiockpt.transport import check_fields, whole_number
 
 __all__ = [
     "BarrierConfig",
@@ -45,6 +47,8 @@ class RankInfo:
     global_world_size: int
 
     def __post_init__(self) -> None:
+        for name in ("global_rank", "global_world_size"):
+            whole_number(getattr(self, name), name)
         if not 0 <= self.global_rank < self.global_world_size:
             raise ValueError(
                 f"global_rank must be from 0 to global_world_size - 1, "
@@ -92,6 +96,7 @@ class CheckpointWriterConfig:
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("keep_last", "keep_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -131,6 +136,7 @@ class CheckpointStagerConfig:
                 raise ValueError(
                     f"{name}={value!r} cannot be chosen: {reason}; leave it out"
                 )
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +172,9 @@ class CheckpointProcessConfig:
     keep_last_seconds: float = 0
     runtime_dir: str | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointerConfig:
@@ -198,3 +207,11 @@ class CheckpointerConfig:
     use_process: bool = True
     busy_policy: BusyPolicy = "wait"
     raise_on_failure: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.busy_policy not in get_args(BusyPolicy):
+            words = ", ".join(map(repr, get_args(BusyPolicy)))
+            raise ValueError(
+                f"busy_policy must be one of {words}, got {self.busy_policy!r}"
+            )

@@ -28,7 +28,7 @@ from aiockpt.checkpointers.writer import (
 from aiockpt.state.selection import Select
 from aiockpt.storage.directory import StrPath
 from aiockpt.storage.read import OnBytes, Verify
-from aiockpt.transport import refuse_unknown
+from aiockpt.transport import names_its_options, refuse_unknown
 
 __all__ = [
     "load",
@@ -164,6 +164,7 @@ def make_background_checkpointer(
     return BackgroundCheckpointer(checkpointer)
 
 
+@names_its_options
 def load(
     path: StrPath,
     state_dict: Any = None,

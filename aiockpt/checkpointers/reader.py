@@ -25,7 +25,7 @@ from aiockpt.state.selection import Select, listed
 from aiockpt.storage.directory import StrPath
 from aiockpt.storage.placement import Placement, PlannedPlacement, VerifyOnly
 from aiockpt.storage.read import FileSource, OnBytes, Verify, check_verify
-from aiockpt.transport import refuse_unknown
+from aiockpt.transport import refuse_unknown, whole_number
 
 __all__ = ["CheckpointReader", "MapLocation", "load", "own_read"]
 
@@ -128,6 +128,8 @@ class CheckpointReader:
         if type(self).read is CheckpointReader.read:
             refuse_unknown(CheckpointReader.read, own)
         state_dict, select = template_of(state_dict, into), listed(select)
+        if rank is not None:
+            rank = whole_number(rank, "rank")
         info = self._rank_info
         reading = Reading(
             rank=info.global_rank if rank is None else rank,

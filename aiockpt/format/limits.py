@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from mmap import mmap
 from typing import Final
 
@@ -44,6 +44,17 @@ class Limits:
     max_nodes: int = 500_000
     max_tensors: int = 100_000
     max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is None and each.name == "max_bytes":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                kind = type(value).__name__
+                raise TypeError(f"{each.name} must be of type int, got {kind}")
+            if value < 0:
+                raise ValueError(f"{each.name} must be at least 0, got {value}")
 
 
 FILE_LIMITS: Final = Limits(

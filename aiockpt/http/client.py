@@ -39,7 +39,7 @@ from aiockpt.errors import (
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http.body_reader import BodySink, read_body
 from aiockpt.http.chunk_run import Place
-from aiockpt.http.options import Auth, Receive, require
+from aiockpt.http.options import Auth, Receive
 from aiockpt.http.problems import from_problem
 from aiockpt.http.protocol import JOINS, LEASE_HEADER, SWARM_HEADER, Origin
 from aiockpt.http.retry import HostLimitError, OnRetry, Patience, Retries
@@ -48,6 +48,7 @@ from aiockpt.http.sockets import IO_THREADS, IdleClock
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.secrets import severed
 from aiockpt.runtime.system import is_callers, is_hosts, refused_by_host
+from aiockpt.transport import require
 
 __all__ = ["Answer", "CheckpointClient", "Request"]
 

@@ -13,44 +13,15 @@ import aiohttp
 from aiockpt.format.limits import Limits
 from aiockpt.http.security import check_peers
 from aiockpt.runtime.secrets import Token
+from aiockpt.transport import check_fields, require, require_type
 
-__all__ = ["Auth", "Receive", "Server", "Swarm", "require", "require_type"]
+__all__ = ["Auth", "Receive", "Server", "Swarm"]
 
 _CONNECTIONS = min(4, os.cpu_count() or 4)
 _NICEST = 19
+_HIGHEST_PORT = 65535
 _SHORTEST_KEY = 16
 _LONGEST_ZONE = 64
-
-
-def require(*, at_least: float = 0, **options: float) -> None:
-    """Raise ``ValueError`` that names the first option below ``at_least``.
-
-    NaN counts as below every number. What is no number raises ``TypeError``.
-    """
-    for name, value in options.items():
-        try:
-            is_bad = not value >= at_least
-        except TypeError:
-            got = type(value).__name__
-            raise TypeError(f"{name} must be a number, got {got}") from None
-        if is_bad:
-            raise ValueError(f"{name} must be at least {at_least:g}, got {value!r}")
-
-
-def require_type(
-    kind: type[object] | tuple[type[object], ...], **options: object
-) -> None:
-    """Raise ``TypeError`` that names the first option that is not a ``kind``.
-
-    A ``bool`` counts as an ``int`` to Python, but not here.
-    """
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    wanted = " or ".join(each.__name__ for each in kinds)
-    for name, value in options.items():
-        is_bool = isinstance(value, bool) and bool not in kinds
-        if is_bool or not isinstance(value, kinds):
-            got = type(value).__name__  # not the value, which may be a token
-            raise TypeError(f"{name} must be of type {wanted}, got {got}")
 
 
 def _float(number: float) -> float:
@@ -109,14 +80,10 @@ class Server:
     nice: int = _NICEST
 
     def __post_init__(self) -> None:
-        require_type(int, nice=self.nice)
+        check_fields(self)
         require(at_least=1, readers=self.readers)
-        require(
-            grace=self.grace,
-            keep_superseded=self.keep_superseded,
-            keep_last=self.keep_last,
-            nice=self.nice,
-        )
+        if self.port > _HIGHEST_PORT:
+            raise ValueError(f"port must be at most {_HIGHEST_PORT}, got {self.port}")
         if self.nice > _NICEST:
             raise ValueError(f"nice must be at most {_NICEST}, got {self.nice!r}")
 
@@ -145,16 +112,14 @@ class Swarm:
     zone: str = ""
 
     def __post_init__(self) -> None:
-        require(linger=self.linger)
+        check_fields(self)
         object.__setattr__(self, "linger", _float(self.linger))
-        require_type(int, slots=self.slots)
         require(at_least=1, slots=self.slots)
         if self.rate is not None:
             require(at_least=1, rate=self.rate)
             object.__setattr__(self, "rate", _float(self.rate))
             if self.rate == inf:
                 raise ValueError("rate must be finite; None is for no limit")
-        require_type(str, zone=self.zone)
         if len(self.zone) > _LONGEST_ZONE:
             raise ValueError(f"zone must have at most {_LONGEST_ZONE} characters")
         try:
@@ -194,8 +159,8 @@ class Auth:
     peers: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.token is not None:  # printing this record does not show the token
-            require_type(str, token=self.token)
             object.__setattr__(self, "token", Token(self.token))
         if self.key is not None and len(self.key) < _SHORTEST_KEY:
             raise ValueError(f"manifest_key must have at least {_SHORTEST_KEY} bytes")
@@ -230,6 +195,6 @@ class Receive:
     session: aiohttp.ClientSession | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         require_type(Limits, limits=self.limits)
         require(at_least=1, connections=self.connections)
-        require(reconnect_timeout=self.reconnect_timeout)

@@ -37,7 +37,7 @@ from aiockpt.http.host import RelayHost
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
 from aiockpt.http.membership import Membership
-from aiockpt.http.options import Auth, Receive, Server, Swarm, require_type
+from aiockpt.http.options import Auth, Receive, Server, Swarm
 from aiockpt.http.peers import Peers, origins_of
 from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_metadata
 from aiockpt.http.server import CheckpointServer
@@ -62,8 +62,11 @@ from aiockpt.transport import (
     T,
     Timeout,
     exact_step,
+    names_its_options,
     refuse_unknown,
+    require,
     require_given,
+    require_type,
     seconds,
 )
 
@@ -164,6 +167,7 @@ class HTTPTransport(CheckpointTransport[T]):
             A pickle runs code in the receiver. Both ends need this option.
     """
 
+    @names_its_options
     def __init__(
         self,
         timeout: Timeout = 60.0,
@@ -187,6 +191,11 @@ class HTTPTransport(CheckpointTransport[T]):
         require_type(Receive, receive=receive)
         if swarm is not None:
             require_type((Swarm, bool), swarm=swarm)
+        if same_host is not None:
+            require_type(bool, same_host=same_host)
+        require_type(bool, zero_copy=zero_copy, allow_pickle=allow_pickle)
+        require_type(int, chunk_bytes=chunk_bytes)
+        require(stall_timeout=stall_timeout)
         self._credentials = find_credentials(
             auth.token, insecure=auth.insecure, env=os.environ
         )
@@ -308,7 +317,7 @@ class HTTPTransport(CheckpointTransport[T]):
             ValueError: ``receiver`` is empty or too long, or has a character that a
                 token cannot hold.
         """
-        expires = time.time() + seconds(lifetime)
+        expires = time.time() + seconds(lifetime, "lifetime")
         token = self._credentials.granted(receiver, step=step, expires=expires)
         return format_metadata(self.address(), token)
 
@@ -345,6 +354,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._endpoint.mount(prefix)
         return service
 
+    @names_its_options
     async def send_checkpoint(
         self,
         dst_ranks: Sequence[int] = (),
@@ -471,6 +481,7 @@ class HTTPTransport(CheckpointTransport[T]):
         error.add_note("the checkpoint was retracted while this call was running")
         return error
 
+    @names_its_options
     async def recv_checkpoint(
         self,
         src_rank: int = 0,
@@ -570,6 +581,7 @@ class HTTPTransport(CheckpointTransport[T]):
         limit = self._limit(timeout)
         return await self._receive(origins, step, options, sharing, limit)
 
+    @names_its_options
     async def prepare(
         self,
         metadata: str | Sequence[str],
@@ -648,6 +660,7 @@ class HTTPTransport(CheckpointTransport[T]):
         progress: Callable[[Progress], None] | None = None,
     ) -> AsyncGenerator[tuple[int, T]]: ...
 
+    @names_its_options
     def follow(
         self,
         metadata: str,
@@ -719,6 +732,7 @@ class HTTPTransport(CheckpointTransport[T]):
         limit = self._limit(timeout)
         return self._follow(origin, steps, options, sharing, limit)
 
+    @names_its_options
     def steps(
         self,
         metadata: str,
@@ -806,7 +820,9 @@ class HTTPTransport(CheckpointTransport[T]):
     def _steps(
         self, origin: Origin, after: int | None, reconnect_timeout: Timeout | None
     ) -> Steps:
-        silent = math.inf if reconnect_timeout is None else seconds(reconnect_timeout)
+        silent = math.inf
+        if reconnect_timeout is not None:
+            silent = seconds(reconnect_timeout, "reconnect_timeout")
         after = None if after is None else exact_step(after)
         self._lifetime.check()
         return Steps(

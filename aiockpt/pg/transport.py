@@ -34,9 +34,11 @@ from aiockpt.transport import (
     T,
     Timeout,
     exact_step,
+    names_its_options,
     refuse_unknown,
     require_given,
     seconds,
+    whole_number,
 )
 
 __all__ = ["PGTransport"]
@@ -79,6 +81,7 @@ class PGTransport(CheckpointTransport[T]):
             A pickle runs code in the receiver. Both ends need this option.
     """
 
+    @names_its_options
     def __init__(
         self,
         pg: Group,
@@ -126,6 +129,7 @@ class PGTransport(CheckpointTransport[T]):
         self._lifetime.check()
         return _METADATA
 
+    @names_its_options
     async def send_checkpoint(
         self,
         dst_ranks: Sequence[int] | None = None,
@@ -213,6 +217,7 @@ class PGTransport(CheckpointTransport[T]):
         if self._sends:
             await asyncio.wait(self._sends)
 
+    @names_its_options
     async def recv_checkpoint(
         self,
         src_rank: int = 0,
@@ -309,7 +314,7 @@ class PGTransport(CheckpointTransport[T]):
         )
 
     def _peer(self, rank: int) -> int:
-        size = self._size()
+        rank, size = whole_number(rank, "rank"), self._size()
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not in the group, which has {size} ranks")
         if rank == rank_in(self._group):

@@ -11,7 +11,7 @@ from aiockpt.format.chunks import Algorithm
 from aiockpt.http.options import Auth, Receive, Server, Swarm
 from aiockpt.http.transport import TransportStatistics
 from aiockpt.torchft.adapter import Adapter
-from aiockpt.transport import Timeout, seconds
+from aiockpt.transport import Timeout, require, require_type, seconds
 
 __all__ = ["HTTPOptions", "HTTPTransport"]
 
@@ -67,6 +67,8 @@ class HTTPTransport(Adapter[T]):
         options.setdefault("stall_timeout", patience)
         if options.get("swarm") is True:
             options["swarm"] = Swarm(linger=0.0)
+        require_type(int, num_chunks=num_chunks)
+        require(num_chunks=num_chunks)
         if num_chunks:
             given = options.get("receive", Receive())
             options["receive"] = replace(given, connections=num_chunks)

@@ -76,7 +76,7 @@ def options_of(described: Any) -> dict[str, str]:
         if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
             field = described.__dataclass_fields__[name]
             default = field.default_factory()
-        if name != "self" and parameter.kind is not parameter.VAR_KEYWORD:
+        if name != "self":
             found[name] = shown(name, default)
     return found
 
