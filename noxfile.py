@@ -42,6 +42,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 SOAK = "tests/faults/test_soak.py"
 
+# What travels to a machine with a GPU and no network.
+GPU_WHEELS = Path("build/gpu-wheels")
+MOST_WHEELS = 20 << 20
+
 # What `quick` runs if no room is named, what it runs only if that is named, and the
 # rooms that tests import whatever they are about.
 QUICK = ("exports", "format", "wire")
@@ -254,6 +258,28 @@ def soak(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure this library and torchft on this machine; `-- --help` lists options."""
     run(session, "python", "-m", "benchmarks", *session.posargs)
+
+
+@shared(name="gpu-wheels")
+def gpu_wheels(session: nox.Session) -> None:
+    """Collect what the image of a machine with a GPU lacks: see CONTRIBUTING.md."""
+    shutil.rmtree(GPU_WHEELS, ignore_errors=True)
+    pip = ("pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:")
+    target = ("--python-version", "3.12", "--dest", str(GPU_WHEELS))
+    platforms = [
+        part
+        for name in ("manylinux_2_28", "manylinux2014")
+        for part in ("--platform", f"{name}_x86_64")
+    ]
+    wanted = ("-r", "benchmarks/gpu-wheels.txt", "-c", str(CONSTRAINTS))
+    run(session, "python", "-m", *pip, *target, *platforms, *wanted)
+    wheels = sorted(GPU_WHEELS.iterdir())
+    sizes = [wheel.stat().st_size for wheel in wheels]
+    for wheel, size in zip(wheels, sizes, strict=True):
+        session.log(f"{size / 1e6:6.2f} MB  {wheel.name}")
+    if sum(sizes) > MOST_WHEELS:
+        session.error(f"{sum(sizes) / 1e6:.1f} MB of wheels are too much to carry")
+    session.log(f"{len(wheels)} wheels of {sum(sizes) / 1e6:.1f} MB in {GPU_WHEELS}")
 
 
 @shared

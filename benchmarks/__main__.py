@@ -15,12 +15,11 @@ from benchmarks.history import keep, last_runs, slower
 from benchmarks.lines import hindrance
 from benchmarks.measures import BenchmarkError, Samples
 from benchmarks.memory import available_memory
-from benchmarks.report import as_text, rows_of, write_page
+from benchmarks.report import PAGE, as_text, rows_of, write_page
 
 _ROUNDS = 6  # the first one is discarded, and five pairs are the fewest for an interval
 _QUICK = 0.125
 _COPIES = 7  # of the largest state dict, in all processes of a tree together, at most
-_PAGE = Path("docs/reference")
 _MEASURED = ("rounds", "rivals", "against")  # options that a case needs
 _KEPT = ("cases", "rounds", "scale", "rivals")  # options that a report keeps
 _LINES = ("10g", "25g", "lossy", "cold", "delta", "elements-1g", "elements-10g")
@@ -128,8 +127,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write rows and all samples there")
     add("--from", dest="from_", type=Path, metavar="FILE",
         help="report what --json has written, instead of measuring")  # fmt: skip
-    add("--page", nargs="?", type=Path, const=_PAGE, metavar="DIR",
-        help=f"write the page there, with JSON and pictures; {_PAGE}")  # fmt: skip
+    add("--page", nargs="?", type=Path, const=PAGE, metavar="DIR",
+        help=f"write the page there, with JSON and pictures; {PAGE}")  # fmt: skip
     add("--history", type=Path, metavar="DIR",
         help="keep the run there, and compare it with the last ones")  # fmt: skip
     add("--check", action="store_true", help="exit with 1 if a target is missed")

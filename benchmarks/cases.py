@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,9 +32,9 @@ OTHER_TREE = "other tree: "
 Phases = Generator[list[Candidate], None, None]
 
 _MIB = 1 << 20
-_SOCKETS = aiockpt.Receive().connections  # of a receive, and of raw receivers
-_RENO = "reno"  # what the library asks for on the way to the same host
-_CHUNKS = (0, 4, 8)  # settings of torchft's num_chunks
+SOCKETS = aiockpt.Receive().connections  # of a receive, and of raw receivers
+RENO = "reno"  # what the library asks for on the way to the same host
+CHUNKS = (0, 4, 8)  # settings of torchft's num_chunks
 _NICEST = 19  # of a server process
 _IDLE = 0.5  # seconds
 _UNTIL_COLD = 6.0  # seconds; a host is told of free pages every 2 s
@@ -86,7 +86,7 @@ class Setup:
     def __init__(self, tree: Path, nbytes: int, *, rivals: bool) -> None:
         self.tree, self.nbytes = tree, nbytes
         self.rivals = rivals
-        self.chunks = _CHUNKS if rivals and find_spec("torchft") else ()
+        self.chunks = CHUNKS if rivals and find_spec("torchft") else ()
         self.stack = ExitStack()
 
     def __enter__(self) -> Setup:
@@ -127,7 +127,7 @@ class Pair:
         sender: Worker,
         receivers: Sequence[Worker],
         host: str = "127.0.0.1",
-        congestion: str | None = _RENO,
+        congestion: str | None = RENO,
     ) -> None:
         self.setup, self.sender, self.receivers = setup, sender, receivers
         self.nbytes = setup.nbytes
@@ -180,7 +180,7 @@ class Pair:
     def raw(self, name: str, *, system: bool = False, **options: Any) -> Candidate:
         """Return raw sockets, with our congestion control or with the system's."""
         source = self.offer("raw", congestion=None if system else self._congestion)
-        run = partial(self.received, "raw", source, connections=_SOCKETS, **options)
+        run = partial(self.received, "raw", source, connections=SOCKETS, **options)
         return Candidate(name, run)
 
     def torchft(
@@ -196,7 +196,7 @@ class Pair:
                 self.received, "torchft", offer(num_chunks=chunks), **options
             )
 
-        return [Candidate(_setting(name, n), run(n), name) for n in self.setup.chunks]
+        return [Candidate(setting(name, n), run(n), name) for n in self.setup.chunks]
 
     def sent(self, name: str, do: str, **options: Any) -> Candidate:
         """Return what the sender does alone."""
@@ -207,7 +207,8 @@ class Pair:
         return Candidate(name, run, ours=do == "stage")
 
 
-def _setting(name: str, chunks: int) -> str:
+def setting(name: str, chunks: int) -> str:
+    """Return the name of a setting of torchft."""
     return f"{name}, num_chunks={chunks}"
 
 
@@ -467,9 +468,9 @@ def _trainer(setup: Setup) -> Phases:
             sender.call("retract")
         return trained(setup.nbytes, idle, turns)
 
-    ours, sockets = {"in_place": True}, {"connections": _SOCKETS}
+    ours, sockets = {"in_place": True}, {"connections": SOCKETS}
     by, process = "aiockpt", {"process": True}
-    reno, rival = {"congestion": _RENO}, "torchft"
+    reno, rival = {"congestion": RENO}, "torchft"
     yield [
         Candidate(
             "server process", partial(run, trainer, by, process, ours), ours=True
@@ -480,7 +481,7 @@ def _trainer(setup: Setup) -> Phases:
         Candidate("raw, not nice", partial(run, elsewhere, "raw", reno, sockets)),
         *(
             Candidate(
-                _setting(rival, number),
+                setting(rival, number),
                 partial(run, trainer, rival, {"num_chunks": number, **reno}, {}),
                 rival,
             )
@@ -569,19 +570,26 @@ def _saver(setup: Setup) -> tuple[Worker, Callable[..., Candidate]]:
     saver.call("prepare", **setup.shape, place=place.name, rest=_REST)
 
     def run(do: str, **arguments: Any) -> Sample:
-        found: Sample = saver.call(do, **arguments)
-        seconds = found["seconds"]
-        return found | {
-            "ms": 1e3 * seconds,
-            "speed": setup.nbytes / seconds / 1e9,
-            "staged speed": setup.nbytes / found.get("staged", seconds) / 1e9,
-        }
+        return saved(setup.nbytes, saver.call(do, **arguments))
 
     def make(name: str, do: str, rival: str = "", **arguments: Any) -> Candidate:
         ours = name.startswith("aiockpt")
         return Candidate(name, partial(run, do, **arguments), rival, ours=ours)
 
     return saver, make
+
+
+def saved(nbytes: int, found: Sample) -> Sample:
+    """Return the figures of a process that moved so many bytes alone."""
+    seconds = found["seconds"]
+    staged = found.get("staged", seconds)
+    return {
+        "ms": 1e3 * seconds,
+        "speed": nbytes / seconds / 1e9,
+        "staged ms": 1e3 * staged,
+        "staged speed": nbytes / staged / 1e9,
+        **found,
+    }
 
 
 def _saving(setup: Setup) -> Phases:
@@ -649,17 +657,23 @@ def _group(setup: Setup) -> Phases:
 # ---------------------------------------------------------------- the table of cases
 
 
-def _rows() -> Iterator[tuple[str, Row]]:
+def _rows() -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
     with Path(__file__).with_name("rows.csv").open(newline="") as table:
         for line in csv.DictReader(table):
             case, target = line.pop("case"), line.pop("target")
             sign, _, limit = target.partition(" ")
             limits = [float(limit) if sign == side else None for side in (">=", "<=")]
-            yield case, Row(**line, at_least=limits[0], at_most=limits[1])
+            row = Row(**line, at_least=limits[0], at_most=limits[1])
+            found.setdefault(case, []).append(row)
+    return found
 
+
+ROWS: Mapping[str, Sequence[Row]] = _rows()
+"""The rows of each case, and of those of `benchmarks.gpu`."""
 
 CASES: Mapping[str, Case] = {
-    name: Case(about, mib, phases, [row for case, row in _rows() if case == name])
+    name: Case(about, mib, phases, ROWS[name])
     for name, mib, phases, about in (
         ("http", 1024, _http, "receives over loopback, staging, memory of one host"),
         ("tensors", 512, _tensors, "few large tensors, and many small ones"),

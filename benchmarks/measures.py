@@ -126,16 +126,24 @@ class Candidate:
 
 
 def take_turns(
-    candidates: Sequence[Candidate], rounds: int, note: Callable[[str], object]
+    candidates: Sequence[Candidate],
+    rounds: int,
+    note: Callable[[str], object],
+    until: float = math.inf,
 ) -> dict[str, Samples]:
     """Sample every candidate once in each round.
 
     Every other round goes backwards, and every two rounds begin with another candidate,
-    so no candidate always runs after the same one.
+    so no candidate always runs after the same one. After the first round, none begins
+    that would end after ``until``, on the monotonic clock, if it took as long as the
+    last one that counts.
     """
     found: dict[str, Samples] = {each.name: [] for each in candidates}
     running = list(candidates)
+    needed = 0.0
     for turn in range(rounds):
+        if (began := time.monotonic()) + needed > until and turn:
+            break
         shift = turn // 2 % max(len(running), 1)
         order = running[shift:] + running[:shift]
         for each in order[::-1] if turn % 2 else order:
@@ -148,6 +156,8 @@ def take_turns(
                 note(f"left out: {error}")
                 running.remove(each)
         running = [each for each in running if not _is_dropped(each, running, found)]
+        if turn >= WARM_UP:
+            needed = time.monotonic() - began
     padded = {
         name: [*them, *[None] * (rounds - len(them))] for name, them in found.items()
     }

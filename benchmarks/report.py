@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from statistics import median
 from string import Template
 from typing import Any
 
-from benchmarks.cases import CASES, OTHER_TREE, Row
+from benchmarks.cases import CASES, OTHER_TREE, ROWS, Row
 from benchmarks.measures import Samples, counted, estimate, paired, verdict
 
 Found = Mapping[str, Any]
-"""One row with what was found: a JSON object."""
+"""One row with what was found: a JSON object. Its value is None if nothing was."""
 
 _OF_OTHER_TREE = 0.9  # of its speed, at least
 _SPEEDS = {"speed": "GB/s", "staged speed": "GB/s"}
 _PAGE = Path(__file__).with_name("page.md")
+PAGE = Path("docs/reference")
+"""Where the page is."""
+GPU_REPORT = "benchmarks-gpu.json"
+"""What `benchmarks.gpu` has measured for the page, beside it."""
+_VERSIONS = ("aiockpt", "torch", "CUDA")
 _HEAD = ("case", "what", "aiockpt", "beside it", "ratio", "target", "verdict")
 _GAP = "not measured"
 
@@ -29,7 +36,7 @@ _GAP = "not measured"
 
 def rows_of(case: str, samples: Mapping[str, Samples]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a case whose candidates were measured."""
-    for row in [*CASES[case].rows, *_rows_of_trees(samples)]:
+    for row in [*ROWS[case], *_rows_of_trees(samples)]:
         ours = _best(samples, row.ours, row.metric)
         theirs = _best(samples, row.against, row.metric) if row.against else ""
         if ours is None or theirs is None:
@@ -91,17 +98,15 @@ def _rows_of_trees(samples: Mapping[str, Samples]) -> Iterator[Row]:
 # ---------------------------------------------------------------- tables
 
 
-def _cells(row: Found) -> list[str]:
+def cells(row: Found) -> list[str]:
+    """Return a row as it is printed."""
+    if row["value"] is None:
+        why = f"{_GAP}: {row['why']}" if row["why"] else _GAP
+        return [row["case"], row["what"], why, row["against"], "", _target(row), ""]
     interval = ""
     if row["low"] is not None:
         interval = f" ({_short(row['low'])} to {_short(row['high'])})"
     unit, ours = row["unit"], _short(row["value"])
-    of = "" if row["ratio"] is None else "ratio "
-    target = ""
-    if row["at_least"] is not None:
-        target = f"{of}at least {row['at_least']:g}"
-    elif row["at_most"] is not None:
-        target = f"{of}at most {row['at_most']:g}"
     compared = row["ratio"] is not None
     return [
         row["case"],
@@ -111,9 +116,17 @@ def _cells(row: Found) -> list[str]:
         if compared
         else "",
         f"{_short(row['ratio'])}{interval}" if compared else "",
-        target,
+        _target(row),
         row["verdict"],
     ]
+
+
+def _target(row: Found) -> str:
+    of = "ratio " if row["against"] else ""
+    for side, words in (("at_least", "at least"), ("at_most", "at most")):
+        if row[side] is not None:
+            return f"{of}{words} {row[side]:g}"
+    return ""
 
 
 def _short(value: float) -> str:
@@ -126,7 +139,7 @@ def _short(value: float) -> str:
 
 def as_text(report: Mapping[str, Any]) -> str:
     """Return the report for a terminal."""
-    lines = [_HEAD, *(_cells(row) for row in report["rows"])]
+    lines = [_HEAD, *(cells(row) for row in report["rows"])]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
@@ -139,8 +152,9 @@ def _machine(report: Mapping[str, Any]) -> str:
     return "; ".join(f"{name} {value}" for name, value in report["machine"].items())
 
 
-def _markdown(rows: Iterable[Sequence[str]]) -> str:
-    lines = [_HEAD, ["---"] * len(_HEAD), *rows]
+def _markdown(rows: Iterable[Sequence[str]], *more: str) -> str:
+    head = [*_HEAD, *more]
+    lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -148,24 +162,46 @@ def _markdown(rows: Iterable[Sequence[str]]) -> str:
 
 
 def write_page(report: Mapping[str, Any], directory: Path) -> None:
-    """Write the benchmarks page and its two pictures."""
-    rows = [_cells(row) for row in report["rows"]]
+    """Write the benchmarks page and its two pictures.
+
+    The rows of a GPU are those of `GPU_REPORT` in that directory, if it is there.
+    """
+    rows = [cells(row) for row in report["rows"]]
     verdicts = [row["verdict"] for row in report["rows"] if row["verdict"]]
     absent = [name for name in CASES if name not in report["cases"]]
     rows += [[name, CASES[name].about, _GAP, "", "", "", ""] for name in absent]
-    rows.append(["GPU", "stage from a device, load to it, NCCL", _GAP, "", "", "", ""])
     text = Template(_PAGE.read_text()).substitute(
         machine="\n".join(textwrap.wrap(_machine(report), 110)),
         rounds=report["options"]["rounds"],
         pairs=report["options"]["rounds"] - 1,
         scale=f"{report['options']['scale']:g}",
         table=_markdown(rows),
+        gpu=_markdown(_gpu_rows(directory / GPU_REPORT), "machine", "date", "versions"),
         **{name: str(verdicts.count(name)) for name in ("ok", "missed", "undecided")},
     )
     (directory / "benchmarks.md").write_text(text)
     (directory / "benchmarks-ratios.svg").write_text(picture_of_ratios(report["rows"]))
     star = picture_of_star(report["cases"].get("star", {}).get("samples", {}))
     (directory / "benchmarks-star.svg").write_text(star)
+
+
+def _gpu_rows(path: Path) -> Iterator[list[str]]:
+    """Yield what was measured on a GPU, and what was not, with where and when."""
+    if not path.exists():
+        for case, rows in ROWS.items():
+            if case not in CASES:
+                for row in rows:
+                    gap = {"case": case, "value": None, "why": ""}
+                    yield [*cells({**asdict(row), **gap}), "", "", ""]
+        return
+    report = json.loads(path.read_text())
+    machine = report["machine"]
+    of = (
+        f"{machine['GPU']}, {machine['cores']} cores",
+        machine["date"],
+        ", ".join(f"{name} {machine[name]}" for name in _VERSIONS),
+    )
+    yield from ([*cells(row), *of] for row in report["rows"])
 
 
 # ---------------------------------------------------------------- pictures

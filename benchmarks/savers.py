@@ -44,9 +44,15 @@ class Saver:
 
     async def prepare(self, *, count: int, each: int, place: str, rest: float) -> None:
         """Build the state dict; save in ``place``, after ``rest`` seconds each time."""
-        self._place, self._rest = Path(place), rest
-        self._flat = numbered(count * each)
-        self._state = cut(self._flat, count)
+        flat = numbered(count * each)
+        self.hold(flat, cut(flat, count), Path(place), rest)
+
+    def hold(
+        self, flat: torch.Tensor, state: State, place: Path, rest: float = 0.0
+    ) -> None:
+        """Have a state dict of as many bytes as ``flat``; see `prepare`."""
+        self._flat, self._state = flat, state
+        self._place, self._rest = place, rest
 
     async def release(self) -> None:
         """Close the checkpointers, and forget everything."""
@@ -62,10 +68,11 @@ class Saver:
         os.sync()
 
     def _settle(self, copies: int = 1) -> None:
-        """Have the disk idle, and memory at hand for the system's cache."""
+        """Have the disk idle, and after a rest memory for the system's cache."""
         os.sync()
-        time.sleep(self._rest)
-        ready("warm", copies * self._flat.nbytes)
+        if self._rest:
+            time.sleep(self._rest)
+            ready("warm", copies * self._flat.nbytes)
 
     async def copy(self, *, kind: str) -> Sample:
         """Copy the bytes in one thread to memory of a kind."""
@@ -215,11 +222,13 @@ def _ours(nice: int | None = None) -> _Background:
     return _Background(made.save, made.close)
 
 
-def _experimental(*, threaded: bool) -> _Background:
-    """``torch.distributed.checkpoint._experimental``, without an accelerator."""
+def _experimental(*, threaded: bool, pinned: bool = False) -> _Background:
+    """``torch.distributed.checkpoint._experimental``; pinned: from an accelerator."""
     name = "torch.distributed.checkpoint._experimental"
     staging = import_module(f"{name}.staging").CheckpointStagerConfig(
-        use_pinned_memory=False, use_async_staging=threaded, use_non_blocking_copy=False
+        use_pinned_memory=pinned,
+        use_async_staging=threaded,
+        use_non_blocking_copy=pinned,
     )
     config = import_module(f"{name}.config").CheckpointerConfig(staging_config=staging)
     made = import_module(f"{name}.builder").make_async_checkpointer(config)
@@ -233,8 +242,8 @@ def _experimental(*, threaded: bool) -> _Background:
     return _Background(save, made.close)
 
 
-def _async_save(kind: str) -> _Background:
-    """``torch.distributed.checkpoint.async_save``."""
+def _async_save(kind: str, *, pinned: bool = False) -> _Background:
+    """``torch.distributed.checkpoint.async_save``; pinned: from an accelerator."""
     saver = import_module("torch.distributed.checkpoint.state_dict_saver")
     group = torch.distributed
     if not group.is_initialized():
@@ -246,12 +255,24 @@ def _async_save(kind: str) -> _Background:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
         group.init_process_group("gloo")
     options = {"async_checkpointer_type": saver.AsyncCheckpointerType[kind]}
-    return _Background(
-        lambda state, path: saver.async_save(
-            dict(state), checkpoint_id=path, **options
-        ),
-        lambda: group.is_initialized() and group.destroy_process_group(),
-    )
+    if pinned:
+        staging = import_module("torch.distributed.checkpoint.staging")
+        options["async_stager"] = staging.DefaultStager(staging.StagingOptions())
+
+    def save(state: State, path: Path) -> Any:
+        write = saver.async_save(dict(state), checkpoint_id=path, **options)
+        if not pinned:
+            return write
+        write.staging_completion.result()
+        return write.upload_completion
+
+    def close() -> None:
+        if pinned:
+            options["async_stager"].close()
+        if group.is_initialized():
+            group.destroy_process_group()
+
+    return _Background(save, close)
 
 
 TORCH_SAVERS: Mapping[str, Callable[[], _Background]] = {
@@ -266,4 +287,6 @@ _SAVERS: Mapping[str, Callable[[], _Background]] = {
     "aiockpt": _ours,
     "aiockpt, nice=0": partial(_ours, 0),
     **TORCH_SAVERS,
+    "async_save, pinned": partial(_async_save, "THREAD", pinned=True),
+    "_experimental, pinned": partial(_experimental, threaded=True, pinned=True),
 }

@@ -92,6 +92,10 @@ class Worker:
             process.communicate()
         self._errors.close()
 
+    def kill(self) -> None:
+        """End it at once, from any thread; a command that runs fails."""
+        self._process.kill()
+
     def call(self, do: str, **arguments: object) -> Any:
         """Run a command in the process; return its result.
 

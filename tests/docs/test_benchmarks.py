@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -21,7 +22,7 @@ import pytest
 
 from benchmarks import __main__ as program
 from benchmarks import cases, ends, report, savers
-from benchmarks.cases import CASES, OTHER_TREE
+from benchmarks.cases import CASES, OTHER_TREE, ROWS
 from benchmarks.lines import Line, hindrance, shaped
 from benchmarks.measures import (
     BenchmarkError,
@@ -39,6 +40,7 @@ from benchmarks.training import Moment, progress
 from benchmarks.workers import HERE, Worker
 
 MIB = 1 << 20
+PATIENCE = 60.0
 PAGE = Path(__file__).parents[2] / "docs/reference"
 SVG = "{http://www.w3.org/2000/svg}"
 RIVAL = "async_save, thread"  # the others take long to start
@@ -136,6 +138,22 @@ def test_candidates_take_turns_and_hopeless_settings_stop() -> None:
         3,
     ]
     assert {len(them) for them in found.values()} == {5}
+
+
+def test_no_round_begins_that_would_end_too_late() -> None:
+    """The first one always runs, and says nothing about the others."""
+
+    def run() -> Sample:
+        time.sleep(0.001)
+        return {"seconds": 0.001}
+
+    late = time.monotonic() - 1
+    notes: list[str] = []
+    take_turns([Candidate("a", run)], 9, notes.append, late)
+    assert notes == ["round 1 of 9: a"]
+    notes.clear()
+    take_turns([Candidate("a", run)], 9, notes.append, time.monotonic() + PATIENCE)
+    assert len(notes) == 9
 
 
 def test_a_rival_that_fails_is_left_out_and_anything_else_ends_the_run() -> None:
@@ -277,11 +295,11 @@ def test_the_page_is_what_its_json_says(tmp_path: Path) -> None:
 
 
 def test_a_page_names_what_was_not_measured(tmp_path: Path) -> None:
-    """Cases that need root, torchft's, and everything on a GPU."""
+    """Cases that need root, torchft's, and every row of a GPU."""
     report.write_page(made(ours=0.5, theirs=1.0), tmp_path)
     text = (tmp_path / "benchmarks.md").read_text()
-    assert text.count("not measured") == len(CASES)
-    assert "| GPU | " in text
+    gpu = [row for case, rows in ROWS.items() if case not in CASES for row in rows]
+    assert text.count("not measured") == len(CASES) - 1 + len(gpu)
     assert "$" not in text.replace("$ nox", "")
 
 

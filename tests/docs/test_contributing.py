@@ -15,12 +15,13 @@ pytestmark = pytest.mark.torch_free
 
 def test_every_session_is_there() -> None:
     """Those of the commands, and the parts of ``nightly``."""
-    named = set(re.findall(r"nox -s (\w+)", PAGE))
+    named = set(re.findall(r"nox -s ([\w-]+)", PAGE))
     parts = re.search(r"nightly parts are (.+?)\. `nox", PAGE, re.DOTALL)
     assert parts
     named |= set(re.findall(r"`(\w+)`", parts[1]))
     noxfile = (ROOT / "noxfile.py").read_text()
     sessions = set(re.findall(r"^def (\w+)\(", noxfile, re.MULTILINE))
+    sessions |= set(re.findall(r'^@.+\(name="([\w-]+)"', noxfile, re.MULTILINE))
     assert {"dev", "quick", "check", "nightly", "lock"} <= named
     assert named <= sessions
 
