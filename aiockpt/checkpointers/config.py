@@ -144,7 +144,8 @@ class CheckpointProcessConfig:
     """The process that writes.
 
     Attributes:
-        subprocess_init_timeout_secs: How long the process may take to start.
+        subprocess_init_timeout_secs: How long the process may take to start. The time
+            in which it waits for a free core does not count.
         subprocess_shutdown_timeout_secs: How long the process may take to finish its
             writes when it is closed. Then it is killed.
         write_timeout_secs: How long one write may take, barriers included. Then the

@@ -2,8 +2,9 @@
 
 One process runs at a time: it is starting, ready, or gone. `_Running` holds its state
 on the event loop, and `CheckpointProcess` supervises it. If the process dies or hangs,
-only the write that it had begun fails. The next process is started at once, and gets
-the waiting writes. Every wait has a deadline.
+only the write that it had begun fails. The next process is started, and gets the
+waiting writes. If processes die again and again, the pauses between them grow. Every
+wait has a deadline.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from aiockpt.checkpointers.writer import (
 from aiockpt.errors import AiockptError, ClosedError, WorkerError, WorkerTimeoutError
 from aiockpt.events import TransferEvent, emit
 from aiockpt.runtime.bridge import Bridge, Future
-from aiockpt.runtime.children import Child
+from aiockpt.runtime.children import Child, Pauses
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.runtime.system import refused_by_host
 
@@ -135,7 +136,10 @@ class CheckpointProcess(BackgroundWriter):
         self._untold: list[Forsake] = []  # failed writes to report to other ranks
         self._running: _Running | None = None
         self._supervision: asyncio.Task[None] | None = None
-        self._closing = False
+        self._pauses = Pauses()
+        self._resting = False  # no process is started until the pause is over
+        self._rested = asyncio.Event()
+        self._closing: Close | None = None  # what the process is told last
         self._close_by = float("inf")
         # A process takes a while to start, so it starts before there is a loop.
         self._starting: Future[Child] | None = self._start()
@@ -219,7 +223,7 @@ class CheckpointProcess(BackgroundWriter):
             try:
                 text, parcel = await self._handover.parcel(snapshot, path, keywords)
                 try:
-                    running = await self._reach()
+                    running = None if self._resting else await self._reach()
                 except BaseException:
                     os.close(parcel)
                     raise
@@ -234,15 +238,21 @@ class CheckpointProcess(BackgroundWriter):
                 )
                 write = _Write(submission, message, parcel)
                 self._writes[self._count] = write
-                self._post(running, write)
+                if running is not None:  # else the next process gets it
+                    self._post(running, write)
             finally:
                 snapshot.release()
         return submission
 
     def drop(self, submission: Submission) -> None:
         """Drop a submission, unless it has begun. ``ended`` resolves in either case."""
-        if not submission.begun and self._running is not None:
+        if submission.begun:
+            return
+        if self._running is not None:
             self._running.child.send(Drop(submission.number))
+        elif (write := self._writes.pop(submission.number, None)) is not None:
+            os.close(write.parcel)
+            submission.finish(None)
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
@@ -251,6 +261,9 @@ class CheckpointProcess(BackgroundWriter):
         message = Forsake(
             os.fsencode(known_as(path)), step, plain(reason)[:LONGEST_TEXT]
         )
+        if self._resting:
+            self._untold.append(message)
+            return
         # Without a process, the other ranks cannot be told.
         with suppress(WorkerError, ClosedError), self._lifetime.call():
             (await self._reach()).child.send(message)
@@ -283,22 +296,24 @@ class CheckpointProcess(BackgroundWriter):
         )
 
     async def _finish(self) -> None:
-        self._closing = True
-        if self._starting is not None:  # it was started, and never used
+        self._closing = Close()
+        limit = self._config.subprocess_shutdown_timeout_secs
+        self._close_by = asyncio.get_running_loop().time() + limit
+        if self._starting is not None and not self._resting:  # and it was never used
             with suppress(AiockptError):  # or it could not be, and nothing is left
                 await self._reach()
+        self._rested.set()
         if self._running is not None:
-            limit = self._config.subprocess_shutdown_timeout_secs
-            self._close_by = asyncio.get_running_loop().time() + limit
-            self._running.child.send(Close())
+            self._running.child.send(self._closing)
             self._running.changed.set()
         if self._supervision is not None:
             await asyncio.wait({self._supervision})
 
     async def _leave(self) -> None:
-        self._closing = True
+        self._closing = Close(keep=True)
+        self._rested.set()
         running = await self._reach()
-        running.child.send(Close(keep=True))
+        running.child.send(self._closing)
         if self._supervision is not None:
             self._supervision.cancel()
             await asyncio.wait({self._supervision})
@@ -316,6 +331,8 @@ class CheckpointProcess(BackgroundWriter):
             WorkerError: it cannot be started.
         """
         while self._running is None:
+            if self._resting:
+                await self._rested.wait()
             starting = self._starting
             if starting is None or (starting.done() and starting.exception()):
                 starting = self._starting = self._start()
@@ -337,8 +354,9 @@ class CheckpointProcess(BackgroundWriter):
         """Start a process in a thread; the first call that needs it gets its error."""
 
         def start() -> Child:
-            directory = socket_directory(self._config.runtime_dir)
-            ours = self._config
+            ours, directory = self._config, None
+            if ours.keep_last_seconds:  # or it needs no such directory
+                directory = socket_directory(ours.runtime_dir)
             config = CheckpointProcessConfig(  # only the fields that the process needs
                 write_timeout_secs=ours.write_timeout_secs,
                 nice=ours.nice,
@@ -388,14 +406,36 @@ class CheckpointProcess(BackgroundWriter):
                 logger.error("%s", error)
                 self._fail([*self._writes.values()], error)
             else:
-                logger.warning("%s; another one is started", error)
+                pause = self._pauses.next(running.lived)
+                when = f" in {pause:g} s" if pause else ""
+                logger.warning("%s; another one is started%s", error, when)
                 self._restarts += 1
                 self._fail_begun(error)
+                await self._rest(pause)
+                if self._closing == Close() and not self._writes:
+                    return
                 try:
-                    await self._reach()
+                    successor = await self._reach()
                 except AiockptError as failure:
                     logger.error("%s", failure)
                     self._fail([*self._writes.values()], failure)
+                else:
+                    if self._closing:
+                        successor.child.send(self._closing)
+
+    async def _rest(self, pause: float) -> None:
+        """Start no process for so long; `close` and `abandon` cut it short."""
+        self._rested.clear()
+        self._resting = pause > 0 and self._closing is None
+        try:
+            if self._resting:
+                async with asyncio.timeout(pause):
+                    await self._rested.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._resting = False
+            self._rested.set()
 
     async def _until_gone(self, running: _Running) -> str:
         """Wait for the end of a process; kill it, and say why, if it is overdue."""
@@ -453,14 +493,19 @@ class _Running:
         self._posted: set[int] = set()
         self._config = config
         self._loop = asyncio.get_running_loop()
-        self._heard = self._loop.time()
-        self._ready_by = self._heard + config.subprocess_init_timeout_secs
+        self._began = self._heard = self._loop.time()
+        self._ready_by = self._began + config.subprocess_init_timeout_secs
         child.listen(self._hear, self.changed.set)
 
     def __repr__(self) -> str:
         state = "ready" if self.ready else "starting"
         state = "gone" if self.child.gone.is_set() else state
         return f"<Running {self.child!r} {state}>"
+
+    @property
+    def lived(self) -> float:
+        """For how many seconds there has been this process."""
+        return self._loop.time() - self._began
 
     def post(self, write: _Write) -> None:
         """Send a write to the process.
@@ -480,8 +525,11 @@ class _Running:
     def overdue(self, close_by: float) -> tuple[str, float]:
         """Return what is overdue, or an empty text, and when to check again."""
         self.child.read()  # the loop may have been blocked, and not the process
-        config, waits = self._config, []
+        config, waits, now = self._config, [], self._loop.time()
         if not self.ready:
+            if now >= self._ready_by:  # time without a core is not the child's
+                limit = config.subprocess_init_timeout_secs + self.child.starved
+                self._ready_by = self._began + limit
             waits.append((self._ready_by, "did not start", "subprocess_init"))
         elif self._posted:
             silent = self._heard + config.hang_timeout_secs
@@ -491,7 +539,7 @@ class _Running:
             waits.append((late, "did not finish a write", "write"))
         waits.append((close_by, "did not end", "subprocess_shutdown"))
         when, what, option = min(waits)
-        if self._loop.time() < when:
+        if now < when:
             return "", when
         limit = getattr(config, f"{option}_timeout_secs")
         return f"{what} within {limit:g} s ({option}_timeout_secs)", when
@@ -537,7 +585,10 @@ class _Running:
 
 def _why_gone(overdue: str, exitcode: int | None) -> WorkerError:
     if overdue:
-        return WorkerTimeoutError(f"the checkpoint process {overdue} and was killed")
+        return WorkerTimeoutError(
+            f"the checkpoint process {overdue} and was killed; raise that limit if it "
+            "is only slow"
+        )
     how = "unexpectedly" if exitcode is None else f"with exit code {exitcode}"
     if exitcode is not None and exitcode < 0:
         how = f"by signal {-exitcode}"

@@ -54,6 +54,7 @@ logger = logging.getLogger("aiockpt")
 
 _CLOSING: Final = 5.0
 _LOOK: Final = 1.0
+_SHORTEST: Final = 1e-3  # seconds; a process that is there answers sooner
 
 _DONE: Final = b"done"
 """What a restarted trainer says once the snapshot is its own."""
@@ -114,10 +115,12 @@ async def recover(
         WorkerError: the process does not answer, or belongs to another user.
     """
     rank = (rank_info or default_rank_info()).global_rank
+    place = os.fspath(directory), rank, socket_directory(runtime_dir)
+    limit = seconds(timeout)
     bridge = Bridge(threads=1, name="aiockpt-recover")
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    holder.settimeout(seconds(timeout))
-    place = os.fspath(directory), rank, socket_directory(runtime_dir)
+    # Zero would mean a socket that does not block, whose errors are others.
+    holder.settimeout(max(limit, _SHORTEST))
     take = partial(_take, holder, *place, allow_pickle=allow_pickle)
     try:
         try:
@@ -168,7 +171,7 @@ def _connect(holder: socket.socket, directory: str, rank: int, runtime: str) -> 
         raise _nothing(directory, rank)
     try:
         with _private_directory(runtime) as fd:
-            holder.connect(_address(fd, _socket_name(directory, rank)))
+            holder.connect(_address(fd, runtime, _socket_name(directory, rank)))
     except (FileNotFoundError, ConnectionRefusedError):
         raise _nothing(directory, rank) from None
     if not is_ours(holder):
@@ -352,7 +355,7 @@ def _listening(
         listener.settimeout(0)
         with _private_directory(runtime_dir) as fd:
             own = f"{name}.{os.getpid()}"
-            listener.bind(_address(fd, own))
+            listener.bind(_address(fd, runtime_dir, own))
             listener.listen()
             # In one step: there is always a predecessor's socket, or this one.
             os.replace(own, name, src_dir_fd=fd, dst_dir_fd=fd)
@@ -388,7 +391,15 @@ def socket_directory(configured: str | None) -> str:
         return os.path.abspath(configured)
     if own := os.environ.get("XDG_RUNTIME_DIR"):
         return os.path.join(own, "aiockpt")
-    return os.path.join(tempfile.gettempdir(), f"aiockpt-{os.geteuid()}")
+    try:
+        place = tempfile.gettempdir()
+    except OSError as error:
+        detail = (
+            "a checkpoint process that keeps the last snapshot needs a directory for "
+            "its socket: set runtime_dir, or XDG_RUNTIME_DIR"
+        )
+        raise StorageError("no temporary directory can be written", detail) from error
+    return os.path.join(place, f"aiockpt-{os.geteuid()}")
 
 
 @contextmanager
@@ -417,6 +428,7 @@ def _socket_name(directory: str, rank: int) -> str:
     return f"{hashlib.sha256(where).hexdigest()[:32]}.sock"
 
 
-def _address(directory_fd: int, name: str) -> str:
+def _address(directory_fd: int, directory: str, name: str) -> str:
     """Return an address within an open directory: a path may be too long for one."""
-    return f"/proc/self/fd/{directory_fd}/{name}"
+    through = f"/proc/self/fd/{directory_fd}"
+    return os.path.join(through if os.path.exists(through) else directory, name)

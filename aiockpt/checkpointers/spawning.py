@@ -7,15 +7,15 @@ exit. Here, the main module is imported only if an init function is defined in i
 
 from __future__ import annotations
 
+import json
 import multiprocessing.spawn  # noqa: TID251 - this is the checkpoint process
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import context, process  # noqa: TID251 - as above
 from multiprocessing.reduction import ForkingPickler  # noqa: TID251 - as above
 from typing import Any
-
-import msgspec
 
 from aiockpt.errors import LocalProtocolError
 from aiockpt.runtime.children import Child
@@ -67,7 +67,8 @@ class Recipe:
         """
         spawning = _Spawning()
         pickled = self._pickled(spawning)
-        facts = msgspec.json.encode(_preparation(imports_main=b"__main__" in pickled))
+        # As ASCII: an argument of the program need not be valid text.
+        facts = json.dumps(_preparation(imports_main=b"__main__" in pickled)).encode()
         parcel = pack(len(facts).to_bytes(8, "little"), facts, pickled)
         try:
             return Child(
@@ -97,13 +98,21 @@ def make_writer(parcel: int) -> Any:
     """Call the init functions of a recipe, in its process; return the writer."""
     content = unpack(parcel)
     size = int.from_bytes(content[:8], "little")
-    facts = msgspec.json.decode(content[8 : 8 + size])
+    facts = json.loads(content[8 : 8 + size])
     own: Any = process.current_process()
     own._inheriting = True  # noqa: SLF001 - see _refuse_to_nest
     try:
         # This imports the trainer's main module, too, if the functions are in it.
         multiprocessing.spawn.prepare(facts)
         init, init_args, make, writer_args = ForkingPickler.loads(content[8 + size :])
+    except AttributeError as error:
+        if "__main__" not in str(error):
+            raise
+        raise LocalProtocolError(
+            "the checkpoint process cannot import the main module (a notebook, `-c`, "
+            "`-m` of a package, a zip file or standard input), which defines an init "
+            f"function or an argument of one: move it to a module; {error}"
+        ) from error
     finally:
         del own._inheriting  # noqa: SLF001 - as above
     init(*init_args)
@@ -119,10 +128,22 @@ def _refuse_to_nest() -> None:
 
 
 def _preparation(*, imports_main: bool) -> dict[str, Any]:
-    """Return what ``multiprocessing.spawn.prepare`` needs there."""
-    found = multiprocessing.spawn.get_preparation_data("aiockpt-checkpoint")
-    wanted = {"log_to_stderr", "log_level", "name", "sys_path", "sys_argv", "dir"}
-    wanted.add("orig_dir")
-    if imports_main:
-        wanted |= {"init_main_from_name", "init_main_from_path"}
-    return {key: value for key, value in found.items() if key in wanted}
+    """Return what ``multiprocessing.spawn.prepare`` needs there.
+
+    Its own ``get_preparation_data`` needs a working directory, and chooses the start
+    method for the whole program. Here, `Child` passes on the directory and the path of
+    imports.
+    """
+    facts: dict[str, Any] = {"name": "aiockpt-checkpoint", "sys_argv": sys.argv}
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    path = getattr(main, "__file__", None)
+    if not imports_main:
+        return facts
+    if name is not None:
+        return {**facts, "init_main_from_name": name}
+    if path is not None:
+        path = os.path.join(process.ORIGINAL_DIR or os.sep, path)  # type: ignore[attr-defined]
+        if os.path.isfile(path):  # and not `<stdin>`
+            return {**facts, "init_main_from_path": os.path.normpath(path)}
+    return facts

@@ -235,7 +235,12 @@ def _divert_signals() -> int:
 
 
 def _threads() -> set[int]:
-    return {int(each) for each in os.listdir("/proc/self/task")}
+    """Return the threads of this process; without /proc, those that Python knows."""
+    try:
+        return {int(each) for each in os.listdir("/proc/self/task")}
+    except OSError:
+        known = [each.native_id for each in threading.enumerate()]
+        return {each for each in known if each is not None}
 
 
 def _lower_priority(config: CheckpointProcessConfig, threads: set[int]) -> None:
@@ -303,6 +308,8 @@ class _Control:
             self._at_work = False
             self._tasks_changed.wait_for(lambda: self._tasks or self._ending)
             self._at_work = bool(self._tasks)
+            if self._at_work and self._ending:
+                self._loop.call_soon_threadsafe(self._limit_task)
             return self._tasks.popleft() if self._tasks else None
 
     def send(self, message: FromWorker) -> None:
@@ -429,5 +436,10 @@ class _Control:
             with self._tasks_changed:
                 self._ending = True
                 self._tasks_changed.notify()
-            # The trainer can no longer kill a writer that hangs.
-            self._limit = self._loop.call_later(self._patience, os._exit, 1)
+            self._limit_task()
+
+    def _limit_task(self) -> None:
+        """Limit the task that has begun: no trainer can kill a writer that hangs."""
+        if self._limit is not None:
+            self._limit.cancel()
+        self._limit = self._loop.call_later(self._patience, os._exit, 1)

@@ -59,7 +59,7 @@ from aiockpt.http.store import Failure, StoreStatistics
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, obtain
-from aiockpt.runtime.children import Child
+from aiockpt.runtime.children import Child, Pauses
 from aiockpt.runtime.ipc import pack
 
 __all__ = ["ServerProcess"]
@@ -109,6 +109,8 @@ class ServerProcess:
         self._bridge = bridge
         self._config = config
         self._state = _State.NEW
+        self._pauses = Pauses()
+        self._began = 0.0  # when the process was started
         self._settled = asyncio.Event()  # it is serving, broken or closed
         self._child: Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -242,6 +244,8 @@ class ServerProcess:
             if not self._closed:
                 logger.warning("the server process has ended: %s", how)
                 self.restarts += 1
+                if served:
+                    await self._rest()
         if not self._closed:
             self._error = WorkerError(f"no server process can be started: {how}")
             self._error.__cause__ = cause
@@ -253,12 +257,20 @@ class ServerProcess:
             with suppress(OSError):
                 each.shutdown(SHUT_RDWR)
 
+    async def _rest(self) -> None:
+        """Wait before the next process, longer after each short life."""
+        pause = self._pauses.next(asyncio.get_running_loop().time() - self._began)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause):
+                await self._settled.wait()  # it is closed meanwhile
+
     async def _live(self, child: Child, sockets: Sequence[socket]) -> bool:
         """Tell a new process everything, and wait for its end; say if it served."""
         if self._closed:
             return False
         loop = asyncio.get_running_loop()
-        late = loop.call_later(_STARTING, self._kill_if_starting, child)
+        self._began = loop.time()
+        self._late = loop.call_later(_STARTING, self._kill_if_starting, child)
         try:
             # Nothing is awaited from here until the process has been told all.
             child.listen(self._hear)
@@ -272,7 +284,7 @@ class ServerProcess:
                 self._tell(Publish(self._current))
             await child.gone.wait()
         finally:
-            late.cancel()
+            self._late.cancel()
             served = self._state is _State.SERVING
             self._become(_State.STARTING)
         return served
@@ -289,7 +301,14 @@ class ServerProcess:
         return f"exit code {code}"
 
     def _kill_if_starting(self, child: Child) -> None:
-        if self._state is _State.STARTING:
+        if self._state is not _State.STARTING:
+            return
+        loop = asyncio.get_running_loop()
+        # Time without a core is not the process's.
+        left = self._began + _STARTING + child.starved - loop.time()
+        if left > 0:
+            self._late = loop.call_later(left, self._kill_if_starting, child)
+        else:
             child.kill()
 
     def _setup(self) -> Setup:

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Final, Protocol, TypeAlias
 
@@ -138,6 +138,14 @@ def _file_of(fd: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
+def _descriptors() -> Iterable[int]:
+    """Return the open descriptors; without /proc, all numbers that they may have."""
+    try:
+        return [*map(int, os.listdir("/proc/self/fd"))]
+    except OSError:
+        return range(min(os.sysconf("SC_OPEN_MAX"), 1 << 16))
+
+
 def _forget_staged() -> None:
     """Drop the parent's staging memory in a forked child."""
     _forking.release()
@@ -150,7 +158,7 @@ def _forget_staged() -> None:
     # A mapping has several descriptors, and Python hides one of them. Their owners
     # close them again, so their numbers must stay in use.
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for number in map(int, os.listdir("/proc/self/fd")):
+    for number in _descriptors():
         with suppress(OSError):
             if _file_of(number) in files:
                 os.dup2(nowhere, number, inheritable=False)

@@ -18,16 +18,18 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from socket import socket
 from typing import Final, Protocol
 
-from aiockpt.errors import StagingError
+from aiockpt.errors import StagingError, WorkerError
 from aiockpt.runtime.bridge import start_daemon
 from aiockpt.runtime.ipc import Channel, close_all, pair, send
 
 __all__ = [
     "Child",
     "Parent",
+    "Pauses",
     "close_in_forks",
     "cut_off_in_forks",
     "leave_terminal",
@@ -38,6 +40,41 @@ _CODE: Final = (
     "from {module} import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 _POLL: Final = 0.01  # seconds between two looks for an exit code
+
+_SHORT_LIFE: Final = 60.0  # a process that lives as long starts anew at once
+_FIRST_PAUSE: Final = 1.0
+_LONGEST_PAUSE: Final = 60.0
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return os.sep
+
+
+_BEGUN_IN: Final = _working_directory()
+
+
+class Pauses:
+    """How long to wait before a process is replaced that may die again and again."""
+
+    def __init__(self) -> None:
+        self._deaths = 0
+
+    def __repr__(self) -> str:
+        return f"<Pauses deaths={self._deaths}>"
+
+    def next(self, lived: float) -> float:
+        """Return the pause, in seconds, after a process that lived so many seconds.
+
+        There is none after a long life, or before the first replacement. Each further
+        short life doubles it, up to a minute.
+        """
+        self._deaths = 0 if lived >= _SHORT_LIFE else self._deaths + 1
+        if self._deaths <= 1:
+            return 0.0
+        return float(min(_FIRST_PAUSE * 2 ** (self._deaths - 2), _LONGEST_PAUSE))
 
 
 class Child:
@@ -61,6 +98,7 @@ class Child:
 
     Raises:
         OSError: the system refuses another process, or a descriptor.
+        WorkerError: nobody knows this program's interpreter.
     """
 
     def __init__(
@@ -73,6 +111,7 @@ class Child:
         quiet: bool = False,
         program: str | bytes | None = None,
     ) -> None:
+        interpreter = _interpreter(program)
         self.gone = asyncio.Event()
         self._pidfd = -1
         self._is_left = False
@@ -81,14 +120,16 @@ class Child:
         close_in_forks([self._socket, theirs])
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
         code = _CODE.format(module=module)
-        arguments = [str(theirs.fileno()), str(os.getpid()), *map(str, sys.path)]
+        arguments = [str(theirs.fileno()), str(os.getpid()), *_import_path()]
         try:
             if greeting is not None:
                 send(self._socket, greeting, fds)
             self._popen = subprocess.Popen(  # noqa: S603 - this very interpreter
-                [program or sys.executable, *flags, "-c", code, *arguments],
+                [interpreter, *flags, "-c", code, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL if quiet else None,
+                # A stream that is closed would become the first file that it opens.
+                stdout=subprocess.DEVNULL if quiet or not _is_open(1) else None,
+                stderr=None if _is_open(2) else subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *inherited),
                 # Ctrl-C, and what ends this process's group, must not end it. In a
                 # session of its own, its niceness would not count (autogroups).
@@ -162,6 +203,16 @@ class Child:
         self._popen.send_signal(signal.SIGCONT)
 
     @property
+    def starved(self) -> float:
+        """Return for how many seconds its main thread has waited for a free core.
+
+        0.0 if the system does not tell.
+        """
+        with suppress(OSError, ValueError, IndexError):
+            return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[1]) / 1e9
+        return 0.0
+
+    @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped all of its threads, so that it never answers."""
         look = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
@@ -199,6 +250,33 @@ class Child:
             self._is_left = True
             with suppress(StagingError):  # without a thread, a zombie may stay
                 start_daemon("aiockpt-reaper", self._popen.wait)
+
+
+def _interpreter(program: str | bytes | None) -> str | bytes:
+    own = sys.executable
+    found = program or own
+    if found and not (getattr(sys, "frozen", False) and os.fsdecode(found) == own):
+        return found
+    raise WorkerError(
+        "this program knows no Python interpreter that could run another process "
+        "(sys.executable is empty, or a frozen program): save with use_process=False, "
+        "and serve without process=True"
+    )
+
+
+def _import_path() -> list[str]:
+    """Return ``sys.path`` for a process that begins in another directory."""
+    found = [str(each) for each in sys.path]
+    # This package last, which may have been found in some other way.
+    found.append(str(Path(__file__).parents[2]))
+    return [os.path.join(_BEGUN_IN, each) for each in found if "\0" not in each]
+
+
+def _is_open(fd: int) -> bool:
+    with suppress(OSError):
+        os.fstat(fd)
+        return True
+    return False
 
 
 class Parent:

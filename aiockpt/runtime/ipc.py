@@ -10,6 +10,9 @@ arena, or a *parcel*: a memory file with bytes (see `pack`).
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
+import logging
 import os
 import socket
 import struct
@@ -21,6 +24,7 @@ from typing import Final
 
 import msgspec
 
+from aiockpt.errors import LocalProtocolError
 from aiockpt.runtime.secrets import Token
 
 __all__ = [
@@ -38,11 +42,23 @@ __all__ = [
     "unpack",
 ]
 
+logger = logging.getLogger("aiockpt")
+
 MAX_MESSAGE: Final = 192 << 10  # a packet must fit into the socket's buffer
 
+_PACKETS: Final = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
+_STANDARD: Final = 2  # the highest number of a standard stream
 _MAX_FDS: Final = 8
 _BUFFER: Final = 1 << 20
 _UCRED: Final = struct.Struct("3i")  # pid, uid, gid
+
+_CLOSED: Final = {errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN}
+"""The errors of a connection whose other end is gone."""
+
+_SHORT: Final = {errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS}
+"""What the kernel lacks for a moment: memory, or descriptors on their way."""
+
+_RETRY: Final = 0.05  # seconds
 
 
 def _plain(value: object) -> str:
@@ -56,10 +72,19 @@ encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 def pair() -> tuple[socket.socket, socket.socket]:
     """Return the two ends of a new connection."""
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in ends:
+    one, other = map(_above_standard, socket.socketpair(*_PACKETS))
+    for end in (one, other):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-    return ends
+    return one, other
+
+
+def _above_standard(sock: socket.socket) -> socket.socket:
+    """Move a socket from the number of a closed standard stream, which a child gets."""
+    if sock.fileno() > _STANDARD:
+        return sock
+    with sock:
+        fd = fcntl.fcntl(sock, fcntl.F_DUPFD_CLOEXEC, _STANDARD + 1)
+        return socket.socket(*_PACKETS, fileno=fd)
 
 
 def owner_of(sock: socket.socket) -> tuple[int, int]:
@@ -167,6 +192,8 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self._queue: deque[tuple[bytes, list[int]]] = deque()
         self._ended = False
+        self._is_short = False  # of what the kernel needs, and not of room
+        self._retry: asyncio.TimerHandle | None = None
         self._loop.add_reader(sock, self.read)
 
     def __repr__(self) -> str:
@@ -178,22 +205,22 @@ class Channel:
         A message to an end that is gone is dropped; ``on_end`` reports that end.
 
         Raises:
-            OSError: the message has to wait, and no descriptor is left for copies of
-                its own. Then nothing is sent.
+            LocalProtocolError: the message is larger than a packet may be.
+            OSError: the system refuses the message. Or it has to wait, and no
+                descriptor is left for copies of its own. Then nothing is sent.
         """
         if self._ended:
             return
-        if not self._queue:
-            try:
-                send(self._sock, message, fds)
-            except BlockingIOError:
-                pass
-            except OSError:
-                return  # the end is gone; what it sent before can still be read
-            else:
-                return
-        self._queue.append((encode(message), _duplicates(fds)))
-        self._loop.add_writer(self._sock, self._flush)
+        data = encode(message)
+        if len(data) > MAX_MESSAGE:
+            raise LocalProtocolError(
+                f"a message to another process has {len(data)} bytes, and may have "
+                f"{MAX_MESSAGE}: shorten the path, or what goes with it"
+            )
+        if self._queue or not self._is_sent(data, fds):
+            self._queue.append((data, _duplicates(fds)))
+            if len(self._queue) == 1:
+                self._wait_for_room()
 
     @property
     def full(self) -> bool:
@@ -219,6 +246,8 @@ class Channel:
     def close(self) -> None:
         """Close this end; the channel makes no more callbacks. Idempotent."""
         self._ended = True
+        if self._retry is not None:
+            self._retry.cancel()
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
@@ -227,15 +256,40 @@ class Channel:
             close_all(fds)
         self._queue.clear()
 
+    def _is_sent(self, data: bytes, fds: Sequence[int]) -> bool:
+        """Send a packet, or drop it if the other end is gone; False if it must wait."""
+        try:
+            socket.send_fds(self._sock, [data], fds)
+        except BlockingIOError:
+            self._is_short = False
+            return False
+        except OSError as error:
+            if error.errno in _SHORT:
+                self._is_short = True
+                return False
+            if error.errno not in _CLOSED:
+                raise
+            # What the other end has sent before can still be read.
+        return True
+
+    def _wait_for_room(self) -> None:
+        if self._is_short:  # the socket would be ready at once
+            self._loop.remove_writer(self._sock)
+            self._retry = self._loop.call_later(_RETRY, self._flush)
+        else:
+            self._loop.add_writer(self._sock, self._flush)
+
     def _flush(self) -> None:
         while self._queue:
             data, fds = self._queue[0]
             try:
-                socket.send_fds(self._sock, [data], fds)
-            except BlockingIOError:
+                if not self._is_sent(data, fds):
+                    self._wait_for_room()
+                    return
+            except OSError as error:
+                logger.error("a message to another process is lost: %s", error)
+                self._end()  # what follows would make no sense to it
                 return
-            except OSError:
-                pass
             self._queue.popleft()
             close_all(fds)
         self._loop.remove_writer(self._sock)

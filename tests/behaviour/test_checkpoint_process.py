@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,7 +31,9 @@ from aiockpt.errors import (
     WorkerError,
     WorkerTimeoutError,
 )
+from aiockpt.runtime.children import Child, Pauses
 from aiockpt.runtime.ipc import Channel, encode
+from aiockpt.storage.directory import find_checkpoint
 from aiockpt.testing import assert_same
 from tests.support.commandline import ENVIRONMENT
 from tests.support.proofs import proves
@@ -38,6 +41,7 @@ from tests.support.saving import (
     Forsaken,
     GatedWriter,
     OwnFormat,
+    SlowWriter,
     Troubled,
     has_begun,
     loaded,
@@ -70,6 +74,11 @@ async def process(limits: Any = None, gate: Any = None, **options: Any):
         yield made
     finally:
         await made.close()
+
+
+def has_restarted(made: CheckpointProcess, times: int) -> bool:
+    """Say whether the child was replaced so often."""
+    return made.restarts == times
 
 
 def pid_of(made: CheckpointProcess) -> int:
@@ -352,6 +361,35 @@ class TestChild:
             assert isinstance(caught.value, RuntimeError)
             assert isinstance(caught.value, TimeoutError)
             assert caught.value.exitcode == -9
+            assert "raise that limit" in str(caught.value)
+
+    async def test_time_without_a_core_does_not_count(
+        self, tmp_path, gate, monkeypatch
+    ) -> None:
+        """On a busy host a process may need minutes for the work of a second."""
+        monkeypatch.setattr(Child, "starved", 600.0)
+        async with process(
+            {"subprocess_init_timeout_secs": 0.2},
+            subprocess_init_fn=pass_gate,
+            subprocess_init_args=(gate.path,),
+        ) as made:
+            writing = asyncio.create_task(made.write(state(), tmp_path / "a"))
+            await asyncio.sleep(0.5)
+            gate.open()
+            await writing
+            assert made.restarts == 0
+
+    async def test_each_write_has_its_own_limit(self, tmp_path) -> None:
+        """Also when the trainer is gone, and several writes are left to the process."""
+        async with process(
+            {"write_timeout_secs": 2.5}, checkpoint_writer_init_fn=SlowWriter
+        ) as made:
+            for step in range(3):
+                await made.submit(state(), str(tmp_path / f"step-{step}"), {})
+            await made.abandon()
+            last = tmp_path / "step-2"
+            await eventually(lambda: find_checkpoint(last), "the last write")
+        assert_same(loaded(last), state())
 
 
 @pytest.mark.asyncio
@@ -418,6 +456,37 @@ class TestDeath:
             await eventually(lambda: made.restarts == 1, "the replacement")
             await made.ready()
             await made.write(state(), tmp_path / "a")
+
+    async def test_pauses_grow_between_those_that_die(self, tmp_path, caplog) -> None:
+        """A save meanwhile returns, and is written by the next one."""
+        async with process() as made:
+            for death in (1, 2):
+                await made.ready()
+                os.kill(pid_of(made), signal.SIGKILL)
+                await eventually(partial(has_restarted, made, death), "the death")
+            assert "another one is started in 1 s" in caplog.text
+            assert made.pid is None
+            kept = await made.submit(state(), str(tmp_path / "a"), {})
+            dropped = await made.submit(state(), str(tmp_path / "b"), {})
+            made.drop(dropped)
+            assert await dropped.written() is None
+            assert await kept.written()
+        assert_same(loaded(tmp_path / "a"), state())
+        assert not (tmp_path / "b").exists()
+
+    async def test_closing_cuts_a_pause_short(self, tmp_path, monkeypatch) -> None:
+        """What was handed over meanwhile is written; else nothing is started."""
+        monkeypatch.setattr(Pauses, "next", lambda *_: 600.0)
+        for saves in (True, False):
+            async with process() as made:
+                await made.ready()
+                os.kill(pid_of(made), signal.SIGKILL)
+                await eventually(partial(has_restarted, made, 1), "the death")
+                if saves:
+                    kept = await made.submit(state(), str(tmp_path / "a"), {})
+            assert made.pid is None
+        assert await kept.written()
+        assert_same(loaded(tmp_path / "a"), state())
 
     @proves("cell CheckpointProcess.write: timeout")
     @pytest.mark.parametrize("limit", ["hang", "write"])

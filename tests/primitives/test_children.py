@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,12 +18,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from aiockpt.errors import LocalProtocolError
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.children import Child
+from aiockpt.runtime.children import Child, Pauses
 from aiockpt.runtime.ipc import arrival, is_ours, owner_of, receive
 from tests.support.servers import settle
 
 pytestmark = [pytest.mark.every_loop, pytest.mark.torch_free]
+
+SPIN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 
 Ends = tuple[socket.socket, socket.socket]
 
@@ -177,3 +183,97 @@ async def test_a_process_that_cannot_be_started() -> None:
         )
     await bridge.aclose(timeout=5)
     assert len(os.listdir("/dev/fd")) == before
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, code: int, times: int = 1) -> list[int]:
+    """Let the system refuse the next packets; return a list of the refusals."""
+    send, refused = socket.send_fds, list[int]()
+
+    def send_fds(*args: Any) -> int:
+        if len(refused) < times:
+            refused.append(code)
+            raise OSError(code, os.strerror(code))
+        return send(*args)
+
+    monkeypatch.setattr(socket, "send_fds", send_fds)
+    return refused
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS])
+async def test_what_the_kernel_lacks_for_a_moment_delays_a_message(
+    monkeypatch, code: int
+) -> None:
+    """The other end is not gone: it gets each message once, in order."""
+    async with started() as (child, said):
+        refused = refusing(monkeypatch, code, times=3)
+        for word in ("one", "two", "three"):
+            child.send(word)
+        await settle(lambda: said == ["one", "two", "three"])
+        assert refused == [code] * 3
+        assert not child.gone.is_set()
+
+
+@pytest.mark.asyncio
+async def test_what_will_never_be_sent_is_the_senders_error(monkeypatch) -> None:
+    """With a type; the channel works on."""
+    async with started() as (child, said):
+        with pytest.raises(LocalProtocolError, match="has 300005 bytes, and may have"):
+            child.send("x" * 300_000)
+        for code in (errno.EMSGSIZE, errno.EPERM):
+            with monkeypatch.context() as patch:
+                refusing(patch, code)
+                with pytest.raises(OSError, match=os.strerror(code)):
+                    child.send("refused")
+        for code in (errno.EPIPE, errno.ECONNRESET):
+            with monkeypatch.context() as patch:
+                refusing(patch, code)
+                child.send("to nobody")
+        child.send("well")
+        await settle(lambda: said == ["well"])
+
+
+@pytest.mark.asyncio
+@pytest.mark.allow_error_logs
+async def test_a_message_that_is_lost_in_the_queue_ends_the_channel(
+    monkeypatch,
+) -> None:
+    """What follows would make no sense; the supervisor replaces the process."""
+    async with started() as (child, _):
+        refusing(monkeypatch, errno.ENOMEM)
+        child.send("queued")
+        monkeypatch.undo()
+        refusing(monkeypatch, errno.EPERM)
+        async with asyncio.timeout(20):
+            await child.gone.wait()
+
+
+def test_pauses_grow_with_short_lives() -> None:
+    """At once, then after 1, 2, 4 seconds, up to a minute; a long life resets them."""
+    pauses = Pauses()
+    assert [pauses.next(4.0) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert [pauses.next(61.0), pauses.next(3.0), pauses.next(3.0)] == [0, 0, 1]
+
+
+@pytest.mark.asyncio
+async def test_the_time_without_a_core_is_known() -> None:
+    """Of a process that competes with another one for one core."""
+    async with started(greeting="here") as (child, said):
+        await settle(lambda: said == ["here"])
+        core = min(os.sched_getaffinity(0))
+        os.sched_setaffinity(child.pid, {core})
+        os.setpriority(os.PRIO_PROCESS, child.pid, 19)
+        before = child.starved
+        rival = subprocess.Popen(  # noqa: ASYNC220 - it is quick
+            [sys.executable, "-c", SPIN, str(core)]
+        )
+        try:
+            for number in range(400):
+                child.send(number)
+                await asyncio.sleep(0.005)
+                if child.starved > before:
+                    break
+            assert child.starved > before
+        finally:
+            rival.kill()
+            rival.wait()

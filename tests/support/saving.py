@@ -78,6 +78,17 @@ class GatedWriter(CheckpointWriter):
         super().write_staged(path, staged, step, **kwargs)
 
 
+class SlowWriter(CheckpointWriter):
+    """Takes more than a second for each write."""
+
+    def __init__(self, rank_info: RankInfo) -> None:
+        super().__init__(CheckpointWriterConfig(), rank_info)
+
+    def write_staged(self, path: Any, staged: Any, step: int, /, **kwargs: Any) -> None:
+        time.sleep(1.2)
+        super().write_staged(path, staged, step, **kwargs)
+
+
 class Troubled(CheckpointWriter):
     """Does to a write what its ``trouble`` says."""
 

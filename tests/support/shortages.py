@@ -52,6 +52,23 @@ def in_small_shm(nbytes: int, program: Sequence[str]) -> list[str]:
     return [*prefix, *program]
 
 
+def in_read_only_root(place: Path, program: Sequence[str]) -> list[str]:
+    """Return the command of a program that may write below ``place`` only.
+
+    Raises:
+        FaultUnavailableError: this process may not make a mount namespace.
+    """
+    mount = (
+        'mount --bind "$1" "$1" && cd / && '
+        "{ mount -o remount,ro,bind / / || mount -o remount,ro /; } && "
+        'shift && exec "$@"'
+    )
+    prefix = ["unshare", "--mount", "sh", "-c", mount, "sh", str(place)]
+    if reason := _refused([*prefix, "true"]):
+        raise FaultUnavailableError("read-only root", reason)
+    return [*prefix, *program]
+
+
 def in_overlay(lower: Path, spare: Path, program: Sequence[str]) -> list[str]:
     """Return the command of a program that sees a directory as an overlay.
 
