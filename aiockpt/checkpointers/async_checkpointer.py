@@ -29,7 +29,12 @@ from aiockpt.checkpointers.base import (
 )
 from aiockpt.checkpointers.config import BusyPolicy
 from aiockpt.checkpointers.reader import CheckpointReader, load, own_read
-from aiockpt.checkpointers.stager import CheckpointStager, DefaultStager, StagedState
+from aiockpt.checkpointers.stager import (
+    CheckpointStager,
+    DefaultStager,
+    StagedState,
+    stage_after,
+)
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
 from aiockpt.errors import (
     ClosedError,
@@ -40,6 +45,7 @@ from aiockpt.errors import (
     TransferTimeoutError,
 )
 from aiockpt.events import Progress, TransferEvent, emit
+from aiockpt.memory.device import Marks, PortFor, port_for
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.state.selection import Select
@@ -210,6 +216,11 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         now = self.statistics()
         return f"<AsyncCheckpointer written={now.written} under_way={now.under_way}>"
 
+    @property
+    def ports(self) -> PortFor:
+        """What returns the port of a device: the stager's."""
+        return getattr(self._stager, "ports", port_for)
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -233,8 +244,10 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
     ) -> SaveHandle:
         """Stage ``state_dict``, pass the copy to the writer, and return a handle.
 
-        You may change the state dict as soon as the call returns. If cancelled, nothing
-        is saved; the other ranks are told, and their saves of this step fail.
+        The copy waits for the device work that the current streams have when this call
+        begins to run, and for no later work. You may change the state dict as soon as
+        the call returns. If cancelled, nothing is saved; the other ranks are told, and
+        their saves of this step fail.
 
         Args:
             state_dict: The state to save.
@@ -257,6 +270,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             TransferTimeoutError: the deadline passed, with ``raise_on_failure``.
                 Without it, this and all other errors are raised by the handle only.
         """
+        marks = Marks.of(self.ports)
         if own:
             refuse_unknown(AsyncCheckpointer.save, own, *self._own_functions())
         place = path_for(state_dict, path)
@@ -273,7 +287,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
                 if not await self._find_room(handle):
                     return handle
                 keywords = {"step": handle.step, **kwargs}
-                staged = await self._stager.stage(state_dict, **keywords)
+                staged = await stage_after(self._stager, marks, state_dict, **keywords)
                 submission = await self._submit(staged, handle, progress, kwargs)
                 self._note_staged(handle, submission, began)
         except (SaveInProgressError, ClosedError, LocalProtocolError):
@@ -311,8 +325,10 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         """Return the state dict at ``path``; see :meth:`.CheckpointReader.read`.
 
         ``into`` is the template, and ``state_dict`` another name of it. ``own`` are
-        keywords for a reader of your own that takes them. If cancelled, the template
-        may be partly filled; nothing writes to it after the call has ended.
+        keywords for a reader of your own that takes them. The load begins after the
+        device work that the current streams have when this call begins to run. If
+        cancelled, the template may be partly filled; nothing writes to it after the
+        call has ended.
         """
         refuse_unknown(AsyncCheckpointer.load, own, *own_read(self._reader))
         template = template_of(state_dict, into)

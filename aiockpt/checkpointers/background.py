@@ -19,6 +19,7 @@ from typing import Any, Final, Never, Self, TypeVar
 from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer, SaveHandle
 from aiockpt.checkpointers.base import Checkpointer, CheckpointerStatistics
 from aiockpt.events import Progress
+from aiockpt.memory.device import settle
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import ready_for_threads
 from aiockpt.state.selection import Select
@@ -99,7 +100,7 @@ class BackgroundCheckpointer(
         """
         save = partial(
             self._checkpointer.save,
-            ready_for_threads(state_dict),
+            ready_for_threads(state_dict, self._checkpointer.ports),
             path,
             step=step,
             timeout=timeout,
@@ -131,6 +132,7 @@ class BackgroundCheckpointer(
         keywords for a reader of your own that takes them. If interrupted, the template
         may be partly filled.
         """
+        settle(self._checkpointer.ports)
         load = partial(
             self._checkpointer.load,
             path,

@@ -17,7 +17,7 @@ from aiockpt.checkpointers.sources import Found, Reading, is_url, open_sources
 from aiockpt.errors import AiockptError, MissingKeysError, StateDictError
 from aiockpt.format.limits import FILE_LIMITS, Limits
 from aiockpt.memory.copies import mark_changed
-from aiockpt.memory.device import PortFor, port_for
+from aiockpt.memory.device import Marks, PortFor, completed, port_for
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.load_plan import Ranges, Selected, state_over
 from aiockpt.state.segment import check_memory
@@ -47,6 +47,8 @@ class CheckpointReader:
         ports: Returns the port of a device; tests pass a fake one.
     """
 
+    ports: PortFor = staticmethod(port_for)
+
     def __init__(
         self,
         rank_info: RankInfo,
@@ -58,7 +60,7 @@ class CheckpointReader:
         self._rank_info = rank_info
         self._limits = limits
         self._allow_pickle = allow_pickle
-        self._ports = ports
+        self.ports = ports
 
     def __repr__(self) -> str:
         rank = self._rank_info
@@ -156,7 +158,8 @@ class CheckpointReader:
                     limits=self._limits,
                     allow_pickle=self._allow_pickle,
                     direct=True,
-                    ports=self._ports,
+                    ports=self.ports,
+                    marks=Marks.of(self.ports),
                 ),
             )
             received = load_from_peer(os.fspath(path), options, on_bytes)
@@ -177,7 +180,7 @@ class CheckpointReader:
                 name=os.fspath(path),
             )
             into = state_dict is not None
-            state = _part(found, part, reading, self._ports, into=into)
+            state = _part(found, part, reading, self.ports, into=into)
             return state, _reported(part.missing, os.fspath(path))
 
 
@@ -312,9 +315,11 @@ async def load(
 ) -> Any:
     """Run the reader in a thread, and return its result.
 
-    If cancelled, this waits until the thread has ended, which is soon. Nothing writes
-    to the caller's tensors afterwards.
+    The thread has other current streams, so this first waits for the work that the
+    caller's streams have when this begins to run. If cancelled, this waits until the
+    thread has ended, which is soon. Nothing writes to the caller's tensors afterwards.
     """
+    await completed(*Marks.of(reader.ports).events.values())
     switch = _Switch(on_bytes)
     read = partial(
         reader.read, path, state_dict, strict=strict, on_bytes=switch, **options

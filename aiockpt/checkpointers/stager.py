@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.format.limits import FILE_LIMITS
-from aiockpt.memory.device import PortFor, port_for
+from aiockpt.memory.device import Marks, PortFor, completed, port_for
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Lifetime
@@ -22,7 +22,13 @@ from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from aiockpt.transfer.stager import Stager, StagerOptions
 from aiockpt.transport import exact_step
 
-__all__ = ["CheckpointStager", "DefaultStager", "StagedState", "stager_of"]
+__all__ = [
+    "CheckpointStager",
+    "DefaultStager",
+    "StagedState",
+    "stage_after",
+    "stager_of",
+]
 
 _ARENAS: Final = 2  # one is written while the next save is staged into the other
 _THREADS: Final = 2  # that copy; more hardly copy memory faster
@@ -89,8 +95,15 @@ class StagedState:
 class CheckpointStager(ABC):
     """Copies a state dict so that training can continue. You may subclass it.
 
-    ``stage`` may return a :class:`StagedState`, or a state dict with new tensors.
+    ``stage`` may return a :class:`StagedState`, or a state dict with new tensors. A
+    checkpointer calls a stager of your own after the device work that the caller of
+    ``save`` had enqueued. It also waits for what the stager has enqueued.
+
+    Attributes:
+        ports: Returns the port of a device; tests pass a fake one.
     """
+
+    ports: PortFor = staticmethod(port_for)
 
     @abstractmethod
     async def stage(self, state_dict: Any, **kwargs: Any) -> Any:
@@ -122,6 +135,7 @@ class DefaultStager(CheckpointStager):
         ports: PortFor = port_for,
     ) -> None:
         self._config = config
+        self.ports = ports
         self._lifetime = Lifetime("the stager")
         self._bridge = Bridge(threads=_THREADS, name="aiockpt-stage")
         self._stager = stager_of(
@@ -136,7 +150,9 @@ class DefaultStager(CheckpointStager):
     ) -> StagedState:
         """Copy a state dict. The caller may change it afterwards.
 
-        If cancelled, this waits until at most 64 MiB are copied, and keeps nothing.
+        The copy waits for the device work that the current streams have when this call
+        begins to run. If cancelled, this waits until at most 64 MiB are copied, and
+        keeps nothing.
 
         Raises:
             UnsupportedLeafError: a leaf has a type that cannot be saved; nothing was
@@ -144,8 +160,13 @@ class DefaultStager(CheckpointStager):
             StagingError: a copy failed, or the host lacks memory.
         """
         del kwargs  # for other stagers
+        return await self._stage(state_dict, step, Marks.of(self.ports))
+
+    async def _stage(self, state_dict: Any, step: int, marks: Marks) -> StagedState:
         with self._lifetime.call():
-            snapshot = await self._stager.stage(state_dict, step=exact_step(step))
+            snapshot = await self._stager.stage(
+                state_dict, step=exact_step(step), marks=marks
+            )
         return StagedState(
             snapshot,
             allow_pickle=self._config.allow_pickle,
@@ -160,6 +181,21 @@ class DefaultStager(CheckpointStager):
             partial(self._lifetime.calls_ended, timeout=_CLOSING),
             partial(self._bridge.aclose, timeout=_CLOSING),
         )
+
+
+async def stage_after(
+    stager: CheckpointStager, marks: Marks, state_dict: Any, **kwargs: Any
+) -> Any:
+    """Return what ``stager.stage`` does; its copies wait for the caller's marks.
+
+    A stager of the user's knows no marks, so the device work around it is awaited.
+    """
+    if isinstance(stager, DefaultStager) and type(stager).stage is DefaultStager.stage:
+        return await stager._stage(state_dict, kwargs["step"], marks)  # noqa: SLF001 - its own module
+    await completed(*marks.events.values())
+    staged = await stager.stage(state_dict, **kwargs)
+    await completed(*Marks.of(port_for).events.values())
+    return staged
 
 
 def stager_of(

@@ -45,7 +45,7 @@ from aiockpt.http.server_process import ServerProcess
 from aiockpt.http.source import HttpSource, Sharing
 from aiockpt.http.store import Failure, Store
 from aiockpt.memory.arena import CAN_LEND, ArenaPool
-from aiockpt.memory.device import port_for
+from aiockpt.memory.device import Marks, port_for
 from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.state.selection import Select, listed
@@ -365,8 +365,9 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> None:
         """Stage ``state_dict`` and publish it as ``step``.
 
-        Receivers that hold the metadata can fetch it at once. You may change the state
-        dict as soon as the call returns.
+        Receivers that hold the metadata can fetch it at once. The copy waits for the
+        device work that the current streams have when this call begins to run, and for
+        no later work. You may change the state dict as soon as the call returns.
 
         If the call fails, the server tells receivers that wait for ``step``: as many
         as there are ``dst_ranks``, or all of them. If the call fails or is cancelled,
@@ -387,6 +388,7 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         refuse_unknown(HTTPTransport.send_checkpoint, unknown)
         require_given("send_checkpoint", step=step, state_dict=state_dict)
+        marks = self._stager.mark()
         limit, began = self._limit(timeout), time.monotonic()
         deadline = Deadline(limit, stop="stage", what=f"step {step}")
         with self._lifetime.call():
@@ -399,7 +401,9 @@ class HTTPTransport(CheckpointTransport[T]):
                     await self._host.start()
                     async with self._turn:
                         self._check_offer(step, before)
-                        snapshot = await self._stager.stage(state_dict, step=step)
+                        snapshot = await self._stager.stage(
+                            state_dict, step=step, marks=marks
+                        )
                         deadline.stop = "publish"
                         await self._publish(snapshot, before)
             except BaseException as error:
@@ -846,13 +850,15 @@ class HTTPTransport(CheckpointTransport[T]):
 
         async def attempt(step: int) -> Any:
             try:
-                return await self._receive([origin], step, options, sharing, limit)
+                return await self._receive([origin], step, now, sharing, limit)
             except survives:
                 steps.again()
                 raise
 
         pause = self._client.pause
         while True:
+            terms = replace(options.terms, marks=Marks.of(port_for))
+            now = replace(options, terms=terms)
             found = await chase(
                 steps.__anext__, attempt, pause=pause, survives=survives
             )
@@ -890,6 +896,7 @@ class HTTPTransport(CheckpointTransport[T]):
             ports=port_for,
             warm=self._warm,
             shared=self._shared,
+            marks=Marks.of(port_for),
         )
         sharing = Sharing(
             wanted=self._same_host is not False and have is None,

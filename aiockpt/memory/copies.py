@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 import msgspec
@@ -28,13 +29,12 @@ import torch
 
 from aiockpt.format.entries import Entries
 from aiockpt.memory.arena import Arena, view_of_address
-from aiockpt.memory.device import Event, Pair, PortFor
+from aiockpt.memory.device import Event, Fences, Pair, PortFor, checked
 
 __all__ = [
     "Backing",
     "Backings",
     "CopyPlan",
-    "Fences",
     "InPlace",
     "Part",
     "column",
@@ -44,8 +44,6 @@ __all__ = [
     "part_pairs",
     "raw_bytes",
 ]
-
-Fences: TypeAlias = dict[torch.device, Event]
 
 # Releasing the interpreter lock costs more than copying a few pages.
 _SMALL: Final = 256 << 10
@@ -291,9 +289,20 @@ class CopyPlan:
         self.ports = {device: port for device, port in found.items() if port}
         self._rows = _Rows(backings, entries, away=self.ports.keys())
 
-    def fences(self) -> Fences:
-        """Mark the work that the calling thread has enqueued on every device."""
-        return {device: port.fence() for device, port in self.ports.items()}
+    def fences(self, made: Fences = MappingProxyType({})) -> Fences:
+        """Return an event of each device for its copies to wait for.
+
+        Args:
+            made: The caller's marks. A device without one is marked here, on the
+                calling thread's current stream.
+
+        Raises:
+            Exception: a device has failed, with this error.
+        """
+        return {
+            device: checked(made[device]) if device in made else port.fence()
+            for device, port in self.ports.items()
+        }
 
     def stage_host(self, start: int, stop: int) -> None:
         """Copy the host bytes and the padding of ``[start, stop)`` into the arena."""

@@ -1,17 +1,22 @@
 """The port to the accelerator: the only module that names one.
 
-A copy runs on a *side stream* that first waits for the producer's event. So staging
-sees the results of all work that training has enqueued so far, and training continues
-meanwhile. Enqueueing returns at once; `completed` awaits the copies.
+A copy runs on a *side stream* that first waits for the caller's event, its *mark*. So
+staging sees the results of all work that the caller has enqueued before the call, and
+training continues meanwhile. Enqueueing returns at once; `completed` awaits the copies.
+
+A stream is current for a thread, not for a task. As soon as a coroutine awaits
+something, another task may make another stream the current one. So a public verb makes
+its `Marks` before it awaits anything, and passes them down.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol, TypeAlias, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeAlias, cast
 
 import torch
 
@@ -22,8 +27,12 @@ from aiockpt.runtime.bridge import leave_behind, start_daemon
 __all__ = [
     "Accelerator",
     "Event",
+    "Fences",
+    "Marks",
+    "OneQueue",
     "Port",
     "PortFor",
+    "checked",
     "completed",
     "keep_until",
     "numbered",
@@ -79,6 +88,12 @@ class Port(Protocol):
 
 PortFor: TypeAlias = Callable[[torch.device], Port | None]
 
+Fences: TypeAlias = Mapping[torch.device, Event]
+"""An event of each device, which copies to or from the device wait for."""
+
+_HOST: Final = torch.device("cpu")
+_PORTABLE: Final = 1  # cudaHostRegisterPortable: page-locked for every device
+
 
 class Accelerator:
     """A device that ``torch.accelerator`` knows: CUDA, ROCm, XPU and others."""
@@ -93,8 +108,12 @@ class Accelerator:
 
     def fence(self) -> Event:
         """Mark the work enqueued so far on the current stream."""
+        return self.marker()()
+
+    def marker(self) -> Callable[[], Event]:
+        """Return what marks the stream that is the current one now, at any time."""
         stream = self._module.current_stream(self.device)
-        return cast("Event", stream.record_event())
+        return cast("Callable[[], Event]", stream.record_event)
 
     def copy(self, pairs: Iterable[Pair], *, after: Event) -> Event:
         """Enqueue the copies on the side stream, behind the event."""
@@ -120,14 +139,17 @@ class Accelerator:
         self._side.synchronize()
 
     def pin(self, arena: Arena) -> Callable[[], None]:
-        """Page-lock an arena if the device is CUDA; return a function to undo it."""
+        """Page-lock an arena if the device is CUDA; return a function to undo it.
+
+        The memory is then page-locked for all CUDA devices of this process.
+        """
         if self.device.type != "cuda":
             return lambda: None
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = arena.address  # the undo function must not keep the arena alive
         # Registering what is mapped keeps huge pages and lets the arena be shared.
         with self._module.device(self.device):
-            failed = int(runtime.cudaHostRegister(address, arena.nbytes, 0))
+            failed = int(runtime.cudaHostRegister(address, arena.nbytes, _PORTABLE))
         if failed:
             self._forget_error()
             return lambda: None
@@ -141,7 +163,62 @@ class Accelerator:
             torch.empty(1, device=self.device).fill_(0)
 
 
-_ports: dict[torch.device, Accelerator] = {}
+class _Done:
+    """The end of work that has run already, or that the device orders by itself."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class OneQueue:
+    """A device whose module has no streams (MPS): torch runs its work in one order.
+
+    So nothing must be marked. A copy blocks its thread until it has ended.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = torch.get_device_module(device)
+
+    def __repr__(self) -> str:
+        return f"<OneQueue {self.device}>"
+
+    def fence(self) -> Event:
+        """Return an event that has completed, because later work runs later."""
+        return _Done()
+
+    def copy(self, pairs: Iterable[Pair], *, after: Event) -> Event:
+        """Copy, and block until the copies have ended."""
+        del after
+        for destination, source in pairs:
+            destination.copy_(source)
+        self.synchronize()
+        return _Done()
+
+    def aside(self, after: Event | None = None) -> AbstractContextManager[object]:
+        """Return a context that changes nothing."""
+        del after
+        return nullcontext()
+
+    def mark(self) -> Event:
+        """Block until the device is idle."""
+        self.synchronize()
+        return _Done()
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the device is idle."""
+        self._module.synchronize()
+
+    def pin(self, arena: Arena) -> Callable[[], None]:
+        """Do nothing: a copy that blocks gains nothing from page-locked memory."""
+        del arena
+        return lambda: None
+
+
+_ports: dict[torch.device, Accelerator | OneQueue] = {}
 
 
 def port_for(device: torch.device) -> Port | None:
@@ -149,8 +226,108 @@ def port_for(device: torch.device) -> Port | None:
     if device.type == "cpu":
         return None
     if device not in _ports:
-        _ports[device] = Accelerator(device)
+        streams = hasattr(torch.get_device_module(device), "Stream")
+        _ports[device] = (Accelerator if streams else OneQueue)(device)
     return _ports[device]
+
+
+# --------------------------------------------------------------- the caller's work
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Marks of the device work that the caller of a public verb has enqueued.
+
+    Attributes:
+        events: The mark of each device, on the stream that was current at the call.
+    """
+
+    events: Fences = field(default_factory=dict)
+    _markers: Mapping[torch.device, Callable[[], Event]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ports: PortFor) -> Marks:
+        """Mark the current streams of the calling thread, on every device in use.
+
+        A public verb calls this before its first await. It never raises: if a device
+        has failed, whatever waits for its mark raises the device's error.
+        """
+        events: dict[torch.device, Event] = {}
+        markers: dict[torch.device, Callable[[], Event]] = {}
+        for device in (_HOST, *_in_use()):  # the ports of a test may know the host
+            if (port := ports(device)) is None:
+                continue
+            try:
+                # A device with one queue has no streams to remember.
+                marker = getattr(port, "marker", None)
+                markers[device] = port.fence if marker is None else marker()
+                events[device] = markers[device]()
+            except Exception as error:  # noqa: BLE001 - see above
+                events[device] = _Failed(error)
+        return cls(events, markers)
+
+    def again(self) -> list[Event]:
+        """Return the marks, and new ones of what the same streams got since the call.
+
+        A template may be used while its new bytes are on their way.
+        """
+        well = (d for d, event in self.events.items() if not isinstance(event, _Failed))
+        return [*self.events.values(), *(self._markers[device]() for device in well)]
+
+    def wait(self) -> None:
+        """Block until the marked work has run."""
+        for event in self.events.values():
+            event.synchronize()
+
+
+class _Failed:
+    """The mark of a device that has failed."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def query(self) -> bool:
+        raise self._error
+
+    def synchronize(self) -> None:
+        self.query()
+
+
+def checked(event: Event) -> Event:
+    """Return an event that a stream can wait for.
+
+    Raises:
+        Exception: it is the mark of a device that has failed, with this error.
+    """
+    if isinstance(event, _Failed):
+        event.query()
+    return event
+
+
+def _in_use() -> Iterator[torch.device]:
+    """Yield the devices that this process has used.
+
+    To mark another one would make a context on it, which takes hundreds of megabytes.
+    """
+    kind = _kind()
+    if kind is None:
+        return
+    module: Any = torch.get_device_module(kind)
+    # Nothing here may initialize a driver: a forked child could not use it any more.
+    if not getattr(module, "is_initialized", lambda: True)():
+        return
+    known = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # noqa: SLF001 - torch has no public name
+    for index in range(module.device_count()):
+        if kind != "cuda" or known is None or known(index):
+            yield torch.device(kind, index)
+
+
+def _kind() -> str | None:
+    """Return the type of this build's accelerator."""
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return "cuda"
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type
 
 
 def numbered(device: torch.device) -> torch.device:
@@ -160,13 +337,15 @@ def numbered(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def settle() -> None:
-    """Block until all work enqueued on the calling thread's current stream has run.
+def settle(ports: PortFor = port_for) -> None:
+    """Block until the work on the calling thread's current streams has run.
 
-    Call it before another thread, with another current stream, uses the tensors.
+    Call it before another thread, with other current streams, uses the tensors.
+
+    Raises:
+        Exception: a device has failed, with this error.
     """
-    if torch.accelerator.is_available():
-        torch.accelerator.current_stream().synchronize()
+    Marks.of(ports).wait()
 
 
 async def completed(*events: Event) -> None:

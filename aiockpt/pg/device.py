@@ -64,12 +64,21 @@ from aiockpt.memory.copies import (
     Backing,
     Backings,
     CopyPlan,
-    Fences,
     once,
     part_pairs,
     raw_bytes,
 )
-from aiockpt.memory.device import Event, Pair, Port, completed, port_for
+from aiockpt.memory.device import (
+    Event,
+    Fences,
+    Marks,
+    Pair,
+    Port,
+    PortFor,
+    checked,
+    completed,
+    port_for,
+)
 from aiockpt.pg.messages import (
     Channel,
     Digests,
@@ -205,6 +214,15 @@ class Device:
         self.port = port
         self.line = line
         self._keys: torch.Tensor | None = None
+
+    def event(self, made: Fences) -> Event:
+        """Return the caller's mark of this device; without one, mark it here.
+
+        Raises:
+            Exception: the device has failed, with this error.
+        """
+        found = made.get(self.device)
+        return self.port.fence() if found is None else checked(found)
 
     def __repr__(self) -> str:
         return f"<Device {self.device}>"
@@ -480,12 +498,12 @@ class _Share:
         self._segment = Segment(device, memory, self._entries, self.on_device)
         return self._segment
 
-    def begin(self) -> None:
+    def begin(self, marks: Marks) -> None:
         assert self._segment is not None
-        self._segment.after = self._device.line.fence()
+        self._segment.after = self._device.event(marks.events)
 
-    def fences(self) -> Fences:
-        return {self._device.device: self._device.port.fence()}
+    def fences(self, made: Fences) -> Fences:
+        return {self._device.device: self._device.event(made)}
 
     def load(self, fences: Fences) -> list[Event]:
         if self._backings is None:
@@ -593,7 +611,12 @@ class DeviceMedium:
         self._chunk_bytes = chunk_bytes
         self._allow_pickle, self._limits = allow_pickle, limits
 
-    async def stage(self, state_dict: object, *, step: int) -> Parcel:
+    def mark(self, ports: PortFor) -> Marks:
+        """Mark the device work of the calling thread."""
+        own = self._device
+        return Marks.of(lambda each: own.port if each == own.device else ports(each))
+
+    async def stage(self, state_dict: object, *, step: int, marks: Marks) -> Parcel:
         """Return a snapshot, whose bytes on the device are the state dict's own.
 
         Only two kinds of tensors are copied: strided ones with gaps, on the device, and
@@ -603,10 +626,10 @@ class DeviceMedium:
             UnsupportedLeafError: a leaf cannot travel; nothing was copied.
             StagingError: a copy failed, or the device has no memory for it.
         """
-        after = self._device.port.fence()
         staging = await self._bridge.run(self._describe, state_dict)
-        fences = staging.plan.fences()
         try:
+            after = self._device.event(marks.events)
+            fences = staging.plan.fences(marks.events)
             await completed(after)  # so that no thread waits for earlier work
             memory, events = await self._bridge.run(staging.begin, after, fences)
             await completed(*events)

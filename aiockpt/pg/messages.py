@@ -34,6 +34,7 @@ from aiockpt.format.header import decode_header
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.memory.arena import Memory, view_of_address
+from aiockpt.memory.device import Marks, PortFor
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.template import Template
 from aiockpt.transfer.destination import Destination, Terms, destination_of
@@ -594,8 +595,13 @@ class Medium(Protocol):
     def message_bytes(self) -> int:
         """The largest message of a large entry, in bytes."""
 
-    async def stage(self, state_dict: object, *, step: int) -> Parcel:
+    def mark(self, ports: PortFor) -> Marks:
+        """Mark the device work of the calling thread, on its current streams."""
+
+    async def stage(self, state_dict: object, *, step: int, marks: Marks) -> Parcel:
         """Return a snapshot; the state dict must not change until it is released.
+
+        Whatever reads a device waits for ``marks``.
 
         Raises:
             UnsupportedLeafError: a leaf cannot travel; nothing was copied.
@@ -653,9 +659,13 @@ class HostMedium:
             ),
         )
 
-    async def stage(self, state_dict: object, *, step: int) -> Parcel:
+    def mark(self, ports: PortFor) -> Marks:
+        """Mark the device work of the calling thread."""
+        return Marks.of(ports)
+
+    async def stage(self, state_dict: object, *, step: int, marks: Marks) -> Parcel:
         """Return a snapshot, most of which is the state dict's own memory."""
-        snapshot = await self._stager.stage(state_dict, step=step)
+        snapshot = await self._stager.stage(state_dict, step=step, marks=marks)
         manifest = snapshot.manifest
         try:
             pack = self._bridge.run(packed, manifest, MESSAGE_BYTES)

@@ -140,6 +140,8 @@ class PGTransport(CheckpointTransport[T]):
     ) -> None:
         """Send ``state_dict`` as ``step`` to all ``dst_ranks`` in parallel.
 
+        The send waits for the device work that the current streams have when this call
+        begins to run, and for no later work.
         The call returns when every receiver has verified the checkpoint or has failed.
         If it cannot be sent, waiting receivers are told at once, and the others when
         they receive this step or an earlier one. If cancelled before anything was sent,
@@ -166,6 +168,7 @@ class PGTransport(CheckpointTransport[T]):
         """
         refuse_unknown(PGTransport.send_checkpoint, unknown)
         require_given("send_checkpoint", step=step, state_dict=state_dict)
+        marks = self._medium.mark(port_for)
         step = exact_step(step)
         if dst_ranks is None:
             dst_ranks = self._other_ranks()
@@ -181,7 +184,9 @@ class PGTransport(CheckpointTransport[T]):
             async with deadline:
                 try:
                     async with self._staging:  # so that two sends keep their order
-                        parcel = await self._medium.stage(state_dict, step=step)
+                        parcel = await self._medium.stage(
+                            state_dict, step=step, marks=marks
+                        )
                 except Exception as error:
                     await self._tell(ranks, step, error, deadline)
                     raise
@@ -282,6 +287,7 @@ class PGTransport(CheckpointTransport[T]):
             direct=direct,
             ports=port_for,
             ahead=True,  # gloo has one thread, for the wire and for the pages
+            marks=self._medium.mark(port_for),
         )
         options = ReceiveOptions(
             into=into,

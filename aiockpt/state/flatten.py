@@ -33,7 +33,7 @@ from aiockpt.format.references import renumber
 from aiockpt.format.registry import REGISTRY, register_leaf
 from aiockpt.format.tree import Refusals, encode_tree
 from aiockpt.memory.copies import Backings, Part, column, numbers
-from aiockpt.memory.device import settle
+from aiockpt.memory.device import PortFor, port_for, settle
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.leaves import DTYPE_NAMES, extension
@@ -95,7 +95,7 @@ class Unready:
     error: Exception
 
 
-def ready_for_threads(state_dict: T) -> T | Unready:
+def ready_for_threads(state_dict: T, ports: PortFor = port_for) -> T | Unready:
     """Wait for the device work that computes a state dict; return the state dict.
 
     Copies in another thread wait only for that thread's current stream. So the caller
@@ -104,7 +104,7 @@ def ready_for_threads(state_dict: T) -> T | Unready:
     error, so that waiting receivers are told.
     """
     try:
-        settle()
+        settle(ports)
     except Exception as error:  # noqa: BLE001 - see above
         return Unready(error)
     return state_dict

@@ -93,19 +93,18 @@ class LoadPlan:
         backings: The memory that each entry's bytes go to directly; zero bytes for an
             entry that has none. None: all entries stay in the arena.
         kept: For each entry, whether its bytes stay in the arena.
+        allocated: Whether the plan has allocated memory on a device, so that copies to
+            it must wait for this thread's current stream.
     """
 
     ranges: Ranges
     entries: Entries
     backings: Backings | None = None
     kept: Sequence[int] = ()
+    allocated: bool = False
 
     def copies(self, arena: Arena, ports: PortFor) -> CopyPlan | None:
-        """Return the copies between the arena and the backings, or None.
-
-        The copies to a device wait for the device work that this thread has queued
-        before `fences`.
-        """
+        """Return the copies between the arena and the backings, or None."""
         if self.backings is None:
             return None
         return CopyPlan(self.backings, self.entries, arena=arena, port_for=ports)
@@ -556,7 +555,13 @@ class LoadPlanner:
                     if want.target is not None
                 )
         backings = _backings(len(starts), straight)
-        return LoadPlan(_joined(ranges), segment.manifest.entries, backings, kept)
+        return LoadPlan(
+            _joined(ranges),
+            segment.manifest.entries,
+            backings,
+            kept,
+            allocated=self._device is not None,
+        )
 
 
 def _backings(count: int, straight: dict[int, _Want]) -> Backings:

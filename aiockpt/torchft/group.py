@@ -12,6 +12,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 import aiockpt
 from aiockpt.format.limits import Limits
+from aiockpt.memory.device import settle
 from aiockpt.pg.messages import Group
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import ready_for_threads
@@ -139,6 +140,7 @@ class PGTransport(CheckpointTransport[T]):
             return None
         try:
             template = self._state_dict()
+            settle()
         except Exception as error:  # noqa: BLE001 - see above
             return partial(_fail, error)
         return lambda: template

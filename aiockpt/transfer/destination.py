@@ -23,11 +23,17 @@ from aiockpt.memory.arena import Arena, ArenaPool, Loan, Memory, lend
 from aiockpt.memory.copies import (
     Backings,
     CopyPlan,
-    Fences,
     mark_changed,
     write_counts,
 )
-from aiockpt.memory.device import Event, PortFor, completed, keep_until
+from aiockpt.memory.device import (
+    Event,
+    Fences,
+    Marks,
+    PortFor,
+    completed,
+    keep_until,
+)
 from aiockpt.runtime.bridge import Bridge, share_out
 from aiockpt.runtime.tasks import beside
 from aiockpt.state.load_plan import EverythingNew, IntoTemplate, Rule, Selected
@@ -56,7 +62,8 @@ class Terms:
 
     ``warm`` is a pool of memory to reuse. ``ahead`` says that the thread that brings
     the bytes must not touch new pages, because gloo has only one thread. ``shared``
-    says that a server process of this transport serves the bytes on.
+    says that a server process of this transport serves the bytes on. ``marks`` are of
+    the caller's device work: nothing is copied to or from a device before it.
     """
 
     limits: Limits
@@ -66,6 +73,7 @@ class Terms:
     warm: ArenaPool | None = None
     ahead: bool = False
     shared: bool = False
+    marks: Marks = Marks()  # noqa: RUF009 - frozen
 
 
 class Share(Protocol):
@@ -78,11 +86,11 @@ class Share(Protocol):
     def beside(self, memory: Memory) -> Memory:
         """Return the whole data segment; ``memory`` has the host's entries."""
 
-    def begin(self) -> None:
-        """Make the device's receives wait for the work enqueued so far."""
+    def begin(self, marks: Marks) -> None:
+        """Make the device's receives wait for the caller's work."""
 
-    def fences(self) -> Fences:
-        """Mark the work enqueued on the device so far."""
+    def fences(self, made: Fences) -> Fences:
+        """Return an event for the copies on the device; see `CopyPlan.fences`."""
 
     def load(self, fences: Fences) -> list[Event]:
         """Copy the bytes that arrived elsewhere into a template; for a thread."""
@@ -281,6 +289,9 @@ class Destination:
         self.backings = plan.backings
         self.copies = plan.copies(self.arena, self._terms.ports)
         if self.copies is not None:
+            # This thread has just allocated new tensors on its own current stream.
+            made = {} if plan.allocated else self._terms.marks.events
+            self._fences = self.copies.fences(made)
             if self._terms.direct:
                 self.memory = self.copies.in_place()
             self._loading = _Loading(
@@ -290,6 +301,8 @@ class Destination:
                 self.loaded,
                 direct=self._terms.direct,
                 pinned=self.arena if self._pinned else None,
+                marks=self._terms.marks,
+                fences=self._fences,
             )
         if self._share is not None:
             self.memory = self._share.beside(self.memory)
@@ -323,7 +336,7 @@ class Destination:
         if self._terms.direct and self._loading is not None:
             self.touched = any(True for _ in self._rule.changed())
         if self._share is not None:
-            self._share.begin()
+            self._share.begin(self._terms.marks)
 
     @property
     def prepare(self) -> Prepare | None:
@@ -379,30 +392,34 @@ class Destination:
                 "the step again"
             )
 
-    async def load(self) -> None:
+    async def load(self, marks: Marks | None = None) -> None:
         """Copy the bytes from the arena to the template, all of them or none.
 
-        The copy begins after the devices have finished their earlier work. From then on
-        it runs to its end, even if cancelled (on a device, in the background), so that
-        a template is never half filled.
+        The copy begins after the devices have finished the work that the caller's
+        streams have by now. From then on it runs to its end, even if cancelled (on a
+        device, in the background), so that a template is never half filled.
+
+        Args:
+            marks: Those of the caller; None: those of the receive.
         """
         if self._loading is None:
             return
-        fences = self._fences()
-        await completed(*fences.values())
-        await completed(*await self._bridge.run(self._load, fences))
+        await completed(*(self._terms.marks if marks is None else marks).again())
+        await completed(*await self._bridge.run(self._load))
         self._loan.finish()
         if self._is_single_use:
             await self._bridge.run(self._let_go)
+
+    def mark(self) -> Marks:
+        """Mark the device work of the calling thread, for `load`."""
+        return Marks.of(self._terms.ports)
 
     def load_now(self) -> None:
         """Do what `load` does on the calling thread, which blocks."""
         if self._loading is None:
             return
-        fences = self._fences()
-        for event in fences.values():
-            event.synchronize()
-        for event in self._load(fences):
+        self.mark().wait()
+        for event in self._load():
             event.synchronize()
         self._loan.finish()
         if self._is_single_use:
@@ -432,25 +449,21 @@ class Destination:
             if not late:
                 self._bridge.post(self.arena.close)  # an existing view prevents that
 
-    def _fences(self) -> Fences:
-        assert self.copies is not None
-        more = {} if self._share is None else self._share.fences()
-        return self.copies.fences() | more
-
     def _drain(self) -> None:
         assert self.copies is not None
         if self._share is not None:
             self._share.drain()
         self.copies.drain()
 
-    def _load(self, fences: Fences) -> list[Event]:
+    def _load(self) -> list[Event]:
         """Fill the tensors, then put the values into the template, without a break."""
         assert self._loading is not None
         mark_changed(self._rule.changed())
         self.touched = True
-        events = self._loading.finish(fences, self._chunks, before=self.values)
+        events = self._loading.finish(self._chunks, before=self.values)
         if self._share is not None:
-            events += self._share.load(fences)
+            made = self._terms.marks.events
+            events += self._share.load(self._share.fences(made))
         self._rule.finish()
         return events
 
@@ -499,6 +512,8 @@ class _Loading:
         loaded: The chunks that are in the template already, or on their way.
         direct: Whether host tensors have received their bytes directly.
         pinned: Memory to page-lock, because it will be reused.
+        marks: Those of the caller of the receive.
+        fences: The events that the copies to devices wait for.
 
     Attributes:
         has_sent: Whether devices may copy from the arena, or have done so.
@@ -513,9 +528,12 @@ class _Loading:
         *,
         direct: bool,
         pinned: Arena | None,
+        marks: Marks,
+        fences: Fences,
     ) -> None:
         self._copies, self._grid, self._bridge = copies, grid, bridge
         self._loaded, self._direct, self._pinned = loaded, direct, pinned
+        self._marks, self._fences = marks, fences
         self._parts: _Unfinished | None = None
         self._verified: asyncio.Queue[int | None] = asyncio.Queue()
         self.has_sent = False
@@ -539,20 +557,18 @@ class _Loading:
         If this is cancelled or the block fails, nothing more is enqueued. In any case,
         the caller must keep the memory until the devices are idle, if `has_sent`.
         """
-        async with beside(partial(self._send_all, self._copies.fences())):
+        async with beside(partial(self._send_all, self._marks.again())):
             yield
             self._verified.put_nowait(None)
 
-    def finish(
-        self, fences: Fences, chunks: Iterable[int], *, before: Collection[int]
-    ) -> list[Event]:
+    def finish(self, chunks: Iterable[int], *, before: Collection[int]) -> list[Event]:
         """Load the remaining entries; return the events to wait for. For a thread.
 
         Args:
-            fences: The events that the copies to devices wait for.
             chunks: The chunks that arrived according to the plan.
             before: The chunks that arrived before the plan, and so in the arena.
         """
+        fences = self._fences
         self.has_sent = self.has_sent or bool(fences)
         left = None if self._parts is None else self._parts.left()
         self._copies.load_parts(left, fences)
@@ -564,12 +580,12 @@ class _Loading:
         share_out(lambda chunk: self._copies.load_host(*self._grid.range(chunk)), host)
         return [port.mark() for port in self._copies.ports.values()]
 
-    async def _send_all(self, fences: Fences) -> None:
+    async def _send_all(self, before: Iterable[Event]) -> None:
         await self._bridge.run(self._prepare)
         # A copy from pageable memory blocks its thread until then in any case.
-        await completed(*fences.values())
+        await completed(*before)
         while (chunk := await self._verified.get()) is not None:
-            await self._bridge.run(self._send, chunk, fences)
+            await self._bridge.run(self._send, chunk)
 
     def _prepare(self) -> None:
         self._parts = _Unfinished(self._copies.part_ranges(), self._grid)
@@ -577,8 +593,8 @@ class _Loading:
             for port in self._copies.ports.values():
                 self._pinned.pin(port.pin)
 
-    def _send(self, chunk: int, fences: Fences) -> None:
-        self.has_sent = True
+    def _send(self, chunk: int) -> None:
+        self.has_sent, fences = True, self._fences
         self._copies.load_device(*self._grid.range(chunk), fences)
         assert self._parts is not None
         self._copies.load_parts(self._parts.add(chunk), fences)

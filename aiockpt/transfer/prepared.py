@@ -74,7 +74,7 @@ class Prepared(Generic[T]):
             LocalProtocolError, StagingError: see `apply`.
         """
         with self._applying() as goal:
-            await goal.load()
+            await goal.load(goal.mark())
         return cast("T", self._template)
 
     def discard(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from aiockpt.events import Meter, Progress, TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.memory.arena import return_freed
+from aiockpt.memory.device import Marks, completed
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.system import failing_here
@@ -109,6 +110,8 @@ async def receive(
                 known = _Known()
                 if into is None and options.template is not None:
                     into = options.template()
+                    # It may have enqueued work, on another task's stream.
+                    await completed(*Marks.of(options.terms.ports).events.values())
                 if into is not None or options.have is not None:
                     report.at("allocate")
                     known = await bridge.run(_describe, options, into)
@@ -267,7 +270,7 @@ def _make_room(
             held: Held = HeldInTemplate(manifest, own, goal, ports=ports)
         else:
             held = Held.of(manifest, own, arena=goal.arena, ports=ports)
-        delta = Delta(held, bridge, report.reuse)
+        delta = Delta(held, options.terms.marks, bridge, report.reuse)
         goal.patch = delta.patch
     del manifest, template, own
     if many:

@@ -21,8 +21,15 @@ from typing import Final, TypeAlias
 from aiockpt.format.chunks import chunks_over, digest
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, Memory
-from aiockpt.memory.copies import Backings, CopyPlan, Fences
-from aiockpt.memory.device import Event, PortFor, completed, keep_until
+from aiockpt.memory.copies import Backings, CopyPlan
+from aiockpt.memory.device import (
+    Event,
+    Fences,
+    Marks,
+    PortFor,
+    completed,
+    keep_until,
+)
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Survey
@@ -91,9 +98,9 @@ class Held:
         """Return the chunks of which the state dict may have every byte."""
         return [chunk for chunk in chunks if chunk not in self._unknown]
 
-    def fences(self) -> Fences:
-        """Mark the work that the calling thread has enqueued on every device."""
-        return self._plan.fences()
+    def fences(self, made: Fences) -> Fences:
+        """Return an event of each device; see `CopyPlan.fences`."""
+        return self._plan.fences(made)
 
     def stage(self, after: Fences) -> list[Event]:
         """Stage the parts that are copied element by element."""
@@ -261,6 +268,7 @@ class Delta:
 
     Args:
         held: The receiver's bytes.
+        marks: Those of the caller of the receive.
         bridge: Runs the threads that compute digests and copy bytes.
         on_reuse: Called on the loop; must be quick and must not raise.
 
@@ -269,9 +277,11 @@ class Delta:
             Then they find the unchanged chunks, so no `plan` is needed.
     """
 
-    def __init__(self, held: Held, bridge: Bridge, on_reuse: OnReuse) -> None:
+    def __init__(
+        self, held: Held, marks: Marks, bridge: Bridge, on_reuse: OnReuse
+    ) -> None:
         self.has_base = False
-        self._held = held
+        self._held, self._marks = held, marks
         self._bridge = bridge
         self._on_reuse = on_reuse
         self._fences: Fences | None = None
@@ -286,7 +296,7 @@ class Delta:
         """
         try:
             if self._fences is None:
-                self._fences = self._held.fences()
+                self._fences = self._held.fences(self._marks.events)
                 await completed(*self._fences.values())  # no thread waits for them
                 staged = await self._bridge.run(self._held.stage, self._fences)
                 await completed(*staged)

@@ -26,8 +26,15 @@ from aiockpt.format.header import build_manifest, with_step
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool
-from aiockpt.memory.copies import CopyPlan, Fences, InPlace
-from aiockpt.memory.device import Event, PortFor, completed, port_for
+from aiockpt.memory.copies import CopyPlan, InPlace
+from aiockpt.memory.device import (
+    Event,
+    Fences,
+    Marks,
+    PortFor,
+    completed,
+    port_for,
+)
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.system import failing_here
@@ -149,15 +156,24 @@ class Stager:
             dispose=lambda arena: bridge.post(arena.close),
         )
 
-    async def stage(self, state_dict: object, *, step: int) -> Snapshot:
+    def mark(self) -> Marks:
+        """Mark the device work of the calling thread, for a later `stage`."""
+        return Marks.of(self._ports)
+
+    async def stage(
+        self, state_dict: object, *, step: int, marks: Marks | None = None
+    ) -> Snapshot:
         """Return a snapshot; the caller may mutate the state dict afterwards.
 
-        If cancelled, this waits for the running copies, and keeps no memory.
+        The copies wait for ``marks``. None marks the caller's work here, before this
+        awaits anything. If cancelled, this waits for the running copies, and keeps no
+        memory.
 
         Raises:
             UnsupportedLeafError: a leaf cannot travel; nothing was copied.
             StagingError: a copy failed.
         """
+        marks = self.mark() if marks is None else marks
         with failing_here(f"staging step {step}"):
             description = await self._bridge.run(self._describe, state_dict)
             take = partial(self._taken, description.entries.nbytes)
@@ -166,7 +182,7 @@ class Stager:
         try:
             with _failing(step):
                 job = await self._bridge.run(self._plan, description, arena)
-                digests = await self._copy(job)
+                digests = await self._copy(job, job.plan.fences(marks.events))
                 manifest = await self._bridge.run(job.manifest, step, digests)
         except BaseException:
             if job is None:
@@ -239,9 +255,8 @@ class Stager:
         )
         return _Job(description, grid, plan, memory, options.zero_copy)
 
-    async def _copy(self, job: _Job) -> list[str]:
+    async def _copy(self, job: _Job, fences: Fences) -> list[str]:
         """Copy everything, ``threads`` pieces at a time; return the chunks' digests."""
-        fences = job.plan.fences()
         dense = await self._bridge.run(job.plan.stage_parts, fences)
         digests = [job.grid.unsealed] * len(job.grid)
         seal, grid = self._options.seal, job.grid

@@ -164,7 +164,8 @@ async def test_without_direct_nothing_is_copied_early(device) -> None:
     """A template that is verified as a whole is filled as a whole."""
     async with held() as receiving:
         await receiving.fault.closed.wait()
-        assert (device.copied, len(device.events)) == (0, 0)
+        assert (device.copied, device.idle) == (0, True)
+        assert not asked_for(device)
         await receiving.released(device)
     assert_same(receiving.template, one(1.0))
 

@@ -11,10 +11,10 @@ on the device::
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from threading import Condition
+from threading import Condition, local
 from typing import Any, Final
 
 import pytest
@@ -27,6 +27,7 @@ from aiockpt.pg.device import Device, DeviceMedium
 from tests.support.groups import Transport, gloo_groups
 
 _PATIENCE: Final = 30.0
+_DEFAULT: Final = "default"
 
 Work = Callable[[], bool]
 """Does its part of a stream and says True, or says that it cannot be done yet."""
@@ -62,7 +63,10 @@ class FakeEvent:
 
 
 class FakeAccelerator:
-    """A device with a producer's stream and a side stream, both driven by the test.
+    """A device with streams of its callers and a side stream, all driven by the test.
+
+    As in torch, each thread has a current stream: the default one until `stream` makes
+    another one current, for all tasks of the thread.
 
     Like a real one it keeps no memory alive: a copy whose source or destination was
     freed before it ran is an error, raised where the test lets it run.
@@ -77,31 +81,53 @@ class FakeAccelerator:
         self.pinned: set[int] = set()
         self.events: list[FakeEvent] = []
         self._changed = Condition()
-        self._producer: deque[Work] = deque()
+        self._streams: defaultdict[str, deque[Work]] = defaultdict(deque)
+        self._current = local()
         self._side: deque[Work] = deque()
 
     def __repr__(self) -> str:
-        return (
-            f"<FakeAccelerator producer={len(self._producer)} side={len(self._side)}>"
-        )
+        waiting = {name: len(works) for name, works in self._streams.items()}
+        return f"<FakeAccelerator streams={waiting} side={len(self._side)}>"
+
+    @property
+    def current(self) -> str:
+        """The name of the calling thread's current stream."""
+        return getattr(self._current, "name", _DEFAULT)
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        """Make a stream the current one of this thread."""
+        before, self._current.name = self.current, name
+        try:
+            yield
+        finally:
+            self._current.name = before
 
     def port_for(self, device: torch.device) -> Port | None:
         """Return itself, whatever the device is: what a ``PortFor`` does."""
         return self
 
     def produce(self, work: Callable[[], object]) -> None:
-        """Enqueue what training does, on its stream."""
-        self._enqueue(self._producer, lambda: (work(), True)[1])
+        """Enqueue what training does, on the current stream."""
+        self._enqueue(self._streams[self.current], lambda: (work(), True)[1])
 
-    def run(self, *, producer: bool = True, copies: int | None = None) -> int:
+    def run(
+        self,
+        *,
+        producer: bool = True,
+        copies: int | None = None,
+        only: str | None = None,
+    ) -> int:
         """Run what is enqueued until it has to wait; return how much ran.
 
         Args:
-            producer: Whether the producer's stream runs, or only the side stream.
+            producer: Whether the callers' streams run, or only the side stream.
             copies: How many works of the side stream may run; None: all of them.
+            only: The one stream of a caller that runs; None: all of them.
         """
         with self._changed:
-            count = _drain(self._producer, None) if producer else 0
+            names = ([*self._streams] if only is None else [only]) if producer else []
+            count = sum(_drain(self._streams[name], None) for name in names)
             count += _drain(self._side, copies)
             self._changed.notify_all()
         return count
@@ -114,10 +140,19 @@ class FakeAccelerator:
     # What staging and loading ask of a device; called from any thread.
 
     def fence(self) -> Event:
-        """Mark what training has enqueued so far."""
-        event = self._event()
-        self._enqueue(self._producer, event.reached)
-        return event
+        """Mark what the current stream has been given so far."""
+        return self.marker()()
+
+    def marker(self) -> Callable[[], Event]:
+        """Return what marks the stream that is the current one now, at any time."""
+        stream = self._streams[self.current]
+
+        def mark() -> Event:
+            event = self._event()
+            self._enqueue(stream, event.reached)
+            return event
+
+        return mark
 
     def copy(self, pairs: Iterable[Pair], *, after: Event) -> Event:
         """Enqueue copies on the side stream, behind an event of this device."""
