@@ -5,8 +5,10 @@ Nothing here says how fast a device is, or that a real one works.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +24,8 @@ from benchmarks.cases import ROWS
 from benchmarks.measures import Sample, Samples
 from benchmarks.report import GPU_REPORT, rows_of
 
-PAGE = Path(__file__).parents[2] / "docs/reference"
+TESTS = Path(__file__).parents[1]
+PAGE = TESTS.parent / "docs/reference"
 TINY = ["--rounds", "2", "--scale", str(2**-12), "--json", "out.json"]
 NO_TESTS = ("--version",)  # of pytest
 PATIENCE = 60.0
@@ -147,6 +150,19 @@ def test_tests_that_fail_are_told(
     assert (tests["passed"], tests["failed"], tests["ended"]) == (1, 1, "exit 1")
     assert "assert 1 == 2" in tests["output"]
     assert "test_b" in capsys.readouterr().out
+
+
+def test_the_tests_of_devices_need_no_fixture_of_ours() -> None:
+    """The kit runs them without ``conftest.py``, which needs more than is there."""
+    fixture = r"@pytest(?:_asyncio)?\.fixture.*\n(?:async )?def (\w+)"
+    ours = re.findall(fixture, (TESTS / "conftest.py").read_text())
+    assert "no_blocking" in ours
+    for path in (TESTS / "cuda").glob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                taken = {each.arg for each in node.args.args}
+                assert taken.isdisjoint(ours), f"{path.name}: {node.name}"
+        assert "usefixtures" not in path.read_text()
 
 
 def test_the_page_has_what_was_measured(elsewhere: Path) -> None:
