@@ -226,9 +226,11 @@ def _part(
             placement = PlannedPlacement(source.segment, plan, ports)
             if source.segment.is_there:
                 _verify(source, plan.ranges, how)
+                part.check()
                 placement.load()
             elif plan.ranges:
                 source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
+        part.check()
     except AiockptError as error:
         if into:
             done = "was modified" if touched else "was not modified"

@@ -61,7 +61,8 @@ class BodySink:
 
     Args:
         buffers: Returns the memory of ``[start, stop)`` as contiguous views of format
-            ``B``, in order.
+            ``B``, in order. It raises if the memory is not there any more, so it is
+            asked again right before each write.
         start: The first byte to write.
         stop: The byte after the last one.
         run: Digests the bytes as they come, while they are in the processor's cache.
@@ -114,7 +115,7 @@ class BodySink:
 
     def next_buffer(self) -> memoryview:
         """Return where the next bytes go: 1 byte to 1 MiB, while some remain."""
-        return self._next_scratch() or self._next_whole()[:MAX_PIECE]
+        return self._next_scratch() or self._still([self._next_whole()[:MAX_PIECE]])[0]
 
     def next_buffers(self) -> list[memoryview]:
         """Return where the next bytes go: 1 byte to 4 MiB, for a thread."""
@@ -126,7 +127,7 @@ class BodySink:
             if len(buffer) < SMALL:
                 break
             buffers.append(buffer)
-        return buffers
+        return self._still(buffers)
 
     def advance(self, count: int) -> bool:
         """Note that ``count`` bytes are in what was returned.
@@ -150,6 +151,7 @@ class BodySink:
         """Copy ``data``, which is no longer than what remains."""
         self._flush()
         view = memoryview(data)
+        self._check(len(view))
         self._scatter(view)
         self.filled += len(data)
         if self._run is not None and self._run.take(view):
@@ -162,10 +164,10 @@ class BodySink:
         The traceback of an error may keep this writer. It must not keep the memory,
         too, which its owner may want to unmap.
         """
-        self._flush()
         if self._ask is _no_buffers:
             return
         try:
+            self._flush()
             self.report()
         finally:
             self._buffers, self._ask, self._run = (), _no_buffers, None
@@ -178,6 +180,7 @@ class BodySink:
     def _flush(self) -> None:
         if self._scratch is not None:
             scratch, self._scratch = self._scratch[: self._staged], None
+            self._check(len(scratch))
             self._staged = 0
             self._scatter(scratch)
 
@@ -188,6 +191,16 @@ class BodySink:
                 return None
             self._scratch = memoryview(bytearray(nbytes))
         return self._scratch[self._staged :]
+
+    def _still(self, buffers: list[memoryview]) -> list[memoryview]:
+        """Return buffers for the next bytes, whose memory is still there."""
+        self._check(sum(map(len, buffers)))
+        return buffers
+
+    def _check(self, count: int) -> None:
+        """Check that the memory of the next ``count`` bytes is still there."""
+        at = self._stop - self.remaining - self._staged
+        self._ask(at, at + count)
 
     def _next_whole(self) -> memoryview:
         return self._buffers[self._index][self._offset :]
@@ -409,14 +422,26 @@ class _DirectReader(asyncio.BufferedProtocol):
         self._transport.resume_reading()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._writer.next_buffer()
+        try:
+            return self._writer.next_buffer()
+        except Exception as error:  # noqa: BLE001 - belongs to the caller, not the loop
+            self._failed = error
+            return memoryview(bytearray(1))  # dropped, as the connection will be
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._writer.advance(nbytes)
-        self.report()
+        if self._failed is None:
+            self._advance(nbytes)
         if self._failed or not self._writer.remaining or self._is_worth_a_turn():
             self._transport.pause_reading()
             self._wake()
+
+    def _advance(self, nbytes: int) -> None:
+        try:
+            self._writer.advance(nbytes)
+        except Exception as error:  # noqa: BLE001 - belongs to the caller, not the loop
+            self._failed = error
+        else:
+            self.report()
 
     def _is_worth_a_turn(self) -> bool:
         worth = self._sock is not None and self._writer.remaining >= MIN_TURN_BYTES

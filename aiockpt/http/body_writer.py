@@ -34,7 +34,7 @@ from typing import Final, TypeAlias
 
 from aiohttp import web
 
-from aiockpt.errors import ClosedError
+from aiockpt.errors import ClosedError, PeerFailedError
 from aiockpt.http import sockets
 from aiockpt.http.sockets import (
     MIN_TURN_BYTES,
@@ -147,6 +147,8 @@ class BodySender:
                     await self._write_on_socket(sock)
                     if self._is_complete:
                         await response.write_eof()
+        except PeerFailedError:  # the receiver asks again, and is told
+            self._end(Outcome.EVICTED)
         finally:
             self._end(Outcome.SENT if self._is_complete else Outcome.GONE)
             if self._timer is not None:

@@ -577,7 +577,7 @@ class Download:
         except AiockptError as error:
             mine.is_refused = _is_refusal(error, peer)
             if not mine.is_refused:
-                if isinstance(error, ClosedError | StagingError):
+                if isinstance(error, ClosedError | LocalProtocolError | StagingError):
                     raise  # not the peer's fault
                 self._drop(peer, error)
         finally:

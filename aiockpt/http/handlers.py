@@ -29,6 +29,7 @@ from aiockpt.errors import (
     CheckpointChangedError,
     ClosedError,
     LocalProtocolError,
+    PeerFailedError,
     RemoteProtocolError,
     StepNotFoundError,
 )
@@ -55,7 +56,7 @@ from aiockpt.http.responses import (
 from aiockpt.http.security import Reach, plain_address
 from aiockpt.http.shared_memory import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.status import wants_page
-from aiockpt.http.store import Publication, Servable, Store
+from aiockpt.http.store import Publication, Store
 from aiockpt.http.tokens import ManifestMacs, swarm_token
 from aiockpt.runtime.bridge import Bridge
 
@@ -711,10 +712,12 @@ class CheckpointService:
         """
         if self._readers >= self.config.options.readers:
             raise PeerBusy(retry_after=_RETRY_AFTER)
+        if publication.lost is not None:
+            raise publication.lost
         servable, nbytes = publication.servable, reply.stop - reply.start
 
         def views(start: int, stop: int) -> list[memoryview]:
-            return _file_views(servable, reply.start + start, reply.start + stop)
+            return _file_views(publication, reply.start + start, reply.start + stop)
 
         if delta is not None:
             nbytes, views = delta.nbytes, delta.views
@@ -846,13 +849,25 @@ class _Rounds:
             loop.call_soon(self._next, loop)
 
 
-def _file_views(servable: Servable, start: int, stop: int) -> list[memoryview]:
-    """Return the bytes ``[start, stop)`` of a checkpoint's header and data segment."""
+def _file_views(publication: Publication, start: int, stop: int) -> list[memoryview]:
+    """Return the bytes ``[start, stop)`` of a checkpoint's header and data segment.
+
+    Raises:
+        PeerFailedError: the bytes are a state dict's own, and its memory has changed.
+    """
+    servable = publication.servable
     header = servable.manifest.header
     split = len(header)
     views = [memoryview(header)[start:stop]] if start < split else []
     if stop > split:
-        views += servable.views(max(start - split, 0), stop - split)
+        try:
+            views += servable.views(max(start - split, 0), stop - split)
+        except LocalProtocolError as error:
+            detail = f"step {publication.step} cannot be served any more: {error}"
+            if publication.lost is None:
+                logger.warning("%s", detail)
+            publication.lost = PeerFailedError(None, detail)
+            raise publication.lost from error
     return views
 
 

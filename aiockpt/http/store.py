@@ -175,6 +175,8 @@ class Publication:
         reads: The requests that are reading the memory now.
         deltas: The cache of `aiockpt.http.deltas`: by chunk, None for a raw chunk.
         tracker: The members of the snapshot's swarm.
+        lost: Why it cannot be served any more: its memory was a state dict's own, and
+            the state dict gave it up.
     """
 
     __slots__ = (
@@ -182,6 +184,7 @@ class Publication:
         "_leases",
         "deltas",
         "lock",
+        "lost",
         "reads",
         "servable",
         "tracker",
@@ -196,6 +199,7 @@ class Publication:
         self.lock = RWLock()
         self.reads: set[_Read] = set()
         self.deltas: dict[int, bytes | None] = {}
+        self.lost: PeerFailedError | None = None
 
     def __repr__(self) -> str:
         readers = self.lock.statistics().readers

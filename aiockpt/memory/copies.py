@@ -19,10 +19,11 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -30,6 +31,7 @@ import torch
 from aiockpt.format.entries import Entries
 from aiockpt.memory.arena import Arena, view_of_address
 from aiockpt.memory.device import Event, Fences, Pair, PortFor, checked
+from aiockpt.memory.held import HeldMemory
 
 __all__ = [
     "Backing",
@@ -44,6 +46,8 @@ __all__ = [
     "part_pairs",
     "raw_bytes",
 ]
+
+T = TypeVar("T")
 
 # Releasing the interpreter lock costs more than copying a few pages.
 _SMALL: Final = 256 << 10
@@ -96,15 +100,29 @@ class Backing(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Backings:
-    """The backing of each entry, in columns; ``parts`` has only nonempty ones."""
+    """The backing of each entry, in columns.
 
-    tensors: Sequence[torch.Tensor]
+    Attributes:
+        held: A tensor of each entry, whose storage has the bytes.
+        addresses: The address of each entry's first byte.
+        sizes: How many bytes of each entry there are.
+        parts: The parts of the entries that have some.
+        inner: The memory of these parts.
+    """
+
+    held: HeldMemory
     addresses: array[int]
     sizes: array[int]
     parts: Mapping[int, tuple[Part, ...]]
+    inner: Mapping[int, HeldMemory]
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """A tensor of each entry."""
+        return self.held.tensors
 
     def __len__(self) -> int:
-        return len(self.tensors)
+        return len(self.addresses)
 
     def __getitem__(self, entry: int) -> Backing:
         parts = self.parts.get(entry, ())
@@ -125,15 +143,51 @@ class Backings:
         """Return the backings of the given entries, in order; -1 gives an empty one."""
         if order == range(len(self)):
             return self
-        nothing = torch.empty(0)
         addresses, sizes, parts = self.addresses, self.sizes, self.parts
-        places = enumerate(order) if parts else ()
+        places = [*enumerate(order)] if parts else []
         return Backings(
-            [nothing if entry < 0 else self.tensors[entry] for entry in order],
+            self.held.taken(order),
             array("Q", (0 if entry < 0 else addresses[entry] for entry in order)),
             array("Q", (0 if entry < 0 else sizes[entry] for entry in order)),
             {place: parts[entry] for place, entry in places if entry in parts},
+            {place: self.inner[entry] for place, entry in places if entry in parts},
         )
+
+    def filled(self, entries: Iterable[int], others: Backings) -> Backings:
+        """Return these backings, with those of ``entries`` from others."""
+        both = range(len(self)), range(len(self), 2 * len(self))
+        order, chosen = [*both[0]], {*entries}
+        for entry in chosen:
+            order[entry] = both[1][entry]
+
+        def joined(mine: Mapping[int, T], theirs: Mapping[int, T]) -> dict[int, T]:
+            return {**mine, **{e: one for e, one in theirs.items() if e in chosen}}
+
+        return Backings(
+            self.held.beside(others.held).taken(order),
+            array("Q", map((self.addresses + others.addresses).__getitem__, order)),
+            array("Q", map((self.sizes + others.sizes).__getitem__, order)),
+            joined(self.parts, others.parts),
+            joined(self.inner, others.inner),
+        )
+
+    def check(self, first: int, last: int, names: Sequence[str]) -> None:
+        """Check that the entries ``[first, last)`` still have the memory they had.
+
+        Call it right before the memory is read or written.
+
+        Raises:
+            LocalProtocolError: a tensor has other memory.
+        """
+        self.held.check(names.__getitem__, first, last)
+        if self.inner:
+            for entry in range(first, min(last, len(self))):
+                if entry in self.inner:
+                    self.inner[entry].check(partial(_name_of, names, entry))
+
+
+def _name_of(names: Sequence[str], entry: int, _: int) -> str:
+    return names[entry]
 
 
 def _move(target: int, source: int, nbytes: int) -> None:
@@ -228,6 +282,7 @@ class _Rows:
         away: Collection[torch.device],
     ) -> None:
         self.starts, self.stops = entries.starts, entries.stops
+        self._backings, self._names = backings, entries.names
         self.held = column(numbers(self.starts) + numbers(backings.sizes))
         own = numbers(backings.sizes) != 0
         self.addresses = column(numbers(backings.addresses) * own, "Q")
@@ -238,10 +293,19 @@ class _Rows:
             self.held[entry] = self.stops[entry]
             self.addresses[entry] = 0
 
+    def check(self, first: int = 0, last: int = sys.maxsize) -> None:
+        """Check that entries still have their memory; see `Backings.check`."""
+        self._backings.check(first, last, self._names)
+
     def between(self, start: int, stop: int) -> list[_Row]:
-        """Return the entries that overlap a range, clipped to it."""
+        """Return the entries that overlap a range, clipped to it; use them at once.
+
+        Raises:
+            LocalProtocolError: a tensor of them has other memory than it had.
+        """
         lowest = max(bisect_right(self.starts, start) - 1, 0)
         near = range(lowest, bisect_left(self.starts, stop, lowest))
+        self.check(near.start, near.stop)
         columns = (self.addresses, self.starts, self.held, self.stops)
         some = (column[near.start : near.stop] for column in columns)
         rows = [*zip(near, *some, strict=True)]
@@ -288,6 +352,17 @@ class CopyPlan:
         found = {device: port_for(device) for device in backings.devices()}
         self.ports = {device: port for device, port in found.items() if port}
         self._rows = _Rows(backings, entries, away=self.ports.keys())
+
+    def check(self) -> None:
+        """Check that all tensors still have the memory that they had.
+
+        Each copy compares what it uses, too. This is for callers that copy all or
+        nothing.
+
+        Raises:
+            LocalProtocolError: a tensor has other memory.
+        """
+        self._rows.check()
 
     def fences(self, made: Fences = MappingProxyType({})) -> Fences:
         """Return an event of each device for its copies to wait for.
@@ -402,6 +477,7 @@ class CopyPlan:
     def _parts(self, entries: Iterable[int]) -> Iterator[Pair]:
         """Yield pairs of each part's elements: in the arena, and in the state."""
         for entry in entries:
+            self._rows.check(entry, entry + 1)
             start, stop = self._rows.starts[entry], self._rows.stops[entry]
             place = self._host(start, stop - start)
             yield from part_pairs(self._backings.parts[entry], place)

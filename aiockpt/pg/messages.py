@@ -213,7 +213,7 @@ class HostIncoming:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._spare: list[bytearray] = []
-        self._buffered: dict[int, tuple[bytearray, Sequence[memoryview]]] = {}
+        self._buffered: dict[int, tuple[bytearray, int]] = {}
 
     def expect(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
         """Return a tensor to receive these bytes of the segment into."""
@@ -224,16 +224,17 @@ class HostIncoming:
             block = bytearray(max(nbytes, TOGETHER_BYTES))
         else:
             block = self._spare.pop()
-        self._buffered[start] = block, views
+        self._buffered[start] = block, stop
         return torch.frombuffer(block, dtype=torch.uint8, count=nbytes), nbytes
 
     def settle(self, start: int) -> None:
         """Copy a buffer that has been filled to its places."""
         if start not in self._buffered:
             return
-        block, views = self._buffered.pop(start)
+        block, stop = self._buffered.pop(start)
         arrived, at = memoryview(block), 0
-        for view in views:
+        # Asked again, because a template may have got other memory meanwhile.
+        for view in self._memory.buffers(start, stop):
             view[:] = arrived[at : at + len(view)]
             at += len(view)
         if len(block) == TOGETHER_BYTES:

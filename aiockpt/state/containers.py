@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from aiockpt.errors import TemplateMismatchError
+from aiockpt.state.contents import PLAIN, is_noted
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.nodes import opened
 
@@ -44,8 +45,13 @@ class Containers:
     def _assign(self, container: Any, key: object, value: object) -> None:
         self._later.append(lambda: container.__setitem__(key, value))
 
+    def _put(self, container: Any, key: object, old: object, new: object) -> None:
+        """Assign an item unless it stays; its owner may replace a value meanwhile."""
+        if new is not old or not is_noted(old):
+            self._assign(container, key, new)
+
     def _assign_items(self, target: list[Any], items: Sequence[Any]) -> None:
-        if not _are_same(target, items):
+        if not (_are_same(target, items) and all(map(is_noted, items))):
             self._later.append(lambda: target.__setitem__(slice(None), items))
 
     def _rebuilt(self, target: Any, value: Any, items: Sequence[Any]) -> object:
@@ -89,15 +95,15 @@ class Adoption(Containers):
 
     def _into_dict(self, target: dict[Any, Any], value: Any) -> object:
         # Most dicts have nothing but tensors, of which there may be 100,000.
-        # The order of keys counts: equal small numbers are the same object.
-        if not (_are_same(target.values(), value.values()) and [*target] == [*value]):
+        tensors = {*map(type, value.values())} <= PLAIN
+        same = tensors and _are_same(target.values(), value.values())
+        if not (same and [*target] == [*value]):
             for key, new in value.items():
                 if key not in target:
                     self._assign(target, key, new)
-                elif (old := target[key]) is not new:
-                    put = self._into(old, new)
-                    if put is not old:
-                        self._assign(target, key, put)
+                else:
+                    old = target[key]
+                    self._put(target, key, old, self._into(old, new))
         if type(target) is type(value) is OrderedDict:
             self._into_dict(vars(target), vars(value))
         return target

@@ -15,9 +15,9 @@ leaf.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -66,10 +66,13 @@ __all__ = [
     "has_version",
     "is_plain",
     "layouts",
+    "local_tensors",
     "mesh_of",
     "ranks_of",
     "take_apart",
 ]
+
+_SHARDED: Final = "torch.distributed._shard.sharded_tensor"
 
 _Sizes: TypeAlias = tuple[int, ...]
 
@@ -108,13 +111,21 @@ def take_apart(tensor: torch.Tensor, path: Path) -> Parts | None:
     try:
         if has_version(tensor):
             return _dtensor_parts(tensor)
-        module = "torch.distributed._shard.sharded_tensor"
-        if type(tensor) is _loaded(module, "ShardedTensor"):
+        if type(tensor) is _loaded(_SHARDED, "ShardedTensor"):
             return _sharded_parts(tensor)
     except _RefusedError as error:
         name, why = type(tensor).__name__, str(error)
         raise UnsupportedLeafError(format_path(path), name, why) from None
     return None
+
+
+def local_tensors(tensor: Any) -> Sequence[torch.Tensor]:
+    """Return the local tensors of a distributed tensor; none of any other tensor."""
+    if has_version(tensor):
+        return (tensor._local_tensor,)  # noqa: SLF001
+    if type(tensor) is _loaded(_SHARDED, "ShardedTensor"):
+        return [each.tensor for each in tensor.local_shards()]
+    return ()
 
 
 def has_version(whole: torch.Tensor) -> bool:

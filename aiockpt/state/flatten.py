@@ -34,6 +34,7 @@ from aiockpt.format.registry import REGISTRY, register_leaf
 from aiockpt.format.tree import Refusals, encode_tree
 from aiockpt.memory.copies import Backings, Part, column, numbers
 from aiockpt.memory.device import PortFor, port_for, settle
+from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.leaves import DTYPE_NAMES, extension
@@ -70,9 +71,7 @@ _NBYTES: Final = attrgetter("nbytes")
 _SHAPE: Final = attrgetter("shape")
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
-_Columns: TypeAlias = """tuple[
-    list[str | None], list[tuple[int, ...]], array[int], array[int]
-]"""
+_Columns: TypeAlias = "tuple[list[str | None], list[tuple[int, ...]], array[int]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +121,14 @@ class Drafts:
         shapes: The shapes; tensors of the same shape share one tuple.
         backings: The memory of plain tensors and groups; other rows are unused.
         owners: For each other tensor, its group and the tensor as a member of it.
+        held: The memory of all tensors.
     """
 
     codes: Sequence[str | None]
     shapes: Sequence[tuple[int, ...]]
     backings: Backings
     owners: Mapping[int, tuple[Group, Member]]
+    held: HeldMemory
 
     def placed(self, names: Sequence[str]) -> tuple[Sequence[int], Entries]:
         """Give each entry its offset in the data segment.
@@ -433,7 +434,8 @@ def _draft(
         UnsupportedLeafError: leaves were refused, or have no memory; or one cannot be
             written, since one of its elements belongs to another entry too.
     """
-    codes, shapes, starts, sizes = _looked_at(tensors)
+    held = HeldMemory.of(tensors)
+    codes, shapes, sizes = _looked_at(tensors, held.addresses)
     members: dict[int, Member] = {}
     for number, code in enumerate(codes):
         if code is None:
@@ -444,36 +446,36 @@ def _draft(
                 continue
             members[number], sizes[number] = member, member.stop - member.start
     refused.raise_if_any()
-    for number in _overlapping(starts, sizes) - members.keys():
+    for number in _overlapping(held.addresses, sizes) - members.keys():
         members[number] = Member(tensors[number], names[number], number)
         codes[number] = None
     groups = group_members(members.values(), writing=writing)
     return Drafts(
         codes,
         shapes,
-        _backings(Backings(tensors, starts, sizes, {}), groups),
+        _backings(held, sizes, groups),
         {
             member.number: (group, member)
             for group in groups
             for member in group.members
         },
+        held,
     )
 
 
-def _looked_at(tensors: Sequence[torch.Tensor]) -> _Columns:
-    """Return the codes, shapes, addresses and sizes; equal shapes share one tuple."""
+def _looked_at(tensors: Sequence[torch.Tensor], starts: array[int]) -> _Columns:
+    """Return the codes, shapes and sizes; equal shapes share one tuple."""
     codes: list[str | None] = []
     shapes: list[tuple[int, ...]] = []
-    starts, sizes = array("Q"), array("Q")
+    sizes = array("Q")
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
     for first in range(0, len(tensors), _SLICE):
         some = tensors[first : first + _SLICE]
-        starts.extend(map(torch.Tensor.data_ptr, some))
         sizes.extend(map(_NBYTES, some))
         own = [*map(tuple, map(_SHAPE, some))]
         shapes += map(known.setdefault, own, own)
-        codes += _plain_codes(some, starts[first:], sizes[first:])
-    return codes, shapes, starts, sizes
+        codes += _plain_codes(some, starts[first : first + _SLICE], sizes[first:])
+    return codes, shapes, sizes
 
 
 def _plain_codes(
@@ -545,16 +547,21 @@ def _overlapping(starts: array[int], sizes: array[int]) -> set[int]:
     return found
 
 
-def _backings(plain: Backings, groups: Sequence[Group]) -> Backings:
+def _backings(held: HeldMemory, sizes: array[int], groups: Sequence[Group]) -> Backings:
     """Return the backings of plain tensors and groups, in one table."""
-    if not groups:
-        return plain
-    tensors = [*plain.tensors]
+    addresses, order = held.addresses, list[int]()
+    if groups:
+        addresses, order = addresses[:], [*range(len(sizes))]
     parts: dict[int, tuple[Part, ...]] = {}
+    inner: dict[int, HeldMemory] = {}
     for group in groups:
         own, first = group.backing(), group.first
-        tensors[first] = own.tensor
-        plain.addresses[first], plain.sizes[first] = own.address, own.nbytes
+        numbers = {id(member.tensor): member.number for member in group.members}
+        order[first] = numbers[id(own.tensor)]
+        addresses[first], sizes[first] = own.address, own.nbytes
         if own.parts:
             parts[first] = own.parts
-    return Backings(tensors, plain.addresses, plain.sizes, parts)
+            inner[first] = held.taken([numbers[id(each.tensor)] for each in own.parts])
+    if groups:
+        held = held.taken(order)
+    return Backings(held, addresses, sizes, parts, inner)

@@ -43,8 +43,10 @@ from aiockpt.format.tree import remedy_for, unsupported
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.copies import Backings, CopyPlan, once
 from aiockpt.memory.device import PortFor
+from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.containers import DICTS, Containers, apart, children, left_empty
+from aiockpt.state.contents import PLAIN, Contents, Entry, is_noted
 from aiockpt.state.distributed import has_version, take_apart
 from aiockpt.state.nodes import decoders_for, opened
 from aiockpt.state.rebuild import (
@@ -59,7 +61,6 @@ from aiockpt.state.selection import Select, Selection, below, item, pruned
 from aiockpt.state.template import Match
 
 __all__ = [
-    "PLAIN",
     "EverythingNew",
     "IntoTemplate",
     "LoadPlan",
@@ -74,9 +75,6 @@ __all__ = [
 logger = logging.getLogger("aiockpt")
 
 _NOTHING: Final = object()
-
-PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-"""Tensor types without state beyond their elements."""
 
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
@@ -130,6 +128,13 @@ class Rule(Protocol):
 
     def changed(self) -> Iterable[torch.Tensor]:
         """Return the tensors of the template that have other elements once filled."""
+
+    def check(self) -> None:
+        """Check that the template is as it was; call it right before it is filled.
+
+        Raises:
+            LocalProtocolError: a tensor of it has other memory, or was replaced.
+        """
 
     def assemble(self) -> object:
         """Return the state dict after its bytes were read; `finish` completes it.
@@ -185,6 +190,9 @@ class EverythingNew:
     def changed(self) -> Iterable[torch.Tensor]:
         """Return nothing: there is no template."""
         return ()
+
+    def check(self) -> None:
+        """Do nothing: there is no template."""
 
     def assemble(self) -> object:
         """Put the tensors into the tree."""
@@ -242,6 +250,11 @@ class IntoTemplate:
     def changed(self) -> Iterable[torch.Tensor]:
         """Return the tensors of the template."""
         return self._match.changed()
+
+    def check(self) -> None:
+        """Check that the template is as it was."""
+        if self._match.contents is not None:
+            self._match.contents.check()
 
     def assemble(self) -> object:
         """Return the template, once `finish` has put the values into it."""
@@ -321,6 +334,7 @@ class Selected:
         self._planner = LoadPlanner(segments, device=device)
         self._walk = ValueWalk(self._selection, self._planner)
         self._result: object = None
+        self._contents: Contents | None = None
 
     def __repr__(self) -> str:
         return f"<Selected {self._planner}>"
@@ -358,6 +372,7 @@ class Selected:
                 found = state_over(self._segments, self._trees, self._template)
             self._result = self._walk.plan(self._template, found)
             plans = self._planner.plans()
+            self._contents = Contents(self._walk.entries)
         unmet = self._selection.unmet()
         self.missing = [*dict.fromkeys([*self._walk.missing, *unmet])]
         if self.missing and (self._strict or self._walk.found_none):
@@ -383,6 +398,11 @@ class Selected:
     def changed(self) -> Sequence[torch.Tensor]:
         """Return the tensors of the template that have other elements once filled."""
         return self._planner.changed
+
+    def check(self) -> None:
+        """Check that what is filled of the template is as it was."""
+        assert self._contents is not None
+        self._contents.check()
 
     def assemble(self) -> object:
         """Return the state dict, which `plans` has made."""
@@ -487,7 +507,7 @@ class LoadPlanner:
         if whole is not None and has_version(whole):
             self.changed.append(whole)
         alike = is_dense(target) and is_dense(source) and _are_alike(target, source)
-        if not (alike and self._want(source, target.detach())):
+        if not (alike and self._want(source, target)):
             self.keep(source)
             self._copies.append((target, source))
 
@@ -572,7 +592,7 @@ def _backings(count: int, straight: dict[int, _Want]) -> Backings:
         tensors[entry] = want.target
         addresses[entry] = want.target.data_ptr()
         sizes[entry] = want.stop - want.start
-    return Backings(tensors, addresses, sizes, {})
+    return Backings(HeldMemory.of(tensors), addresses, sizes, {}, {})
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -663,6 +683,7 @@ class ValueWalk(Containers):
         missing: The keys of the template that the checkpoint lacks.
         empty: An error for each container that is empty here and full there. It stays
             empty.
+        entries: What is filled of the template.
     """
 
     def __init__(self, selection: Selection, planner: LoadPlanner) -> None:
@@ -672,6 +693,7 @@ class ValueWalk(Containers):
         self._found = False
         self._apart: Callable[[], str] | None = None
         self._optimizers: set[str] = set()  # the paths of their states
+        self.entries: list[Entry] = []
         self._selection = selection
         self._planner = planner
         self._in_leaf = 0  # the depth inside a value that is selected as a whole
@@ -759,6 +781,7 @@ class ValueWalk(Containers):
             old, new = children(target), children(value)
             if old is not None and new is not None and len(old) == len(new):
                 items = self._items(old, new, path)
+                self._note(target, path, _kept(children(target) or (), items))
                 return self._rebuilt(target, value, items)
         return self._taken(value)
 
@@ -789,6 +812,7 @@ class ValueWalk(Containers):
     def _into_dict(self, target: dict[Any, Any], value: Any, path: str) -> object:
         if "param_groups" in value:
             self._optimizers.add(below(path, "state"))
+        filled: dict[Any, Any] = {}
         for key, old in target.items():
             where = below(path, key)
             if key not in value:
@@ -796,10 +820,19 @@ class ValueWalk(Containers):
                     self.missing.append(where)
                     self._apart = self._apart or partial(apart, target, value, path)
             elif self._is_selected(value[key], where):
-                new = self._into(old, value[key], where)
+                new = filled[key] = self._into(old, value[key], where)
+                self._put(target, key, old, new)
                 if new is not old:
-                    self._assign(target, key, new)
+                    del filled[key]
+        self._note(target, path, filled)
         return target
+
+    def _note(self, container: Any, path: str, filled: dict[Any, Any]) -> None:
+        """Note the tensors and containers of a template that will be filled."""
+        noted = {key: value for key, value in filled.items() if is_noted(value)}
+        if noted:
+            above = (path,) if path else ()
+            self.entries.append(Entry(above, container, [*noted], [*noted.values()]))
 
     def _items(self, old: Sequence[Any], new: Sequence[Any], path: str) -> list[Any]:
         self._in_leaf += 1
@@ -826,6 +859,7 @@ class ValueWalk(Containers):
                 # The list grows up to its last selected item only.
                 found += [None] * (at + 1 - len(found))
                 found[at] = self._into(mine, theirs, where)
+        self._note(target, path, _kept(target, found))
         self._assign_items(target, found)
         return target
 
@@ -861,6 +895,12 @@ class ValueWalk(Containers):
             _check_tensor(own, part, path)
             self._planner.fill(own, part, whole=target)
         return target
+
+
+def _kept(old: Sequence[Any], new: Sequence[Any]) -> dict[int, Any]:
+    """Return the items that stay, by their positions."""
+    pairs = enumerate(zip(old, new, strict=False))
+    return {at: mine for at, (mine, theirs) in pairs if mine is theirs}
 
 
 def _parts(tensor: torch.Tensor) -> Any:

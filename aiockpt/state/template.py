@@ -16,6 +16,7 @@ from aiockpt.format.references import Reference, mentions, references
 from aiockpt.memory.copies import Backings
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.containers import Adoption
+from aiockpt.state.contents import Contents, entries_of
 from aiockpt.state.distributed import Layout as WholeLayout
 from aiockpt.state.distributed import check_places, has_version, layouts
 from aiockpt.state.flatten import survey
@@ -56,6 +57,8 @@ class Match:
         adoption: Puts values into the template's containers. None if the template
             need not fit; the receive then returns a new state dict.
         nodes: Make named tuples and pytree nodes of the template's types.
+        contents: What the template had when it was described. None if the template
+            need not fit.
     """
 
     backings: Backings
@@ -66,6 +69,7 @@ class Match:
     fresh: Set[int] = frozenset()
     adoption: Adoption | None = None
     nodes: Decoders | None = None
+    contents: Contents | None = None
 
     def changed(self) -> Iterator[torch.Tensor]:
         """Yield every tensor of the template that has other elements once filled."""
@@ -108,6 +112,8 @@ class Template:
         self._tree, self._tensors, self._drafts = own.tree, own.tensors, own.drafts
         self._wholes = own.wholes
         self._adoption = Adoption(state_dict) if exact else None
+        entries = entries_of(state_dict)
+        self._contents = Contents(entries, own.drafts.held) if exact else None
         self._nodes = decoders_for(state_dict)
         self._count = _count_filled(own.tree, exact=exact)
 
@@ -158,6 +164,7 @@ class Template:
             fresh,
             self._adoption,
             self._nodes,
+            self._contents,
         )
 
     def _match_some(self, manifest: Manifest) -> Match:

@@ -456,8 +456,15 @@ class Destination:
         self.copies.drain()
 
     def _load(self) -> list[Event]:
-        """Fill the tensors, then put the values into the template, without a break."""
+        """Fill the tensors, then put the values into the template, without a break.
+
+        Raises:
+            LocalProtocolError: the template has changed, and nothing was copied.
+        """
         assert self._loading is not None
+        assert self.copies is not None
+        self._rule.check()
+        self.copies.check()
         mark_changed(self._rule.changed())
         self.touched = True
         events = self._loading.finish(self._chunks, before=self.values)

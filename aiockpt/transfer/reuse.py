@@ -16,8 +16,9 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar, TypeVarTuple
 
+from aiockpt.errors import LocalProtocolError
 from aiockpt.format.chunks import chunks_over, digest
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, Memory
@@ -38,6 +39,9 @@ from aiockpt.transfer.deltas import HEAD_BYTES, SAME, SPARSE, changer
 from aiockpt.transfer.destination import Destination
 
 __all__ = ["Delta", "Held", "HeldInTemplate", "OnReuse"]
+
+V = TypeVar("V")
+Args = TypeVarTuple("Args")
 
 OnReuse: TypeAlias = Callable[[int, int], None]
 """Called with the numbers of bytes and chunks that need not be fetched."""
@@ -134,10 +138,12 @@ class Held:
                 found.append(chunk)
         return found
 
-    def patched(self, chunk: int, kind: int, body: memoryview, target: Memory) -> bool:
-        """Apply a delta to a chunk of the held bytes; say if the digest is right.
+    def patched(
+        self, chunk: int, kind: int, body: memoryview, target: Memory
+    ) -> list[int]:
+        """Apply a delta to a chunk of the held bytes; return it if its digest is right.
 
-        If it is, the chunk is in ``target``. Otherwise only the arena may have been
+        Then the chunk is in ``target``. Otherwise only the arena may have been
         written to, which is no one's template. Bytes of devices must have been staged.
         Only one thread at a time may patch a chunk.
 
@@ -160,10 +166,10 @@ class Held:
                 yield block
 
         if digest(blocks(), self.grid.algorithm) != self._digests[chunk]:
-            return False
+            return []
         if target is not self._arena:
             _copy(target.buffers(start, stop), [made])
-        return True
+        return [chunk]
 
     def _matches(self, chunk: int, memory: Memory) -> bool:
         views = memory.buffers(*self._completed(chunk))
@@ -231,14 +237,7 @@ def _merged(mine: Backings, others: Backings) -> tuple[Backings, list[int]]:
         for entry, size in enumerate(mine.sizes)
         if not size and others.sizes[entry]
     ]
-    tensors, addresses, sizes = [*mine.tensors], mine.addresses[:], mine.sizes[:]
-    parts = dict(mine.parts)
-    for entry in values:
-        tensors[entry] = others.tensors[entry]
-        addresses[entry], sizes[entry] = others.addresses[entry], others.sizes[entry]
-        if entry in others.parts:
-            parts[entry] = others.parts[entry]
-    return Backings(tensors, addresses, sizes, parts), values
+    return mine.filled(values, others), values
 
 
 def _address_of(view: memoryview) -> int:
@@ -298,8 +297,7 @@ class Delta:
             if self._fences is None:
                 self._fences = self._held.fences(self._marks.events)
                 await completed(*self._fences.values())  # no thread waits for them
-                staged = await self._bridge.run(self._held.stage, self._fences)
-                await completed(*staged)
+                await completed(*await self._there(self._held.stage, self._fences))
             return await self._each(self._held.known(chunks), self._look)
         except BaseException:
             if self._fences:
@@ -326,9 +324,9 @@ class Delta:
             return False
         if kind == SAME and not body.nbytes:
             there = await self.plan([chunk])
-            right = bool(await self._bridge.run(held.bring, there, target))
+            right = await self._there(held.bring, there, target)
         else:
-            right = await self._bridge.run(held.patched, chunk, kind, body, target)
+            right = await self._there(held.patched, chunk, kind, body, target)
         if not right:
             return False
         self.has_base |= kind == SPARSE and not self._fences
@@ -352,13 +350,24 @@ class Delta:
 
     async def _look(self, chunks: Sequence[int]) -> list[int]:
         if self._fences:
-            run, held = self._bridge.run, self._held
-            await completed(*await run(held.stage_device, chunks, self._fences))
-        return await self._bridge.run(self._held.matching, chunks)
+            stage = self._held.stage_device
+            await completed(*await self._there(stage, chunks, self._fences))
+        return await self._there(self._held.matching, chunks)
+
+    async def _there(self, work: Callable[[*Args], list[V]], *args: *Args) -> list[V]:
+        """Do work on held bytes, in a thread; return nothing if they are gone.
+
+        Their tensor got other memory meanwhile. They only spare bytes, so the peer
+        sends them. If the target has changed, that fails in the same way.
+        """
+        try:
+            return await self._bridge.run(work, *args)
+        except LocalProtocolError:
+            return []
 
     def _keep(self, target: Memory) -> _Work:
         async def keep(chunks: Sequence[int]) -> list[int]:
-            found = await self._bridge.run(self._held.bring, chunks, target)
+            found = await self._there(self._held.bring, chunks, target)
             ranges = map(self._held.grid.range, found)
             nbytes = sum(stop - start for start, stop in ranges)
             self._on_reuse(nbytes, len(found))

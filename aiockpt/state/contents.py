@@ -1,0 +1,184 @@
+"""What a template has, to notice that an entry or a tensor of it changes meanwhile.
+
+A template is described first, and filled later. In between it belongs to its owner. An
+entry may be replaced or removed, or its tensor may get other memory. A copy would then
+go to a tensor that nobody has any more, and the template would lack the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import compress
+from operator import and_, is_
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from aiockpt.format.paths import Path, format_path
+from aiockpt.memory.held import Geometry, HeldMemory, changed_error
+from aiockpt.state.distributed import local_tensors
+from aiockpt.state.nodes import opened
+
+__all__ = ["PLAIN", "Contents", "Entry", "entries_of", "is_noted"]
+
+PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Tensor types without state beyond their elements."""
+
+_GONE: Final = object()
+
+
+class Entry(NamedTuple):
+    """A container of a template, and what it had.
+
+    Attributes:
+        path: The keys that lead to the container.
+        container: The container.
+        keys: The keys of its tensors and containers: of a dict, or positions.
+        values: These tensors and containers.
+        length: How many items it had; -1 if more of them do no harm.
+    """
+
+    path: Path
+    container: Any
+    keys: Sequence[Any]
+    values: Sequence[Any]
+    length: int = -1
+
+    def path_of(self, key: object) -> str:
+        """Return the path of one of its items."""
+        return format_path((*self.path, key))
+
+
+class Contents:
+    """The tensors of a template, where they are in it, and their memory, which is held.
+
+    Args:
+        entries: The containers of the template.
+        held: The memory of its tensors, if that is held already.
+    """
+
+    def __init__(
+        self, entries: Iterable[Entry], held: HeldMemory | None = None
+    ) -> None:
+        self._entries = [*entries]
+        self._wholes: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
+        tensors: list[torch.Tensor] = []
+        for entry in self._entries:
+            if {*map(type, entry.values)} <= PLAIN:
+                tensors += entry.values if held is None else ()
+                continue
+            for value in entry.values:
+                if type(value) in PLAIN and held is None:
+                    tensors.append(value)
+                elif isinstance(value, torch.Tensor) and (own := local_tensors(value)):
+                    self._wholes.append((value, own))
+                    tensors += own
+        dense = [each for each in tensors if each.layout is torch.strided]
+        self._held = [*filter(None, [held]), HeldMemory.of(dense)]
+        self._geometries = [Geometry(each.tensors) for each in self._held]
+
+    def __repr__(self) -> str:
+        return f"<Contents tensors={sum(len(each.tensors) for each in self._held)}>"
+
+    def check(self) -> None:
+        """Check that the template has the same tensors, in the same memory.
+
+        Call it right before the template is filled.
+
+        Raises:
+            LocalProtocolError: one was replaced, removed or added, or has other memory
+                or another shape, stride or dtype.
+        """
+        for entry in self._entries:
+            _check_items(entry)
+        for whole, own in self._wholes:
+            if not _are_same(local_tensors(whole), own):
+                raise changed_error(self._path_of(whole), "got another local tensor")
+        for held, geometry in zip(self._held, self._geometries, strict=True):
+            name = partial(self._name, held.tensors)
+            held.check(name)
+            geometry.check(name)
+
+    def _name(self, tensors: Sequence[torch.Tensor], number: int) -> str:
+        tensor = tensors[number]
+        for whole, own in self._wholes:
+            if any(each is tensor for each in own):
+                tensor = whole
+        return self._path_of(tensor)
+
+    def _path_of(self, tensor: torch.Tensor) -> str:
+        for entry in self._entries:
+            for key, value in zip(entry.keys, entry.values, strict=True):
+                if value is tensor:
+                    return entry.path_of(key)
+        return ""
+
+
+def entries_of(template: object) -> Iterator[Entry]:
+    """Yield the containers of a template, to notice whatever changes in it."""
+    if isinstance(template, torch.Tensor):
+        template = {"tensor": template}
+    waiting: list[tuple[Path, Any]] = [((), template)]
+    seen: dict[int, object] = {}  # a node may make its children on access
+    while waiting:
+        path, container = waiting.pop()
+        if id(container) in seen or (items := _items(container)) is None:
+            continue
+        seen[id(container)] = container
+        keys, values = items
+        count = len(values)
+        if not {*map(type, values)} <= PLAIN:
+            noted = [*map(is_noted, values)]
+            if opened(container) is not None:  # it may make them anew each time
+                again = _items(container) or ((), ())
+                noted = [*map(and_, noted, map(is_, values, again[1]))]
+            keys, values = [*compress(keys, noted)], [*compress(values, noted)]
+            pairs = zip(keys, values, strict=True)
+            waiting += (((*path, key), value) for key, value in pairs)
+        if values:
+            yield Entry(path, container, keys, values, count)
+        if type(container) is OrderedDict and (attributes := vars(container)):
+            waiting.append((path, attributes))
+
+
+def _items(value: Any) -> tuple[Sequence[Any], Sequence[Any]] | None:
+    """Return the keys and items of a container; None for any other value."""
+    if (inside := opened(value)) is not None:  # maybe a subclass of dict
+        return range(len(inside.children)), inside.children
+    if isinstance(value, dict):
+        return [*value], [*value.values()]
+    if type(value) in (list, tuple, deque):
+        return range(len(value)), [*value]
+    return None
+
+
+def is_noted(value: object) -> bool:
+    """Say whether a template is filled by what it has here, not by a new value."""
+    if isinstance(value, torch.Tensor | dict | list):
+        return True
+    return any(True for _ in entries_of(value))
+
+
+def _check_items(entry: Entry) -> None:
+    container: Any = entry.container
+    if isinstance(container, dict):
+        now, count = [*map(container.get, entry.keys)], len(container)
+        if _are_same(now, entry.values) and not 0 <= entry.length < count:
+            return
+    items = _items(container)
+    assert items is not None  # the type of an object stays
+    there = dict(zip(*items, strict=True))
+    for key, value in zip(entry.keys, entry.values, strict=True):
+        if (found := there.pop(key, _GONE)) is not value:
+            what = "was removed" if found is _GONE else "was replaced"
+            raise changed_error(entry.path_of(key), what)
+    if 0 <= entry.length < len(items[0]):
+        for key, value in there.items():
+            if any(True for _ in entries_of(value)):
+                raise changed_error(entry.path_of(key), "was added")
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
