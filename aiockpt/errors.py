@@ -304,7 +304,7 @@ class LimitExceededError(ProtocolError):
     def __str__(self) -> str:
         return (
             f"{self.what} is {self.actual}, more than the limit of {self.limit}; "
-            "raise it in Limits if the peer is trusted"
+            "raise it in Limits if you trust its source"
         )
 
 

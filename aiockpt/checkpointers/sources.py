@@ -20,7 +20,7 @@ from aiockpt.errors import (
 )
 from aiockpt.format.limits import Limits
 from aiockpt.state.segment import Segment
-from aiockpt.storage.checkpoint_file import opened
+from aiockpt.storage.checkpoint_file import blaming_file, opened
 from aiockpt.storage.directory import (
     MARKER,
     StrPath,
@@ -78,12 +78,15 @@ def is_url(path: StrPath) -> bool:
 def open_sources(path: StrPath, reading: Reading) -> Iterator[Found]:
     """Open the files of the checkpoint at a path, and read their headers.
 
+    What the block finds wrong with the decoded files is the files' fault, too.
+
     Raises:
         CheckpointNotFoundError: the path has no complete checkpoint.
         StorageError, IntegrityError: a file cannot be read, or is damaged.
+        UnsupportedLeafError: a leaf has a type that this process does not know.
     """
     place = resolve_target(path)
-    with ExitStack() as files:
+    with blaming_file(place), ExitStack() as files:
         with named(place):
             found = _of_file if place.is_file() else _of_directory
             loaded = found(place, reading, files)

@@ -213,6 +213,7 @@ def stager_of(
             threads=_THREADS,
             chunk_bytes=config.chunk_bytes,
             limits=_LIMITS,
+            readers=FILE_LIMITS,
             allow_pickle=config.allow_pickle,
             shared=shared,
             kept=kept,

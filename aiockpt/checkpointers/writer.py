@@ -39,6 +39,7 @@ from aiockpt.errors import (
     TransportError,
 )
 from aiockpt.events import Progress, TransferEvent, emit
+from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import ArenaPool
 from aiockpt.memory.snapshot import TRUSTED, MappedSnapshot, Snapshot
@@ -48,6 +49,7 @@ from aiockpt.storage.directory import MARKER, StrPath, part_of, resolve_target
 from aiockpt.storage.files import remove_tree
 from aiockpt.storage.retention import retire, sweep
 from aiockpt.storage.write import Writable, WritableSnapshot, write_file
+from aiockpt.transfer.remarks import Remarks
 from aiockpt.transfer.repeats import content_of
 from aiockpt.transport import refuse_unknown
 
@@ -117,6 +119,7 @@ class CheckpointWriter:
         self._barrier = barrier
         self._hook = commit_hook
         self._pool = ArenaPool(keep=1)
+        self._remarks = Remarks(FILE_LIMITS, FILE_LIMITS)
 
     def __repr__(self) -> str:
         rank = self._rank_info
@@ -176,6 +179,7 @@ class CheckpointWriter:
                 chunk_bytes=self._config.chunk_bytes,
                 allow_pickle=self._config.allow_pickle,
                 pool=self._pool,
+                remarks=self._remarks,
             )
         with live:
             report = meter(progress, live.segment_bytes)

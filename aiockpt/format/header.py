@@ -69,7 +69,7 @@ _BEFORE_DIGESTS: Final = rb"\"digests\":\""
 
 # No header is a terabyte, but the first bytes of a text, read as a number, are more.
 _ABSURD: Final = 1 << 40
-_VALUES_PER_TENSOR: Final = 24
+VALUES_PER_TENSOR: Final = 24
 _PIECE_BYTES: Final = 256 << 10
 _PIECE_ITEMS: Final = 2_000
 _SPLIT_LEVELS: Final = 16  # each level looks at all of the text again
@@ -219,7 +219,7 @@ def decode_header(
     enforce_values(
         "the number of values in the header",
         raw,
-        limits.max_nodes + _VALUES_PER_TENSOR * limits.max_tensors,
+        limits.max_nodes + VALUES_PER_TENSOR * limits.max_tensors,
     )
     header = memoryview(raw)[LENGTH_BYTES:]
     if bytes(header[: len(PREFIX)]) == PREFIX:

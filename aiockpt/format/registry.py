@@ -11,13 +11,14 @@ import enum
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
-from aiockpt.format.paths import NAMED_TUPLE
+from aiockpt.format.paths import NAMED_TUPLE, PYTREE
 
 __all__ = [
     "BUILTIN_TYPES",
     "REGISTRY",
+    "STRUCTURES",
     "Codec",
     "Registry",
     "exactly",
@@ -52,7 +53,9 @@ BUILTIN_TYPES: Final[frozenset[type]] = frozenset(
 class Codec:
     """How one registered type becomes a value that the tree can carry, and back.
 
-    ``is_structure`` marks a named tuple that was registered without functions.
+    ``is_structure`` marks a named tuple or a pytree node that was registered without
+    functions; ``prefix`` stands before its tag then, and its tensors are the state
+    dict's own.
     ``is_default`` marks a type of the package's own choice, which users may replace.
     """
 
@@ -62,6 +65,13 @@ class Codec:
     decode: Callable[[Any], object]
     is_structure: bool = False
     is_default: bool = False
+    prefix: str = NAMED_TUPLE
+
+
+StructureFinder: TypeAlias = Callable[
+    [type], "tuple[str, Callable[[Any], object], Callable[[Any], Any]] | None"
+]
+"""Returns the prefix and the functions of a type whose children only it knows."""
 
 
 class Registry:
@@ -83,6 +93,7 @@ class Registry:
         *,
         is_structure: bool = False,
         is_default: bool = False,
+        prefix: str = NAMED_TUPLE,
     ) -> None:
         """Carry values whose exact type is ``leaf_type`` as what ``encode`` returns.
 
@@ -97,7 +108,7 @@ class Registry:
         """
         if leaf_type in BUILTIN_TYPES:
             raise ValueError(f"{_name(leaf_type)} is carried already")
-        codec = Codec(tag, leaf_type, encode, decode, is_structure, is_default)
+        codec = Codec(tag, leaf_type, encode, decode, is_structure, is_default, prefix)
         known = self._by_type.get(leaf_type)
         if known is not None and known.is_default:
             known = None
@@ -116,10 +127,17 @@ class Registry:
         return self._by_type.get(leaf_type)
 
     def by_tag(self, tag: str) -> Codec | None:
-        """Return the codec of a tag; that of a named tuple has a prefix."""
-        name = tag.removeprefix(NAMED_TUPLE)
-        codec = self._by_tag.get(name)
-        return None if codec and name != tag and not codec.is_structure else codec
+        """Return the codec of a tag; that of a structure has a prefix."""
+        if (codec := self._by_tag.get(tag)) is not None:
+            return codec
+        codec = self.named(tag)
+        if codec is None or not codec.is_structure:
+            return None
+        return codec if tag.startswith(codec.prefix) else None
+
+    def named(self, tag: str) -> Codec | None:
+        """Return the codec of the type that a tag with or without a prefix names."""
+        return self._by_tag.get(tag.removeprefix(NAMED_TUPLE).removeprefix(PYTREE))
 
 
 def _same(one: Codec, other: Codec) -> bool:
@@ -129,6 +147,9 @@ def _same(one: Codec, other: Codec) -> bool:
 def _name(leaf_type: type) -> str:
     return f"{leaf_type.__module__}.{leaf_type.__qualname__}"
 
+
+STRUCTURES: Final[list[StructureFinder]] = []
+"""Asked by `register_leaf` for types without functions; torch knows such types."""
 
 REGISTRY: Final = Registry()
 """The registry that `register_leaf` fills and that the package uses."""
@@ -144,8 +165,9 @@ def register_leaf(
 ) -> type[T]:
     """Let state dicts hold values of ``leaf_type``; call it on both ends.
 
-    Enums (carried by name; flags by value), dataclasses (by their init fields) and
-    named tuples (by their fields) need no functions. Returns ``leaf_type``, so that it
+    Enums (carried by name; flags by value), dataclasses (by their init fields), named
+    tuples (by their fields) and types that torch's pytree knows (by their children)
+    need no functions. Returns ``leaf_type``, so that it
     works as a decorator.
 
     Args:
@@ -158,16 +180,34 @@ def register_leaf(
         ValueError: another kind of type without both functions, or the type or the tag
             is taken by another one.
     """
-    is_structure = False
+    is_structure, prefix = False, NAMED_TUPLE
     if encode is None and decode is None:
-        encode, decode = _default_codec(leaf_type)
-        is_structure = _is_named_tuple(leaf_type)
+        if (found := _structure(leaf_type)) is not None:
+            is_structure, (prefix, encode, decode) = True, found
+        else:
+            encode, decode = _default_codec(leaf_type)
+            is_structure = _is_named_tuple(leaf_type)
     if encode is None or decode is None:
         raise ValueError(f"{_name(leaf_type)} needs both encode and decode")
     REGISTRY.register(
-        tag or _name(leaf_type), leaf_type, encode, decode, is_structure=is_structure
+        tag or _name(leaf_type),
+        leaf_type,
+        encode,
+        decode,
+        is_structure=is_structure,
+        prefix=prefix,
     )
     return leaf_type
+
+
+def _structure(
+    leaf_type: type[Any],
+) -> tuple[str, Callable[[Any], object], Callable[[Any], Any]] | None:
+    if issubclass(leaf_type, enum.Enum) or dataclasses.is_dataclass(leaf_type):
+        return None
+    if _is_named_tuple(leaf_type):
+        return None
+    return next(filter(None, (ask(leaf_type) for ask in STRUCTURES)), None)
 
 
 def _default_codec(

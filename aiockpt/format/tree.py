@@ -40,6 +40,7 @@ from aiockpt.format.limits import (
 )
 from aiockpt.format.paths import (
     NAMED_TUPLE,
+    PYTREE,
     Node,
     Path,
     Step,
@@ -55,6 +56,7 @@ __all__ = [
     "LeafEncoder",
     "Refusals",
     "RowEncoder",
+    "UnknownLeafError",
     "children_of",
     "decode_tree",
     "encode_tree",
@@ -73,6 +75,7 @@ RowEncoder: TypeAlias = Callable[
 BLOB_BYTES: Final = 4096
 """Longer bytes are offered to the leaf encoder, which may carry them as a blob."""
 
+_SHOWN: Final = 200  # characters of a tag in an error
 _MIN_ROW: Final = 16  # below this length, encoding value by value is faster
 _MIN_CHECKED: Final = 16  # so few keys cannot collide often
 _MAX_COLLISIONS: Final = 1000  # of all dicts and sets of one tree
@@ -198,7 +201,7 @@ class _Encoder:
                 self.descend(path)
                 node = self.encode(payload, path)
                 self.ascend(1)
-                tag = NAMED_TUPLE + codec.tag if codec.is_structure else codec.tag
+                tag = codec.prefix + codec.tag if codec.is_structure else codec.tag
                 return ["ext", tag, node]
             if (node := self.leaf(value, path)) is None:
                 raise unsupported(value, format_path(path), remedy_for(value))
@@ -348,6 +351,49 @@ def decode_tree(
         raise LimitExceededError("nesting", limit=actual - 1, actual=actual) from None
 
 
+class UnknownLeafError(RemoteProtocolError):
+    """A leaf has a type that this process does not know."""
+
+    def __init__(self, path: str, tag: str) -> None:
+        super().__init__()
+        self.path = path
+        self.tag = tag
+
+    def __str__(self) -> str:
+        known = type_of(self.tag) if is_structure(self.tag) else self.tag[:_SHOWN]
+        text = f"a leaf of the unknown type {known!r} at {self.path}: "
+        text += f"{rebuilding(self.tag)} here too"
+        if is_structure(self.tag):
+            text += ", or receive into a template that has one there"
+        return text
+
+    def local(self) -> UnsupportedLeafError:
+        """Return the error for a checkpoint of one's own, such as a file."""
+        remedy = f"this process does not know the type: {rebuilding(self.tag)} first"
+        if is_structure(self.tag):
+            remedy += ", or load into a template that has one there"
+        return UnsupportedLeafError(self.path, type_of(self.tag), remedy)
+
+
+def is_structure(tag: str) -> bool:
+    """Say whether a tag is that of a named tuple or a pytree node."""
+    return tag.startswith((NAMED_TUPLE, PYTREE))
+
+
+def type_of(tag: str) -> str:
+    """Return the name of the type that a tag stands for, which a peer may have sent."""
+    return tag.removeprefix(NAMED_TUPLE).removeprefix(PYTREE)[:_SHOWN]
+
+
+def rebuilding(tag: str) -> str:
+    """Return what to do in a process that is to rebuild a leaf with this tag."""
+    name = type_of(tag)
+    short = name.rpartition(".")[2]
+    short = short if short.isidentifier() else "TYPE"
+    more = "" if is_structure(tag) else ", encode=..., decode=..."
+    return f"call aiockpt.register_leaf({short}, tag={name!r}{more})"
+
+
 class _Decoder:
     __slots__ = (
         "blobs",
@@ -490,11 +536,7 @@ class _Decoder:
     def registered(self, tag: str, payload: Node) -> object:
         codec = self.registry.by_tag(tag)
         if codec is None:
-            self.fail(
-                f"a leaf of the unknown type {tag[:200]!r}; "
-                "call aiockpt.register_leaf for this type here too, or receive a named "
-                "tuple or a pytree node into a template that has one"
-            )
+            raise UnknownLeafError(format_received(self.path), tag)
         self.descend(1)
         value = self.decode(payload)
         self.depth -= 1

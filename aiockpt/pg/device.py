@@ -102,6 +102,7 @@ from aiockpt.transfer.destination import (
     into_template,
     new_tensors,
 )
+from aiockpt.transfer.remarks import Remarks
 
 __all__ = [
     "ROW_BYTES",
@@ -610,6 +611,7 @@ class DeviceMedium:
         self._device, self._bridge = device, bridge
         self._chunk_bytes = chunk_bytes
         self._allow_pickle, self._limits = allow_pickle, limits
+        self._remarks = Remarks(Limits(), limits)
 
     def mark(self, ports: PortFor) -> Marks:
         """Mark the device work of the calling thread."""
@@ -711,7 +713,7 @@ class DeviceMedium:
         grid = ChunkGrid(
             description.entries.nbytes, self._chunk_bytes, DEVICE_ALGORITHM
         )
-        return build_manifest(
+        manifest = build_manifest(
             step=step,
             chunk_bytes=self._chunk_bytes,
             entries=description.entries,
@@ -720,3 +722,5 @@ class DeviceMedium:
             digests=[grid.unsealed] * len(grid),  # they are sent last
             algorithm=grid.algorithm,
         )
+        self._remarks.on(manifest, description.strangers, step=step)
+        return manifest

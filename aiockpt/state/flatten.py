@@ -38,7 +38,7 @@ from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.leaves import DTYPE_NAMES, extension
-from aiockpt.state.nodes import opened
+from aiockpt.state.nodes import is_known, opened
 from aiockpt.state.overlaps import CODES, Group, Member, group_members
 
 if TYPE_CHECKING:
@@ -78,13 +78,15 @@ _Columns: TypeAlias = "tuple[list[str | None], list[tuple[int, ...]], array[int]
 class Description:
     """A state dict as data: what the manifest contains, and where the bytes are.
 
-    ``entries`` and ``backings`` are in the order of the data segment.
+    ``entries`` and ``backings`` are in the order of the data segment. ``strangers``
+    are the tags of structures that not every process knows, with a path of each.
     """
 
     tree: Node
     entries: Entries
     backings: Backings
     views: Sequence[TensorSpec]
+    strangers: Mapping[str, Path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,7 @@ class Survey:
         names: The name of each tensor's entry, if it has one.
         drafts: The entry that each tensor becomes.
         wholes: The distributed tensors, by the `id` of each of their local tensors.
+        strangers: See `Description`.
     """
 
     tree: Node
@@ -181,6 +184,7 @@ class Survey:
     names: Sequence[str]
     drafts: Drafts
     wholes: Mapping[int, torch.Tensor]
+    strangers: Mapping[str, Path]
 
 
 def survey(
@@ -216,10 +220,10 @@ def survey(
         except UnsupportedLeafError as error:
             refused.add(error)  # tensors without memory are named beside these
         tensors, names = numbering.tensors, [*numbering.names]
-        wholes = numbering.wholes
+        wholes, strangers = numbering.wholes, numbering.strangers
         del numbering  # its tables are large, and drafting needs memory
         drafts = _draft(tensors, names, writing=writing, refused=refused)
-    return Survey(tree, tensors, names, drafts, wholes)
+    return Survey(tree, tensors, names, drafts, wholes, strangers)
 
 
 @contextmanager
@@ -256,7 +260,7 @@ def describe(
         views, numbers = _number_tensors(found.drafts, firsts)
         renumber(found.tree, numbers)
     backings = found.drafts.backings.taken(firsts)
-    return Description(found.tree, entries, backings, views)
+    return Description(found.tree, entries, backings, views, found.strangers)
 
 
 def _number_tensors(
@@ -295,6 +299,7 @@ class _Numbering:
         self.tensors: list[torch.Tensor] = []
         self.names: dict[str, None] = {}
         self.wholes: dict[int, torch.Tensor] = {}
+        self.strangers: dict[str, Path] = {}
         self._reading = reading
         self._numbers: dict[int, int] = {}
         self._limits = limits
@@ -327,6 +332,8 @@ class _Numbering:
             self.wholes.setdefault(id(value), value)
             return ["ext", parts.layout.tag, self.encode(parts.payload, path)]
         if (inside := opened(value)) is not None:
+            if inside.tag not in self.strangers and not is_known(value, inside.tag):
+                self.strangers[inside.tag] = path
             return ["ext", inside.tag, self.encode(inside.payload, path)]
         if type(value) is bytes:
             blob = torch.frombuffer(bytearray(value), dtype=torch.uint8)

@@ -123,8 +123,8 @@ def _sizes(value: object) -> tuple[int, ...]:
 
 def _no_pickle(_: Any) -> object:
     raise RemoteProtocolError(
-        "the peer sends a pickle, which runs code when it is received; "
-        "where it is trusted, both ends say allow_pickle=True"
+        "a pickle, which runs code when it is decoded; if you trust who made it, say "
+        "allow_pickle=True where it is written and where it is read"
     )
 
 

@@ -15,9 +15,9 @@ import torch
 from torch.utils import _pytree
 
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE
-from aiockpt.format.registry import BUILTIN_TYPES, REGISTRY, exactly
+from aiockpt.format.registry import BUILTIN_TYPES, REGISTRY, STRUCTURES, exactly
 
-__all__ = ["Decoders", "Opened", "decoder_of", "decoders_for", "opened"]
+__all__ = ["Decoders", "Opened", "decoder_of", "decoders_for", "is_known", "opened"]
 
 Decoders: TypeAlias = Mapping[str, Callable[[Any], object]]
 
@@ -51,15 +51,26 @@ def opened(value: Any) -> Opened | None:
     children, context = node.flatten_fn(value)
     unflatten = node.unflatten_fn
     payload = (children, context)
-    return Opened(
-        PYTREE + _name(kind), payload, children, lambda items: unflatten(items, context)
-    )
+    tag = PYTREE + (codec.tag if codec else _name(kind))
+    return Opened(tag, payload, children, lambda items: unflatten(items, context))
+
+
+def is_known(value: object, tag: str) -> bool:
+    """Say whether a process knows the type without a template, if this one does."""
+    return REGISTRY.by_type(type(value)) is not None or decoder_of(tag) is not None
 
 
 def decoder_of(tag: str) -> Callable[[Any], object] | None:
     """Return the decoder of a tag whose type is known to every process."""
     name = tag.removeprefix(PYTREE + _RETURN_TYPES)
-    kind = vars(torch.return_types).get(name) if name != tag else None
+    kind: Any = vars(torch.return_types).get(name) if name != tag else None
+    # A type that a user has registered by itself rebuilds what was saved without that.
+    codec = REGISTRY.named(tag)
+    if codec is not None and tag.startswith(PYTREE):
+        kind = codec.leaf_type
+    elif codec is not None and not codec.is_structure and tag.startswith(NAMED_TUPLE):
+        kind = codec.leaf_type
+        return _of_fields(kind) if hasattr(kind, "_fields") else None
     return None if kind not in _pytree.SUPPORTED_NODES else _of_children(kind)
 
 
@@ -114,3 +125,14 @@ def _of_children(kind: Any) -> Callable[[Any], object]:
 
 def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _node_codec(
+    kind: type,
+) -> tuple[str, Callable[[Any], object], Callable[[Any], Any]] | None:
+    """Return how a type that torch's pytree knows is registered without functions."""
+    node = _pytree.SUPPORTED_NODES.get(kind)
+    return None if node is None else (PYTREE, node.flatten_fn, _of_children(kind))
+
+
+STRUCTURES.append(_node_codec)

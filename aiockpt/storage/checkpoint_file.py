@@ -12,11 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aiockpt.errors import IntegrityError, ProtocolError, StorageError
+from aiockpt.errors import (
+    AiockptError,
+    IntegrityError,
+    ProtocolError,
+    RemoteProtocolError,
+    StorageError,
+)
 from aiockpt.format.chunks import digest
 from aiockpt.format.header import LENGTH_BYTES, decode_header, header_length
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, Manifest
+from aiockpt.format.tree import UnknownLeafError
 from aiockpt.storage.files import named, read_at
 
 __all__ = [
@@ -56,6 +63,26 @@ def opened(path: Path) -> Iterator[int]:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise StorageError(str(path), "it is not a regular file")
         yield file.fileno()
+
+
+@contextmanager
+def blaming_file(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Translate what the decoder says of a peer, where there is only a file.
+
+    Raises:
+        UnsupportedLeafError: a leaf has a type that this process does not know.
+        StorageError: the file breaks the format.
+    """
+    try:
+        yield
+    except RemoteProtocolError as error:
+        if isinstance(error, UnknownLeafError):
+            own: AiockptError = error.local()
+        else:
+            own = StorageError(str(path), f"it cannot be read: {error}")
+        for note in getattr(error, "__notes__", ()):
+            own.add_note(note)
+        raise own from error
 
 
 def header_of(path: Path, fd: int, *, limits: Limits) -> Manifest | ForeignHeader:

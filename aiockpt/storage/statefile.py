@@ -16,7 +16,12 @@ import torch
 
 from aiockpt.errors import StorageError
 from aiockpt.format.limits import Limits
-from aiockpt.storage.checkpoint_file import chunk_errors, is_of_torch, opened
+from aiockpt.storage.checkpoint_file import (
+    blaming_file,
+    chunk_errors,
+    is_of_torch,
+    opened,
+)
 from aiockpt.storage.files import named
 from aiockpt.storage.read import FileSource, manifest_of_file
 
@@ -40,7 +45,7 @@ def read_state_file(path: Path, *, limits: Limits) -> StateFile:
     Raises:
         StorageError: the file cannot be read, or is of no known kind.
         IntegrityError: a chunk or the header of our file is damaged.
-        RemoteProtocolError: the tree has a leaf type that this process has not
+        UnsupportedLeafError: the tree has a leaf type that this process has not
             registered.
     """
     with opened(path) as fd:
@@ -50,11 +55,12 @@ def read_state_file(path: Path, *, limits: Limits) -> StateFile:
         # Staging this state dict computes new digests, which would hide damage.
         for error in chunk_errors(path, fd, manifest):
             raise error
-        source = FileSource(
-            path, fd, manifest, limits=limits, allow_pickle=False, mapped=True
-        )
         step = manifest.step if manifest.snapshot_id else None
-        return StateFile(source.segment.assemble(source.segment.manifest.tree), step)
+        with blaming_file(path):
+            source = FileSource(
+                path, fd, manifest, limits=limits, allow_pickle=False, mapped=True
+            )
+            return StateFile(source.segment.assemble(manifest.tree), step)
 
 
 def is_torch_file(path: Path, fd: int) -> bool:

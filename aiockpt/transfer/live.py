@@ -24,6 +24,7 @@ from aiockpt.memory.copies import CopyPlan
 from aiockpt.memory.device import Event, PortFor, port_for
 from aiockpt.runtime.bridge import SerialThread
 from aiockpt.state.flatten import describe
+from aiockpt.transfer.remarks import Remarks
 
 __all__ = ["LiveState"]
 
@@ -41,6 +42,7 @@ class LiveState:
         chunk_bytes: The size of a chunk.
         allow_pickle: Whether leaves without another encoding travel as pickles.
         pool: The pool of the arena for the bytes of devices.
+        remarks: Warns of what loads will refuse; None: nothing does.
         ports: Returns the port of a device; tests pass a fake one.
 
     Raises:
@@ -56,6 +58,7 @@ class LiveState:
         chunk_bytes: int,
         allow_pickle: bool,
         pool: ArenaPool,
+        remarks: Remarks | None = None,
         ports: PortFor = port_for,
     ) -> None:
         found = describe(state_dict, limits=FILE_LIMITS, allow_pickle=allow_pickle)
@@ -65,7 +68,10 @@ class LiveState:
         self._hasher = ChunkHasher(self._grid)
         self._digests = [self._grid.unsealed] * len(self._grid)
         self._digesting = SerialThread("aiockpt-digest")
-        self.header_bytes = self.seal().header_bytes
+        manifest = self.seal()
+        if remarks is not None:
+            remarks.on(manifest, found.strangers, step=step)
+        self.header_bytes = manifest.header_bytes
         away = any(
             ports(device) for device in {t.device for t in found.backings.tensors}
         )

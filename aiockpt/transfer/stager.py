@@ -40,6 +40,7 @@ from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import map_in_threads, run_all
 from aiockpt.state.flatten import Description, describe
+from aiockpt.transfer.remarks import Remarks
 
 __all__ = ["Snapshot", "Stager", "StagerOptions"]
 
@@ -61,6 +62,7 @@ class StagerOptions:
         chunk_bytes: The size of a chunk.
         algorithm: The algorithm of the chunks' digests, one of `Algorithm`.
         limits: Bound the nesting and the counts of the state dict.
+        readers: The limits of those who will read the checkpoint, by default.
         allow_pickle: Let leaves without another encoding travel as pickles.
         zero_copy: Serve contiguous host tensors from their own memory.
         shared: Stage into memory that another process can map.
@@ -72,6 +74,7 @@ class StagerOptions:
     chunk_bytes: int
     limits: Limits
     allow_pickle: bool
+    readers: Limits = Limits()  # noqa: RUF009 - frozen
     algorithm: str = ALGORITHM
     zero_copy: bool = False
     shared: bool = False
@@ -150,6 +153,7 @@ class Stager:
         self._bridge = bridge
         self._options = options
         self._ports = ports
+        self._remarks = Remarks(options.readers, options.limits)
         self._pool = ArenaPool(
             shared=options.shared,
             keep=options.kept,
@@ -183,7 +187,7 @@ class Stager:
             with _failing(step):
                 job = await self._bridge.run(self._plan, description, arena)
                 digests = await self._copy(job, job.plan.fences(marks.events))
-                manifest = await self._bridge.run(job.manifest, step, digests)
+                manifest = await self._bridge.run(self._seal, job, step, digests)
         except BaseException:
             if job is None:
                 self._give_back(arena)
@@ -211,6 +215,11 @@ class Stager:
     def close(self) -> None:
         """Free all arenas, also those that are released later."""
         self._pool.close()
+
+    def _seal(self, job: _Job, step: int, digests: Sequence[str]) -> Manifest:
+        manifest = job.manifest(step, digests)
+        self._remarks.on(manifest, job.description.strangers, step=step)
+        return manifest
 
     def _describe(self, state_dict: object) -> Description:
         return describe(

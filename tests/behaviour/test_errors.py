@@ -70,7 +70,7 @@ SAMPLES: list[tuple[AiockptError, str]] = [
         errors.LimitExceededError("the header", limit=5, actual=6),
         (
             "the header is 6, more than the limit of 5; "
-            "raise it in Limits if the peer is trusted"
+            "raise it in Limits if you trust its source"
         ),
     ),
     (
