@@ -477,18 +477,30 @@ class CheckpointNotFoundError(StorageError, FileNotFoundError):
 
 
 class WorldSizeMismatchError(StorageError):
-    """The world sizes differ: ``saved`` ranks wrote it, ``loading`` ranks load it."""
+    """The world sizes differ: ``saved`` ranks wrote it, ``loading`` ranks load it.
 
-    def __init__(self, path: str, *, saved: int, loading: int) -> None:
+    ``sharded`` says that the ranks' parts are shards of tensors, which only as many
+    ranks can load.
+    """
+
+    def __init__(
+        self, path: str, *, saved: int, loading: int, sharded: bool = False
+    ) -> None:
         super().__init__(path, "")
         self.saved = saved
         self.loading = loading
+        self.sharded = sharded
 
     def __str__(self) -> str:
-        return (
-            f"{self.path}: {_ranks(self.saved)} wrote it, each its own part, and "
-            f"{_ranks(self.loading)} would load it; say rank= for one of these parts"
+        parts = "shards" if self.sharded else "part"
+        said = (
+            f"{self.path}: {_ranks(self.saved)} wrote it, each its own {parts}, and "
+            f"{_ranks(self.loading)} would load it"
         )
+        if not self.sharded:
+            return f"{said}; say rank= for one of these parts"
+        start = f"torchrun --nproc-per-node {self.saved}"
+        return f"{said}; load it in a job of {_ranks(self.saved)} ({start})"
 
 
 def _ranks(count: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple, Never
 
 from aiockpt.events import Progress, TransferEvent, call_guarded, emit
 from aiockpt.state.selection import Select
-from aiockpt.storage.directory import StrPath, step_of
+from aiockpt.storage.directory import StrPath, expanded, step_of
 from aiockpt.transfer.repeats import Repeats
 from aiockpt.transport import exact_step
 
@@ -214,7 +214,7 @@ def path_for(state_dict: object, path: object) -> str:
         TypeError: it is not a path; perhaps the two arguments are swapped.
     """
     if isinstance(path, str | os.PathLike):
-        return str(os.fspath(path))
+        return str(expanded(path))
     if isinstance(state_dict, str | os.PathLike):
         raise TypeError(
             "save(path, state_dict) is torch's order: here it is save(state_dict, path)"

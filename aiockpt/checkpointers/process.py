@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from aiockpt.checkpointers.base import Written, step_for
+from aiockpt.checkpointers.base import Written, path_for, step_for
 from aiockpt.checkpointers.config import (
     CheckpointProcessConfig,
     CheckpointStagerConfig,
@@ -187,7 +187,7 @@ class CheckpointProcess(BackgroundWriter):
         If cancelled before the handover, nothing is written, and a future goes on by
         itself. If cancelled later, the checkpoint is still written.
         """
-        text, step = os.fspath(path), step_for(path, kwargs)
+        text, step = path_for(state_dict, path), step_for(path, kwargs)
         try:
             self._lifetime.check()  # before it waits for a future
             staged = await _resolved(state_dict)

@@ -44,6 +44,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.ipc import encode, is_ours, pack, receive, unpack
+from aiockpt.storage.directory import expanded
 from aiockpt.storage.files import named
 from aiockpt.storage.write import WritableSnapshot
 from aiockpt.transport import Timeout, seconds
@@ -115,7 +116,7 @@ async def recover(
         WorkerError: the process does not answer, or belongs to another user.
     """
     rank = (rank_info or default_rank_info()).global_rank
-    place = os.fspath(directory), rank, socket_directory(runtime_dir)
+    place = expanded(directory), rank, socket_directory(runtime_dir)
     limit = seconds(timeout)
     bridge = Bridge(threads=1, name="aiockpt-recover")
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -388,7 +389,7 @@ def _sealed(held: _Held) -> Manifest:
 def socket_directory(configured: str | None) -> str:
     """Return the directory of the sockets: this user's, gone after a reboot."""
     if configured is not None:
-        return os.path.abspath(configured)
+        return os.path.abspath(expanded(configured))
     if own := os.environ.get("XDG_RUNTIME_DIR"):
         return os.path.join(own, "aiockpt")
     try:

@@ -19,7 +19,9 @@ from aiockpt.errors import (
     WorldSizeMismatchError,
 )
 from aiockpt.format.limits import Limits
+from aiockpt.format.references import references
 from aiockpt.state.segment import Segment
+from aiockpt.state.sharding import LAYOUTS
 from aiockpt.storage.checkpoint_file import blaming_file, opened
 from aiockpt.storage.directory import (
     MARKER,
@@ -165,7 +167,10 @@ def _rank_file(place: Path, reading: Reading, files: ExitStack) -> FileSource:
     if loading not in (None, checkpoint.world_size):
         assert loading is not None
         saved = checkpoint.world_size
-        raise WorldSizeMismatchError(str(place), saved=saved, loading=loading)
+        first = _open(checkpoint.file_of(0), reading, files)
+        raise WorldSizeMismatchError(
+            str(place), saved=saved, loading=loading, sharded=_has_shards(first)
+        )
     path = checkpoint.file_of(reading.rank)
     found = _open(path, reading, files)
     expected = checkpoint.files[path.name].snapshot
@@ -173,6 +178,12 @@ def _rank_file(place: Path, reading: Reading, files: ExitStack) -> FileSource:
     if actual != expected:
         raise IntegrityError(expected=expected, actual=actual, url=str(path))
     return found
+
+
+def _has_shards(source: FileSource) -> bool:
+    """Say whether a file has shards of tensors, which a mesh of ranks makes whole."""
+    found = references(source.segment.manifest.tree)
+    return any(each.leaf is not None and each.leaf[1] in LAYOUTS for each in found)
 
 
 def _shards(place: Path) -> list[Path]:

@@ -23,6 +23,7 @@ from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.ipc import pack
 from aiockpt.runtime.system import failing_here
+from aiockpt.storage.directory import expanded
 
 __all__ = ["BackgroundWriter", "Handover", "Submission", "absolute_path", "known_as"]
 
@@ -212,7 +213,7 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
     if "://" in text:
         return text
     try:
-        return os.path.abspath(text)
+        return os.path.abspath(expanded(text))
     except OSError as error:
         detail = f"the working directory cannot be read: {error.strerror}"
         raise StorageError(text, detail) from error

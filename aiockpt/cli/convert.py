@@ -23,7 +23,7 @@ from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.paths import one_file, pointing_below
 from aiockpt.cli.text import printable
-from aiockpt.errors import StateDictError, StorageError
+from aiockpt.errors import DeviceMeshError, StateDictError, StorageError
 from aiockpt.memory.arena import ArenaPool
 from aiockpt.state.equality import assert_same
 from aiockpt.storage.directory import MARKER, find_checkpoint
@@ -85,7 +85,16 @@ def _load(source: Path, rank: int | None) -> Any:
         if source.is_file() or (source / MARKER).exists():
             source, rank = one_file(source, rank), None
     with pointing_below(source):
-        return _read(source, rank=rank)
+        try:
+            return _read(source, rank=rank)
+        except DeviceMeshError as error:
+            detail = (
+                f"{source}: it holds one rank's shards of tensors, and convert cannot "
+                "join them; load it in a job of as many ranks, gather the state "
+                "(StateDictOptions(full_state_dict=True) of "
+                "torch.distributed.checkpoint.state_dict), and save that on rank 0"
+            )
+            raise StateDictError(detail) from error
 
 
 def _read(path: Path, *, rank: int | None = None) -> Any:

@@ -23,6 +23,7 @@ from aiockpt.errors import AuthenticationError, LocalProtocolError
 from aiockpt.http.problems import HostNotAllowed, RefusedError
 from aiockpt.http.tokens import Grant, make_token, read_token
 from aiockpt.runtime.secrets import Token, discreet
+from aiockpt.storage.directory import expanded
 
 __all__ = ["Credentials", "admit", "bearer", "find_credentials"]
 
@@ -97,7 +98,7 @@ def find_credentials(
 
 
 def _read_token_file(path: str) -> str:
-    with Path(path).open("rb") as file:
+    with Path(expanded(path)).open("rb") as file:
         content = file.read(_LONGEST + 1)
     if len(content) > _LONGEST:
         raise ValueError(f"the token file {path} is too long: at most {_LONGEST} bytes")

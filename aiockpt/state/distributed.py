@@ -286,7 +286,7 @@ def _this_rank(what: str) -> int:
     if not dist.is_available():
         raise DeviceMeshError(what, "this build of torch has no torch.distributed")
     if not dist.is_initialized():
-        remedy = "call torch.distributed.init_process_group first, or pass into="
+        remedy = "start a job of as many ranks, and call init_process_group first"
         raise DeviceMeshError(what, f"there is no default process group; {remedy}")
     return dist.get_rank()
 
@@ -300,7 +300,10 @@ def _check_ranks(grid: Ranks, what: str) -> list[int]:
     _this_rank(what)
     world = dist.get_world_size()
     if grid.count > world:
-        detail = f"the default process group has {world} ranks, which is too few"
+        detail = (
+            f"the default process group has {world} ranks, which is too few; start a "
+            f"job of {grid.count} ranks"
+        )
         raise DeviceMeshError(what, detail)
     ranks = grid.flat()
     if len(set(ranks)) < len(ranks) or not all(0 <= rank < world for rank in ranks):
@@ -336,7 +339,8 @@ class Meshes:
             detail = f"this rank is at {at} and holds another part of the tensor"
             raise DeviceMeshError(
                 str(layout),
-                f"{detail}; receive from the rank with the same mesh coordinate",
+                f"{detail}; receive from the rank with the same mesh coordinate, or "
+                "load without rank=",
             )
         return self._found[mesh]
 
@@ -407,7 +411,7 @@ def _no_group(mesh: Mesh, name: str, ranks: list[int]) -> NoReturn:
     raise DeviceMeshError(
         str(mesh),
         f"there is no process group of ranks {ranks[:20]} for its dimension {name}; "
-        f"make the mesh on all ranks before ({how}), or pass into=",
+        f"make the mesh on all ranks before ({how})",
     )
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ __all__ = [
     "StrPath",
     "checkpoint_at",
     "encode_commit",
+    "expanded",
     "find_checkpoint",
     "identity",
     "latest",
@@ -56,6 +58,9 @@ logger = logging.getLogger("aiockpt")
 StrPath: TypeAlias = str | os.PathLike[str]
 
 _VERSION: Final = 1
+_DCP: Final = ".metadata"
+_FILES: Final = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+_SHOWN: Final = 5
 _TRIES: Final = 10  # while others replace it
 _MARKER_LIMIT: Final = 64 << 20
 _STEP = re.compile(r"([0-9]{1,18})$")
@@ -131,6 +136,20 @@ def step_of(path: StrPath) -> int:
     return int(found[1]) if found else 0
 
 
+def expanded(path: StrPath) -> str:
+    """Return a path as text, with the home directory in place of a leading ``~``.
+
+    Raises:
+        StorageError: there is no such home directory.
+    """
+    text = os.fspath(path)
+    found = os.path.expanduser(text) if text.startswith("~") else text
+    if found.startswith("~"):
+        detail = f"there is no such home directory; write ./{text} for a name with ~"
+        raise StorageError(text, detail)
+    return found
+
+
 def resolve_target(path: StrPath) -> Path:
     """Return the path of a checkpoint with all symbolic links resolved.
 
@@ -138,7 +157,7 @@ def resolve_target(path: StrPath) -> Path:
         StorageError: the path is the root, or the system cannot look it up.
     """
     try:
-        settled = Path(path).resolve()
+        settled = Path(expanded(path)).resolve()
         with suppress(FileNotFoundError, NotADirectoryError):
             settled.stat()  # raises if the path is too long, or may not be looked up
     except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL in it
@@ -211,7 +230,9 @@ def list_checkpoints(directory: StrPath) -> list[Checkpoint]:
     Raises:
         StorageError: the directory cannot be read.
     """
-    found = [each for each in map(_readable, _names_in(Path(directory))) if each]
+    found = [
+        each for each in map(_readable, _names_in(Path(expanded(directory)))) if each
+    ]
     return sorted(found, key=lambda each: (each.step, each.name))
 
 
@@ -301,4 +322,27 @@ def _what_is_at(place: Path) -> str:
         return "it is a file"
     if _read_marker(place / MARKER) is not None:
         return "files that its marker names are missing, or not of their full size"
+    return _what_is_in(place)
+
+
+def _what_is_in(place: Path) -> str:
+    """Return what a directory without a marker holds, and how to load that."""
+    if (newest := latest(place)) is not None:
+        count = len(list_checkpoints(place))
+        many = "1 checkpoint" if count == 1 else f"{count} checkpoints"
+        return (
+            f"it holds {many}, the newest is {newest.path}; load that, or "
+            f"aiockpt.latest({os.fspath(place)!r})"
+        )
+    names = sorted(each.name for each in os.scandir(place) if each.is_file())
+    if _DCP in names:
+        tool = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+        return (
+            "it is a checkpoint of torch.distributed.checkpoint: turn it into a file "
+            f"with {tool} {shlex.quote(os.fspath(place))} FILE.pt, and load FILE.pt"
+        )
+    files = [name for name in names if name.endswith(_FILES)]
+    if files:
+        shown = ", ".join(files[:_SHOWN]) + ", ..." * (len(files) > _SHOWN)
+        return f"it holds no marker, but {shown}; load one file by its own path"
     return "it holds no marker: no save to it was completed"
