@@ -13,6 +13,7 @@ import torch
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.device import port_for
 from aiockpt.testing import assert_same
+from tests.support.cards import on_a_loop
 from tests.support.servers import settle
 from tests.support.states import file_of, rebuilt, stager
 from tests.support.transports import (
@@ -28,7 +29,6 @@ from tests.support.transports import (
 DEVICE = torch.device("cuda", 0)
 
 pytestmark = [
-    pytest.mark.asyncio,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here"),
 ]
 
@@ -79,6 +79,7 @@ class TestStaging:
     """From the device."""
 
     @pytest.mark.parametrize("kind", KINDS)
+    @on_a_loop
     async def test_a_state_on_a_device_arrives(self, kind: str) -> None:
         """In host memory, bit by bit."""
         state = {"leaf": KINDS[kind](), "step": 3}
@@ -86,6 +87,7 @@ class TestStaging:
             await sender.send_checkpoint([], 1, state)
             assert_same(await receive(sender, receiver), state)
 
+    @on_a_loop
     async def test_it_waits_for_the_producer(self) -> None:
         """What training has enqueued is part of the checkpoint."""
         weight = on_device(MIB, fill=0)
@@ -94,6 +96,7 @@ class TestStaging:
             await sender.send_checkpoint([], 1, {"w": weight})
             assert (await receive(sender, receiver))["w"].unique().tolist() == [7]
 
+    @on_a_loop
     async def test_it_waits_for_the_stream_that_is_current(self) -> None:
         """Whichever the producer works on."""
         weight, stream = on_device(MIB, fill=0), torch.cuda.Stream(DEVICE)
@@ -104,6 +107,7 @@ class TestStaging:
                 await sender.send_checkpoint([], 1, {"w": weight})
             assert (await receive(sender, receiver))["w"].unique().tolist() == [7]
 
+    @on_a_loop
     async def test_training_may_go_on_when_it_returns(self) -> None:
         """What is enqueued from then on does not reach the checkpoint."""
         weight = on_device(16 * MIB, fill=1)
@@ -112,6 +116,7 @@ class TestStaging:
             weight.fill_(2)
             assert (await receive(sender, receiver))["w"].unique().tolist() == [1]
 
+    @on_a_loop
     async def test_the_state_is_held_meanwhile(self) -> None:
         """The allocator must not hand its memory on before it was copied."""
         state = {"w": on_device(16 * MIB, fill=1)}
@@ -124,6 +129,7 @@ class TestStaging:
             await sending
             assert (await receive(sender, receiver))["w"].unique().tolist() == [1]
 
+    @on_a_loop
     async def test_the_loop_stays_live(self) -> None:
         """While the device is busy, and while it copies."""
         weight, lags = on_device(64 * MIB, fill=1), list[float]()
@@ -145,6 +151,7 @@ class TestStaging:
             assert sorted(lags)[len(lags) * 9 // 10] < 0.02
             snapshot.release()
 
+    @on_a_loop
     async def test_the_arena_is_page_locked(self) -> None:
         """Or the copies are neither fast nor asynchronous."""
         async with stager(ports=port_for) as staging:
@@ -154,6 +161,7 @@ class TestStaging:
             del view
             snapshot.release()
 
+    @on_a_loop
     async def test_page_locks_are_undone(self) -> None:
         """Arenas come and go; the driver refuses to lock the same pages twice."""
         async with stager(ports=port_for) as staging:
@@ -165,6 +173,7 @@ class TestStaging:
                 staging.trim()
         torch.cuda.synchronize(DEVICE)
 
+    @on_a_loop
     async def test_a_page_lock_that_fails_is_forgotten(self) -> None:
         """The next kernel of the thread does not fail for it."""
         arena, port = Arena(MIB), port_for(DEVICE)
@@ -175,6 +184,7 @@ class TestStaging:
         unpin()
         arena.close()
 
+    @on_a_loop
     async def test_a_cancel_leaves_the_device_usable(self) -> None:
         """Its copies end in the background."""
         state = {"w": on_device(16 * MIB)}
@@ -188,6 +198,7 @@ class TestStaging:
             await sender.send_checkpoint([], 2, state)
             assert_same(await receive(sender, receiver, 2), state)
 
+    @on_a_loop
     async def test_it_is_fast(self, record_property: Callable[..., None]) -> None:
         """A gibibyte, digests included, into an arena that is warm."""
         state = {"w": on_device(256, MIB)}
@@ -217,6 +228,7 @@ class TestLoading:
         }
 
     @pytest.mark.parametrize("direct", [False, True])
+    @on_a_loop
     async def test_a_template_on_a_device_is_filled(self, direct: bool) -> None:
         """In its own memory."""
         state, template = self.state(), self.state(0)
@@ -227,6 +239,7 @@ class TestLoading:
         assert got["weight"].device == DEVICE
         assert_same(template, state)
 
+    @on_a_loop
     async def test_it_is_copied_while_later_chunks_travel(self) -> None:
         """Chunk by chunk, as they are verified, if the caller lets it."""
         state, template = self.state(1), self.state(0)
@@ -246,6 +259,7 @@ class TestLoading:
         assert_same(template, state)
 
     @pytest.mark.parametrize("keep_arena", [False, True])
+    @on_a_loop
     async def test_a_cancel_while_it_is_copied_leaves_the_device_usable(
         self, keep_arena: bool
     ) -> None:
@@ -269,6 +283,7 @@ class TestLoading:
                 await receive(sender, receiver, into=template, direct=True)
                 assert_same(template, state)
 
+    @on_a_loop
     async def test_it_waits_for_who_still_uses_the_template(self) -> None:
         """A kernel that was enqueued before must not overwrite the checkpoint."""
         state, template = self.state(), self.state(0)
@@ -278,6 +293,7 @@ class TestLoading:
             await receive(sender, receiver, into=template)
         assert_same(template, state)
 
+    @on_a_loop
     async def test_memory_beside_the_template_is_untouched(self) -> None:
         """Only its elements are written."""
         ours = on_device(64, 64, fill=0)
@@ -289,6 +305,7 @@ class TestLoading:
         assert ours[:, ::2].unique().tolist() == [1]
         assert ours[:, 1::2].unique().tolist() == [0]
 
+    @on_a_loop
     async def test_training_goes_on_from_there(self) -> None:
         """The default stream sees what was loaded, without a synchronize."""
         state, template = self.state(1), self.state(0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from aiockpt.testing import assert_same
+from tests.support.cards import on_a_loop
 from tests.support.groups import Transport, moved, transports
 
 DEVICE = torch.device("cuda", 0)
@@ -22,7 +23,6 @@ A_WHILE = 400_000_000
 """Cycles that a device is kept busy: some 200 ms."""
 
 pytestmark = [
-    pytest.mark.asyncio,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here"),
 ]
 
@@ -40,6 +40,7 @@ def state(fill: float) -> dict[str, torch.Tensor]:
 class TestOverGloo:
     """Through the host memory of both ends."""
 
+    @on_a_loop
     async def test_a_device_s_tensors_arrive(self) -> None:
         """In host memory, without a template."""
         async with transports() as (sender, receiver):
@@ -47,6 +48,7 @@ class TestOverGloo:
         assert_same(got, {name: tensor.cpu() for name, tensor in state(1.0).items()})
 
     @pytest.mark.parametrize("direct", [False, True])
+    @on_a_loop
     async def test_a_template_on_the_device_is_filled(self, *, direct: bool) -> None:
         """Each tensor where it is."""
         into = state(0.0)
@@ -69,6 +71,7 @@ class TestOnTheDevice:
         ):
             yield sender, receiver, ours
 
+    @on_a_loop
     async def test_each_tensor_arrives_where_it_was(self) -> None:
         """On the device, or in host memory."""
         async with self.pair() as (sender, receiver, _):
@@ -78,6 +81,7 @@ class TestOnTheDevice:
         assert {name: tensor.device for name, tensor in got.items()} == devices
 
     @pytest.mark.parametrize("direct", [False, True])
+    @on_a_loop
     async def test_a_template_is_filled(self, *, direct: bool) -> None:
         """Each tensor where it is."""
         into = state(0.0)
@@ -86,6 +90,7 @@ class TestOnTheDevice:
         assert got["large"] is into["large"]
         assert_same(into, state(1.0))
 
+    @on_a_loop
     async def test_small_ones_travel_together(self) -> None:
         """Coalesced on the device."""
         small = [torch.full((1000,), float(n), device=DEVICE) for n in range(500)]
@@ -93,6 +98,7 @@ class TestOnTheDevice:
             assert_same(await moved(sender, receiver, small), small)
             assert len(group.lengths) < 10
 
+    @on_a_loop
     async def test_nothing_comes_to_the_host(self) -> None:
         """Neither end needs memory for the bytes, but for what arrives."""
         weights = {"w": torch.ones(256 * MIB, device=DEVICE)}
@@ -107,6 +113,7 @@ class TestOnTheDevice:
         assert got["w"].device == DEVICE
         assert (got["w"] == 1).all()
 
+    @on_a_loop
     async def test_both_ends_wait_for_their_producers(self) -> None:
         """What was enqueued before is sent, and the template is not written to."""
         weight = torch.zeros(16 * MIB, device=DEVICE)
@@ -121,6 +128,7 @@ class TestOnTheDevice:
         assert seen.item() == 0
         assert into.unique().tolist() == [7]
 
+    @on_a_loop
     async def test_what_arrived_may_be_used_on_any_stream(self) -> None:
         """It is there when the receive returns."""
         async with self.pair() as (sender, receiver, _):

@@ -18,6 +18,7 @@ import torch
 from torch import distributed
 
 import aiockpt
+from tests.support.cards import on_a_loop
 
 MIB = 1 << 20
 A_WHILE = 400_000_000
@@ -25,7 +26,6 @@ A_WHILE = 400_000_000
 
 if __name__ != "__main__":
     pytestmark = [
-        pytest.mark.asyncio,
         pytest.mark.skipif(
             torch.cuda.device_count() < 2 or not distributed.is_nccl_available(),
             reason="NCCL wants a CUDA device for each of two ranks",
@@ -206,6 +206,7 @@ async def main(path: str, rank: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", WHATS)
+@on_a_loop
 async def test_two_ranks(what: str, tmp_path: Path) -> None:
     """Both of them are content."""
     started = [

@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import aiohttp
 import pytest
-import trustme
 from aiohttp import web
 from yarl import URL
 
@@ -345,6 +344,8 @@ async def running(
 @cache
 def certified() -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Return a context for servers on 127.0.0.1, and one for clients that trust it."""
+    import trustme  # other tests run where it is not installed
+
     authority = trustme.CA()
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1", "localhost").configure_cert(server)
