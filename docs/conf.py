@@ -24,6 +24,7 @@ nitpick_ignore_regex = [
         ),
     ),
     (r"py:(class|obj)", r"(aiockpt\..*\.)?[BCT]"),  # type variables
+    (r"py:class", r"aiockpt\.checkpointers\.writer\.Writers"),  # for the factories
 ]
 
 autodoc_member_order = "bysource"

@@ -1,5 +1,6 @@
 """Two ranks save one checkpoint together, and each loads its own part again."""
 
+import socket
 import sys
 import tempfile
 from multiprocessing import get_context
@@ -12,15 +13,15 @@ import aiockpt
 from aiockpt.checkpointers import CheckpointWriterConfig
 
 
-def run(rank: int, directory: str) -> None:
+def run(rank: int, port: int, directory: str) -> None:
     distributed.init_process_group(
-        "gloo", init_method=f"file://{directory}/.store", rank=rank, world_size=2
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
     )
     shard = torch.full((1000,), float(rank))
     config = aiockpt.CheckpointerConfig(
         writer_config=CheckpointWriterConfig(keep_last=2)
     )
-    # The rank is found, and so is where to meet: a group beside the default one.
+    # The rank is found, and so is where to meet: the store of the process group.
     with aiockpt.make_sync_checkpointer(config) as checkpointer:
         for step in (10, 20, 30):
             shard += 1
@@ -35,9 +36,11 @@ def run(rank: int, directory: str) -> None:
 
 
 def main() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
         start = get_context("spawn").Process
-        ranks = [start(target=run, args=(rank, directory)) for rank in (0, 1)]
+        ranks = [start(target=run, args=(rank, port, directory)) for rank in (0, 1)]
         for each in ranks:
             each.start()
         for each in ranks:

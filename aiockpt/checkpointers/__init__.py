@@ -40,12 +40,8 @@ if TYPE_CHECKING:
     from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer, SaveHandle
     from aiockpt.checkpointers.background import BackgroundCheckpointer
     from aiockpt.checkpointers.barriers import (
-        Barrier,
-        DistBarrier,
-        Meeting,
         TCPStoreBarrier,
         create_barrier_from_config,
-        register_barrier,
     )
     from aiockpt.checkpointers.base import (
         Checkpointer,
@@ -84,7 +80,6 @@ __all__ = [
     "AsyncCheckpointer",
     "BackgroundCheckpointer",
     "BackgroundWriter",
-    "Barrier",
     "BarrierConfig",
     "Checkpoint",
     "CheckpointProcess",
@@ -98,8 +93,6 @@ __all__ = [
     "CheckpointerConfig",
     "CheckpointerStatistics",
     "DefaultStager",
-    "DistBarrier",
-    "Meeting",
     "RankFile",
     "RankInfo",
     "Recovered",
@@ -120,14 +113,12 @@ __all__ = [
     "make_background_checkpointer",
     "make_sync_checkpointer",
     "recover",
-    "register_barrier",
 ]
 
 _HOMES = {
     "AsyncCheckpointer": "aiockpt.checkpointers.async_checkpointer",
     "BackgroundCheckpointer": "aiockpt.checkpointers.background",
     "BackgroundWriter": "aiockpt.checkpointers.submission",
-    "Barrier": "aiockpt.checkpointers.barriers",
     "BarrierConfig": "aiockpt.checkpointers.config",
     "Checkpoint": "aiockpt.storage.directory",
     "CheckpointProcess": "aiockpt.checkpointers.process",
@@ -141,8 +132,6 @@ _HOMES = {
     "CheckpointerConfig": "aiockpt.checkpointers.config",
     "CheckpointerStatistics": "aiockpt.checkpointers.base",
     "DefaultStager": "aiockpt.checkpointers.stager",
-    "DistBarrier": "aiockpt.checkpointers.barriers",
-    "Meeting": "aiockpt.checkpointers.barriers",
     "RankFile": "aiockpt.storage.directory",
     "RankInfo": "aiockpt.checkpointers.config",
     "Recovered": "aiockpt.checkpointers.recovery",
@@ -163,7 +152,6 @@ _HOMES = {
     "make_background_checkpointer": "aiockpt.checkpointers.factories",
     "make_sync_checkpointer": "aiockpt.checkpointers.factories",
     "recover": "aiockpt.checkpointers.recovery",
-    "register_barrier": "aiockpt.checkpointers.barriers",
 }
 
 if not TYPE_CHECKING:

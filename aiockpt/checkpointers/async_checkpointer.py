@@ -27,7 +27,7 @@ from aiockpt.checkpointers.base import (
     step_for,
     template_of,
 )
-from aiockpt.checkpointers.config import BusyPolicy
+from aiockpt.checkpointers.config import BusyPolicy, SaveRanks
 from aiockpt.checkpointers.reader import CheckpointReader, load, own_read
 from aiockpt.checkpointers.stager import (
     CheckpointStager,
@@ -52,7 +52,7 @@ from aiockpt.state.selection import Select
 from aiockpt.storage.read import OnBytes, Verify
 from aiockpt.transport import Timeout, refuse_unknown, seconds
 
-__all__ = ["AsyncCheckpointer", "SaveHandle"]
+__all__ = ["AsyncCheckpointer", "SaveHandle", "check_policy"]
 
 _SLOTS: Final = 2  # one save is being written, one waits
 _SLOTS_TO_REPLACE: Final = 3  # the waiting one stays until its successor is staged
@@ -266,6 +266,8 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             SaveInProgressError: the policy is ``fail``, and two saves are not written.
             TypeError, ValueError: an unknown keyword; ``path`` is not a path, or
                 ``step`` not a step.
+            ValueError: several ranks have nowhere to meet, or a policy other than
+                ``wait``.
             ClosedError: after :meth:`close`.
             TransferTimeoutError: the deadline passed, with ``raise_on_failure``.
                 Without it, this and all other errors are raised by the handle only.
@@ -276,6 +278,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         place = path_for(state_dict, path)
         if self._raises:
             self._raise_unobserved()
+        check_policy(self._policy, self._writer.ranks())
         handle = SaveHandle(place, step_for(place, {"step": step}))
         kwargs: dict[str, Any] = {**own}
         if step is not None:
@@ -519,6 +522,19 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         if self._last is not None:
             self._last.release()
             self._last = None
+
+
+def check_policy(policy: BusyPolicy, ranks: SaveRanks | None) -> None:
+    """Refuse a busy policy that ranks might apply differently.
+
+    Raises:
+        ValueError: there are several ranks, and the policy is not ``wait``.
+    """
+    if ranks is not None and ranks.info.global_world_size > 1 and policy != "wait":
+        raise ValueError(
+            f"with busy_policy={policy!r} some ranks might save a step that others "
+            "skip: use 'wait' with several ranks"
+        )
 
 
 def _announce(handle: SaveHandle, stop: str, detail: str, level: int) -> None:

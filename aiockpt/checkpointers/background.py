@@ -94,6 +94,8 @@ class BackgroundCheckpointer(
             SaveInProgressError: the policy is ``fail``, and two saves are not written.
             TypeError, ValueError: an unknown keyword; ``path`` is not a path, or
                 ``step`` not a step.
+            ValueError: several ranks have nowhere to meet, or a policy other than
+                ``wait``.
             ClosedError: after :meth:`close`.
             TransferTimeoutError: the deadline passed, with ``raise_on_failure``.
                 Without it, this and all other errors are raised by the handle only.

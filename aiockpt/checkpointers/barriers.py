@@ -1,210 +1,127 @@
-"""Barriers at which ranks wait for each other, to commit a checkpoint together.
+"""The meeting of ranks: they wait for each other in a TCP store, to commit together.
 
 Ranks meet twice in a save: when every file is written, and when rank 0 has committed.
-A rank that fails reports that at the barrier, so that the other ranks fail at once.
+A rank that fails reports that at the meeting, so that the other ranks fail at once.
 
-`Barrier` is the interface. `TCPStoreBarrier` meets in a key-value store, which any
-process can reach. `DistBarrier` meets in a process group, inside the trainer only.
+The store is the one of torch.distributed's default group, or the one whose address
+`BarrierConfig` gives. `RankLookup` finds out, at each save, who meets there.
 
-This module loads ``torch.distributed`` only when a barrier is made, because a
-checkpoint process of one rank does not need torch.
+This module loads ``torch.distributed`` only when ranks meet, because a checkpoint
+process of one rank does not need torch.
 """
 
 from __future__ import annotations
 
-import inspect
+import hashlib
+import logging
 import os
 import sys
 import time
-import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from aiockpt.checkpointers.config import BarrierConfig, RankInfo
-from aiockpt.errors import (
-    PeerFailedError,
-    ProcessGroupError,
-    TransferTimeoutError,
-    TransportError,
-)
+from aiockpt.checkpointers.config import BarrierConfig, RankInfo, SaveRanks
+from aiockpt.errors import PeerFailedError, TransferTimeoutError, TransportError
 
 if TYPE_CHECKING:
-    import torch.distributed
     from torch._C._distributed_c10d import Store
 
 __all__ = [
-    "Barrier",
-    "DistBarrier",
     "Meeting",
     "Phase",
+    "RankLookup",
     "TCPStoreBarrier",
-    "barrier_config_for",
     "create_barrier_from_config",
     "default_rank_info",
-    "register_barrier",
 ]
 
-B = TypeVar("B", bound="type[Barrier]")
+logger = logging.getLogger("aiockpt")
 
 Phase: TypeAlias = Literal["written", "committed"]
 
-_LEGACY_TIMEOUT: Final = 600.0  # of `execute_barrier`, which is given none
+_PHASES: Final[tuple[Phase, ...]] = ("written", "committed")
 _POLL: Final = 0.005
+_SAY_AFTER: Final = 30.0
+"""Seconds after which a waiting rank logs for whom it waits; half its time if less."""
 
+_KEPT: Final = 32
+"""How many meetings that have failed stay in the store, for ranks that come late."""
+
+_SHOWN: Final = 8
 _ALL_CAME: Final = "all came"
 _LATE: Final = "late"
 
+_ALONE: Final = "rank_info=RankInfo(0, 1)"
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """The purpose of a meeting, by which ranks of the same save find each other.
 
-    Attributes:
-        name: The name of the checkpoint's directory.
-        step: The checkpoint's step.
-        phase: ``written`` (every rank's file is durable) or ``committed``.
-        place: The directory in which the checkpoint is built.
-        timeout: How many seconds to wait for the other ranks.
+# ------------------------------------------------------------------- who saves together
+
+
+class RankLookup:
+    """Finds out the ranks of a checkpointer, again at each save and load.
+
+    Args:
+        given: This process's rank, if the caller has given one.
+        config: How the ranks meet. None: a writer of the caller's own knows it.
     """
 
-    name: str
-    step: int
-    phase: Phase
-    place: Path
-    timeout: float
+    def __init__(self, given: RankInfo | None, config: BarrierConfig | None) -> None:
+        self._given, self._config = given, config
+        self._warned = False
 
-    def __str__(self) -> str:
-        return f"{self.name}/{self.step}/{self.phase}"
+    def info(self) -> RankInfo:
+        """Return this process's rank as it is now."""
+        return self._given or default_rank_info()
 
-
-_LEGACY: Final = Meeting(
-    name="execute_barrier",
-    step=0,
-    phase="committed",
-    place=Path(),
-    timeout=_LEGACY_TIMEOUT,
-)
-
-
-class Barrier(ABC):
-    """Blocks each rank until all ranks have arrived.
-
-    A subclass needs only :meth:`execute_barrier`. With :meth:`meet` it can also tell
-    the other ranks of a failure. `register_barrier` makes it available by name.
-    """
-
-    barrier_type: ClassVar[str]
-
-    @abstractmethod
-    def execute_barrier(self) -> None:
-        """Block until every rank has called this. A save calls it twice."""
-
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
-        """Block until every rank has arrived; with ``failure``, report it and return.
-
-        Raises:
-            PeerFailedError: another rank failed, or stopped waiting.
-            TransferTimeoutError: not all ranks arrived in time, so no rank continues.
-            TransportError: not all ranks arrived, or this rank cannot find out.
-        """
-        del meeting
-        if failure is None:
-            self.execute_barrier()
-
-    def expect(self, meeting: Meeting) -> None:
-        """Note that a save has begun whose ranks will meet.
-
-        The writer calls this before the first byte. An earlier save of the same name
-        and step may have left a meeting unfinished, which must not be joined.
-
-        Raises:
-            TransportError: the store of the meeting cannot be reached.
-        """
-        del meeting
-
-    def close(self) -> None:
-        """Release the barrier's connections and groups."""
-        return
-
-
-# ------------------------------------------------------------------- which barrier
-
-_classes: Final[dict[str, type[Barrier]]] = {}
-
-
-def register_barrier(barrier: B) -> B:
-    """Let a `BarrierConfig` name this class by its ``barrier_type``. A decorator."""
-    _classes[barrier.barrier_type] = barrier
-    return barrier
-
-
-def create_barrier_from_config(
-    config: BarrierConfig, rank_info: RankInfo
-) -> Barrier | None:
-    """Make the barrier that ``config`` names, in the process that will wait at it.
-
-    A constructor with parameters ``global_rank`` and ``global_world_size`` gets them,
-    unless ``barrier_args`` has them. Without a type, see `barrier_config_for`.
-
-    Raises:
-        ValueError: the type is unknown, or several ranks have nowhere to meet.
-    """
-    config = barrier_config_for(config, rank_info, in_process=False)
-    if config.barrier_type is None:
+    def at_start(self) -> SaveRanks | None:
+        """Return the ranks as they are now; None if they have nowhere to meet yet."""
+        with suppress(ValueError):
+            return self._found(self.info())
         return None
-    if config.barrier_type not in _classes:
-        known = ", ".join(sorted(_classes))
-        raise ValueError(
-            f"there is no barrier type {config.barrier_type!r}; known are {known}"
+
+    def of_save(self) -> SaveRanks:
+        """Return the ranks of a save that begins now.
+
+        Raises:
+            ValueError: there are several ranks, and nowhere to meet.
+        """
+        info = self.info()
+        if self._given is None and not _is_initialized():
+            self._warn_if_alone()
+        return self._found(info)
+
+    def _found(self, info: RankInfo) -> SaveRanks:
+        alone = info.global_world_size == 1
+        if alone or self._config is None or self._config.names_store:
+            return SaveRanks(info)
+        return SaveRanks(info, _default_store(info.global_world_size))
+
+    def _warn_if_alone(self) -> None:
+        launched = os.environ.get("WORLD_SIZE", "")
+        if self._warned or not launched.isdecimal() or int(launched) < 2:
+            return
+        self._warned = True
+        logger.warning(
+            "this process saves as the only rank, although WORLD_SIZE is %s: call "
+            "torch.distributed.init_process_group before the first save, or give "
+            "rank_info; %s says that this process saves for all",
+            launched,
+            _ALONE,
         )
-    make = _classes[config.barrier_type]
-    ranks: dict[str, object] = {
-        "global_rank": rank_info.global_rank,
-        "global_world_size": rank_info.global_world_size,
-    }
-    accepted = inspect.signature(make).parameters
-    given = {name: value for name, value in ranks.items() if name in accepted}
-    return make(**(given | dict(config.barrier_args)))
-
-
-def barrier_config_for(
-    config: BarrierConfig, rank_info: RankInfo, *, in_process: bool
-) -> BarrierConfig:
-    """Choose how ranks meet if ``config`` does not. Call it in the trainer's process.
-
-    One rank needs no barrier. If torch.distributed is initialized, several ranks meet
-    in a process group. Checkpoint processes (``in_process``) meet in the TCP store
-    that the default process group was made with.
-
-    Raises:
-        ValueError: there are several ranks, and nowhere to meet.
-    """
-    if config.barrier_type is not None or rank_info.global_world_size == 1:
-        return config
-    if not _distributed_is_initialized():
-        raise ValueError(
-            f"{rank_info.global_world_size} ranks need somewhere to meet: name it by "
-            "BarrierConfig, or initialize torch.distributed first"
-        )
-    if not in_process:
-        return BarrierConfig("dist_barrier")
-    return BarrierConfig("tcp_store", _default_store_arguments())
 
 
 def default_rank_info() -> RankInfo:
     """Return this process's rank in torch's default process group, or 0 of 1."""
-    if not _distributed_is_initialized():
+    if not _is_initialized():
         return RankInfo(0, 1)
     distributed = sys.modules["torch.distributed"]
     return RankInfo(distributed.get_rank(), distributed.get_world_size())
 
 
-def _distributed_is_initialized() -> bool:
+def _is_initialized() -> bool:
     # If the program has initialized it, the program has imported it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
@@ -212,12 +129,22 @@ def _distributed_is_initialized() -> bool:
     return bool(distributed.is_initialized())
 
 
-def _default_store_arguments() -> dict[str, object]:
-    """Return the arguments of a barrier that meets in the default group's store.
+def _default_store(world_size: int) -> tuple[str, int]:
+    """Return the host and port of the default group's store.
 
     Raises:
-        ValueError: that store is not a TCP store.
+        ValueError: there is no such group, or its store has no address.
     """
+    remedy = (
+        "give the address of a TCP store by BarrierConfig('tcp_store', "
+        "{'master_address': ..., 'tcpstore_port': ...}); if only one process saves, "
+        f"give it {_ALONE}"
+    )
+    if not _is_initialized():
+        raise ValueError(
+            f"{world_size} ranks need somewhere to meet: initialize torch.distributed "
+            f"before the save, or {remedy}"
+        )
     from torch import distributed as dist
 
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no other way
@@ -225,27 +152,79 @@ def _default_store_arguments() -> dict[str, object]:
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         raise ValueError(
-            f"torch.distributed was initialized with a {type(store).__name__}, where "
-            "other processes cannot meet: name a tcp_store by BarrierConfig"
+            f"{world_size} ranks cannot meet in the {type(store).__name__} with which "
+            "torch.distributed was initialized: initialize it by env:// or tcp://, or "
+            f"{remedy}"
         )
-    return {
-        "master_address": store.host,
-        "tcpstore_port": store.port,
-        "is_master": False,
-    }
+    return store.host, store.port
 
 
-# ----------------------------------------------------------------------- TCP store
+def create_barrier_from_config(
+    config: BarrierConfig, rank_info: RankInfo, store: tuple[str, int] | None = None
+) -> TCPStoreBarrier | None:
+    """Make the barrier of several ranks, in the process that will wait at it.
+
+    Args:
+        config: The address of the store, and other arguments of `TCPStoreBarrier`.
+        rank_info: The rank that will wait.
+        store: Where the ranks meet if ``config`` has no address. By default the
+            store of torch.distributed's default group.
+
+    Returns:
+        None for a single rank.
+
+    Raises:
+        ValueError: several ranks have nowhere to meet.
+        TransportError: rank 0 cannot host the store.
+    """
+    size = rank_info.global_world_size
+    if size == 1:
+        return None
+    found: dict[str, object] = {"global_rank": rank_info.global_rank}
+    found["global_world_size"] = size
+    if not config.names_store:
+        host, port = store or _default_store(size)
+        found |= {"master_address": host, "tcpstore_port": port, "is_master": False}
+    return TCPStoreBarrier(**(found | dict(config.barrier_args)))  # type: ignore[arg-type]
 
 
-@register_barrier
-class TCPStoreBarrier(Barrier):
-    """Meets in a ``torch.distributed.TCPStore``, which rank 0 hosts.
+# ------------------------------------------------------------------------ the meeting
 
-    The ranks need no process group. All state of a meeting is in the store, so a
-    writer that died can be replaced. The store has one or more *rounds*, or attempts,
-    for each meeting. One decision ends a round, and all of its ranks read it: either
-    all ranks arrived, or a named rank failed for a stated reason.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """What ranks meet for. Those of the same save find each other by it.
+
+    Attributes:
+        directory: The checkpoint's absolute path as it was given to the save. Links
+            are not followed, because they may differ from rank to rank.
+        step: The checkpoint's step.
+        phase: ``written`` (every rank's file is durable) or ``committed``.
+        timeout: How many seconds to wait for the other ranks.
+    """
+
+    directory: str
+    step: int
+    phase: Phase
+    timeout: float
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.directory)}/{self.step}/{self.phase}"
+
+    @property
+    def key(self) -> str:
+        """The name of this meeting, whatever characters the directory has."""
+        where = hashlib.sha256(os.fsencode(self.directory)).hexdigest()[:32]
+        return f"{where}/{self.step}/{self.phase}"
+
+
+class TCPStoreBarrier:
+    """Meets in a ``torch.distributed.TCPStore``.
+
+    All state of a meeting is in the store, so a writer that died can be replaced. The
+    store has one or more *rounds*, or attempts, for each meeting. One decision ends a
+    round, and all of its ranks read it: either all ranks arrived, or a named rank
+    failed for a stated reason.
 
     Args:
         global_rank: This rank.
@@ -253,16 +232,14 @@ class TCPStoreBarrier(Barrier):
         barrier_prefix: Keeps these keys apart from other keys in the same store.
         timeout_barrier_init_secs: How long to try to reach the store.
         use_checkpoint_barrier_tcpstore_libuv: Let the host use libuv.
-        tcpstore_port: The store's port; by default ``MASTER_PORT``.
-        master_address: The store's host; by default ``MASTER_ADDR``.
+        tcpstore_port: The store's port.
+        master_address: The store's host.
         timeout_secs: Wait no longer than this, even if the writer would.
-        timeout_exit_secs: How long a closing host stays for ranks that have not read
-            the last decision yet. It does not stay for ranks that never came.
-        is_master: Whether this process hosts the store. By default rank 0 does, unless
-            torchrun's agent already hosts it at that address.
+        timeout_exit_secs: How long a closing host, or rank 0, stays for ranks that have
+            not read the last decision yet. It does not stay for ranks that never came.
+        is_master: Whether this process hosts the store, unless another process of its
+            host does. By default rank 0 does.
     """
-
-    barrier_type = "tcp_store"
 
     def __init__(
         self,
@@ -278,63 +255,59 @@ class TCPStoreBarrier(Barrier):
         timeout_exit_secs: float = 5,
         is_master: bool | None = None,
     ) -> None:
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        hosted = agent and tcpstore_port is None
+        if tcpstore_port is None or master_address is None:
+            raise ValueError(
+                "a TCP store has an address: give master_address and tcpstore_port, or "
+                "neither by BarrierConfig to meet in torch.distributed's own store"
+            )
         self._rank, self._world_size = global_rank, global_world_size
-        self._prefix = barrier_prefix
-        self._address = master_address or os.environ.get("MASTER_ADDR", "localhost")
-        port = os.environ.get("MASTER_PORT") if tcpstore_port is None else tcpstore_port
-        if port is None:
-            raise ValueError("tcp_store needs tcpstore_port, or MASTER_PORT to be set")
-        self._port = int(port)
+        self._prefix = f"{barrier_prefix}/{global_world_size}"
+        self._address, self._port = master_address, int(tcpstore_port)
         self._init_timeout = timeout_barrier_init_secs
         self._libuv = use_checkpoint_barrier_tcpstore_libuv
         self._longest = timeout_secs
         self._exit_timeout = timeout_exit_secs
-        self._is_master = (
-            not (global_rank or hosted) if is_master is None else is_master
-        )
+        self._is_master = not global_rank if is_master is None else is_master
+        self._hosts = False
         self._store: Store | None = None
-        self._done: list[tuple[str, int]] = []  # the rounds that this rank was in
         self._begun: dict[str, int] = {}  # the round in which it will be, by meeting
+        self._past: dict[str, None] = {}  # the meetings whose keys rank 0 will remove
+        self._last: _Round | None = None  # the last one that this rank was in
         if self._is_master:
-            self._connect()
+            with self._translating_errors():
+                self._connect()
 
     def __repr__(self) -> str:
         where = f"{self._address}:{self._port}"
         return f"<TCPStoreBarrier {where} rank={self._rank}/{self._world_size}>"
 
-    def execute_barrier(self) -> None:
-        """Block until every rank has called this."""
-        self.meet(_LEGACY)
-
     def expect(self, meeting: Meeting) -> None:
-        """Begin another round if the last one certainly belongs to an earlier save.
+        """Note that a save has begun whose ranks will meet twice.
+
+        The writer calls this before the first byte. An earlier save of the same
+        directory and step may have left a round unfinished, which must not be joined.
+        So another round begins if the last one certainly belongs to an earlier save.
 
         Three kinds of rounds do: a round that this rank took part in, a round that was
         given up before this save began, and any meeting to commit, because all ranks
         come to the other meeting first. A round in which another rank has failed stays,
         because it may belong to this save.
+
+        Raises:
+            TransportError: the store cannot be reached.
         """
         with self._translating_errors():
-            store, key = self._connect(), self._key(meeting)
-            number = _current(store, key)
-            last = _Round(store, key, number)
-            decision = last.decision
-            if decision and (
-                meeting.phase == "committed"
-                or decision.startswith(_LATE)
-                or self._rank in last.ranks("arrived")
-            ):
-                number += 1
-                _advance_to(store, key, number)
-            # If this process dies, its replacement reads this: the other ranks may
-            # be a round ahead by then.
-            _Round(store, key, number).add("begun", self._rank)
-            self._begun[key] = number
+            for phase in _PHASES:
+                self._expect(self._connect(), self._key(meeting, phase), phase)
 
     def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
-        """Wait for all ranks; with ``failure``, report it and return."""
+        """Block until every rank has arrived; with ``failure``, report it and return.
+
+        Raises:
+            PeerFailedError: another rank failed, or stopped waiting.
+            TransferTimeoutError: not all ranks arrived in time, so no rank continues.
+            TransportError: the store cannot be reached.
+        """
         with self._translating_errors():
             if failure is None:
                 self._meet(meeting)
@@ -342,20 +315,40 @@ class TCPStoreBarrier(Barrier):
                 self._tell(meeting, failure)
 
     def close(self) -> None:
-        """Disconnect. The host first lets the other ranks read the last decision."""
-        if self._is_master and self._store is not None and self._done:
-            last = _Round(self._store, *self._done[-1])
+        """Disconnect. The host first lets the other ranks read the last decision.
+
+        So does rank 0, whose program may host the store of the default group.
+        """
+        last, stays = self._last, self._hosts or not self._rank
+        if stays and self._store is not None and last is not None:
             with suppress(RuntimeError):
                 late = last.decision.startswith(_LATE)
                 readers = len(last.ranks("arrived")) if late else self._world_size
                 until = time.monotonic() + self._exit_timeout
                 while last.readers < readers and time.monotonic() <= until:
                     time.sleep(_POLL)
-        self._store = None
+        self._store = self._last = None
+
+    def _expect(self, store: Store, key: str, phase: Phase) -> None:
+        number = _current(store, key)
+        last = _Round(store, key, number)
+        decision = last.decision
+        if decision and (
+            phase == "committed"
+            or decision.startswith(_LATE)
+            or self._rank in last.ranks("arrived")
+        ):
+            number += 1
+            _advance_to(store, key, number)
+        # If this process dies, its replacement reads this: the other ranks may be a
+        # round ahead by then.
+        _Round(store, key, number).add("begun", self._rank)
+        self._begun[key] = number
+        while len(self._begun) > _KEPT:
+            del self._begun[next(iter(self._begun))]
+        self._note(store, key)
 
     def _meet(self, meeting: Meeting) -> None:
-        from torch import distributed as dist
-
         store, key = self._connect(), self._key(meeting)
         number = self._begun.pop(key, _current(store, key))
         while self._rank in _Round(store, key, number).ranks("arrived"):
@@ -366,18 +359,46 @@ class TCPStoreBarrier(Barrier):
             now.decide(_ALL_CAME)
         limits = (meeting.timeout, self._longest)
         timeout = min(limit for limit in limits if limit is not None)
-        with suppress(dist.DistStoreError):
-            now.wait(timeout)
-        late = f"{_LATE}:{self._rank}:rank {self._rank} waited for {timeout:.3g} s"
+        missing = self._wait(now, meeting, timeout)
+        waited = f"it waited {timeout:.3g} s for {missing}"
+        late = f"{_LATE}:{self._rank}:{waited}"
         found = now.decide(late)
         now.note_read()
         if found == late:
-            raise TransferTimeoutError(f"the barrier ({meeting})", timeout)
+            raise TransferTimeoutError(
+                f"the barrier ({meeting}), which waited for {missing}", timeout
+            )
         if found != _ALL_CAME:
             _, rank, reason = found.split(":", 2)
             raise PeerFailedError(int(rank), reason)
         if meeting.phase == "written" and not self._rank:
-            self._forget(store, meeting)
+            self._forget(store, meeting, number)
+
+    def _wait(self, now: _Round, meeting: Meeting, timeout: float) -> str:
+        """Wait until the round has ended; say once for whom, and return it."""
+        from torch import distributed as dist
+
+        begun = time.monotonic()
+        with suppress(dist.DistStoreError):
+            now.wait(min(_SAY_AFTER, timeout / 2))
+            return ""
+        missing = self._missing(now, meeting)
+        logger.warning("saving %s waits for %s", meeting.directory, missing)
+        with suppress(dist.DistStoreError):
+            now.wait(max(begun + timeout - time.monotonic(), _POLL))
+            return ""
+        return self._missing(now, meeting)
+
+    def _missing(self, now: _Round, meeting: Meeting) -> str:
+        """Say which ranks have not come, and what to do if they never will."""
+        lost = sorted({*range(self._world_size)} - now.ranks("arrived"))
+        named = f"{_listed(lost)} of {self._world_size}"
+        if meeting.phase == "committed":
+            return named
+        return (
+            f"{named}; every rank must save {meeting.directory} by this path, or one "
+            f"process for all of them with {_ALONE}"
+        )
 
     def _tell(self, meeting: Meeting, failure: str) -> None:
         """Decide the current round; this rank may be in it from before a restart."""
@@ -399,7 +420,8 @@ class TCPStoreBarrier(Barrier):
 
     def _arrive(self, now: _Round) -> _Round:
         now.add("arrived", self._rank)
-        self._done.append((now.key, now.number))
+        self._last = now
+        self._note(now.store, now.key)
         return now
 
     def _begun_before(self, store: Store, key: str) -> int:
@@ -411,34 +433,55 @@ class TCPStoreBarrier(Barrier):
             number -= 1
         return current
 
-    def _forget(self, store: Store, meeting: Meeting) -> None:
-        """Remove the keys of earlier meetings, which all ranks have left."""
-        *past, now = self._done
-        self._done = [now]
-        # Another rank may have come to the second meeting of this save already.
-        both = (meeting, replace(meeting, phase="committed"))
-        kept = {self._key(each) for each in both}
-        for key, number in past:
-            _Round(store, key, number).delete()
-            if key not in kept:
-                store.delete_key(f"{key}/round")
+    def _note(self, store: Store, key: str) -> None:
+        """Note that rank 0 has to remove the keys of a meeting later."""
+        if self._rank:
+            return
+        self._past.pop(key, None)
+        self._past[key] = None
+        while len(self._past) > _KEPT:
+            _remove(store, next(iter(self._past)))
+            del self._past[next(iter(self._past))]
 
-    def _key(self, meeting: Meeting) -> str:
-        return f"{self._prefix}/{meeting}"
+    def _forget(self, store: Store, meeting: Meeting, number: int) -> None:
+        """Remove the keys of earlier meetings, which all ranks have left."""
+        # Another rank may have come to the second meeting of this save already.
+        written, committed = (self._key(meeting, phase) for phase in _PHASES)
+        for key in [*self._past]:
+            if key not in (written, committed):
+                _remove(store, key)
+                del self._past[key]
+        _remove_rounds(store, written, number - 1)
+        _remove_rounds(store, committed, self._begun.get(committed, 1) - 1)
+
+    def _key(self, meeting: Meeting, phase: Phase | None = None) -> str:
+        return f"{self._prefix}/{replace(meeting, phase=phase or meeting.phase).key}"
 
     def _connect(self) -> Store:
         from torch import distributed as dist
 
         if self._store is None:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                self._address,
-                self._port,
-                timeout=timedelta(seconds=self._init_timeout),
-                is_master=self._is_master,
-                wait_for_workers=False,
-                use_libuv=self._libuv,
-            )
+            try:
+                self._store = self._opened(hosts=self._is_master)
+            except dist.DistNetworkError as error:
+                if not self._is_master or "in use" not in str(error).lower():
+                    raise
+                # Another checkpointer of this job is the host.
+                self._store = self._opened(hosts=False)
         return self._store
+
+    def _opened(self, *, hosts: bool) -> Store:
+        from torch import distributed as dist
+
+        self._hosts = hosts
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            self._address,
+            self._port,
+            timeout=timedelta(seconds=self._init_timeout),
+            is_master=hosts,
+            wait_for_workers=False,
+            use_libuv=self._libuv,
+        )
 
     @contextmanager
     def _translating_errors(self) -> Iterator[None]:
@@ -450,6 +493,12 @@ class TCPStoreBarrier(Barrier):
             self._store = None  # the next meeting connects again
             where = f"{self._address}:{self._port}"
             raise TransportError(f"the store at {where} failed: {error}") from error
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' * (len(ranks) != 1)} {shown}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,9 +547,10 @@ class _Round:
     def readers(self) -> int:
         return self.store.add(self._name("read"), 0)
 
-    def delete(self) -> None:
-        for name in ("begun", "arrived", "decision", "read"):
-            self.store.delete_key(self._name(name))
+    def delete(self) -> bool:
+        """Remove the keys; return whether there was one."""
+        names = ("begun", "arrived", "decision", "read")
+        return bool(sum(self.store.delete_key(self._name(name)) for name in names))
 
 
 def _current(store: Store, key: str) -> int:
@@ -515,88 +565,18 @@ def _advance_to(store: Store, key: str, number: int) -> None:
         now = _text(store.compare_set(f"{key}/round", now, str(number)))
 
 
+def _remove(store: Store, key: str) -> None:
+    """Remove a meeting from the store."""
+    if store.check([f"{key}/round"]):
+        _remove_rounds(store, key, _current(store, key))
+        store.delete_key(f"{key}/round")
+
+
+def _remove_rounds(store: Store, key: str, last: int) -> None:
+    """Remove the rounds of a meeting up to ``last``; none before a missing one."""
+    while last > 0 and _Round(store, key, last).delete():
+        last -= 1
+
+
 def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-# ------------------------------------------------------------------- process group
-
-
-@register_barrier
-class DistBarrier(Barrier):
-    """Meets in a gloo group beside the default one, so that training is not disturbed.
-
-    All ranks must make it, in the same order as their other groups. It works in the
-    process that has the default process group, and not in a checkpoint process.
-
-    Args:
-        group: The group to meet in; its backend must reduce host memory. None makes
-            one.
-    """
-
-    barrier_type = "dist_barrier"
-
-    def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
-        from torch import distributed as dist
-
-        if not dist.is_initialized():
-            raise ValueError(
-                "dist_barrier needs torch.distributed to be initialized in the process "
-                "that writes; a checkpoint process meets by tcp_store"
-            )
-        self._own = group is None
-        self._group = dist.new_group(backend="gloo") if group is None else group
-        self._rank = dist.get_rank(self._group)
-        self._world_size = dist.get_world_size(self._group)
-        self._broken = ""
-
-    def __repr__(self) -> str:
-        return f"<DistBarrier rank={self._rank}/{self._world_size}>"
-
-    def execute_barrier(self) -> None:
-        """Block until every rank has called this."""
-        self.meet(_LEGACY)
-
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
-        """Block until every rank has arrived; with ``failure``, report it first.
-
-        Raises:
-            ProcessGroupError: the group failed, now or at an earlier meeting. After a
-                rank has missed one meeting, the ranks are out of step for good.
-        """
-        import torch
-
-        if self._broken:
-            raise ProcessGroupError(self._broken)
-        label = zlib.crc32(str(meeting).encode())
-        failed = self._world_size if failure is None else self._rank
-        # One reduction says who failed first, and whether all meet for the same.
-        said = torch.tensor([failed, label, -label], dtype=torch.int64)
-        self._reduce(said, meeting)
-        first, low, high = said.tolist()
-        if low != -high:
-            self._broken = "the ranks met for different checkpoints"
-            raise ProcessGroupError(self._broken)
-        if first < self._world_size and failure is None:
-            raise PeerFailedError(first, "its log says why")
-
-    def close(self) -> None:
-        """Destroy the group, if the barrier made it."""
-        from torch import distributed as dist
-
-        if self._own and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-            self._own = False
-
-    def _reduce(self, said: torch.Tensor, meeting: Meeting) -> None:
-        from torch import distributed as dist
-
-        try:
-            work = dist.all_reduce(
-                said, op=dist.ReduceOp.MIN, group=self._group, async_op=True
-            )
-            assert work is not None
-            work.wait(timedelta(seconds=meeting.timeout))
-        except RuntimeError as error:
-            self._broken = f"an earlier meeting failed: {error}"
-            raise ProcessGroupError(str(error)) from error

@@ -20,6 +20,7 @@ __all__ = [
     "CheckpointWriterConfig",
     "CheckpointerConfig",
     "RankInfo",
+    "SaveRanks",
 ]
 
 BusyPolicy = Literal["wait", "skip", "replace", "fail"]
@@ -60,15 +61,48 @@ class RankInfo:
 class BarrierConfig:
     """How ranks wait for each other before a checkpoint is committed.
 
+    Several ranks meet in a TCP store: the one whose address is given, or the store of
+    ``torch.distributed``'s default group. A single rank needs none.
+
     Attributes:
-        barrier_type: ``"tcp_store"``, ``"dist_barrier"``, or a registered name. None:
-            a single rank needs no barrier; several ranks use the store of
-            ``torch.distributed``.
-        barrier_args: Arguments of the barrier's class.
+        barrier_type: ``"tcp_store"``, ``"dist_barrier"`` or None. All three mean the
+            same; only ``"dist_barrier"`` takes no address.
+        barrier_args: The ``master_address`` and ``tcpstore_port`` of a store, and other
+            arguments of `TCPStoreBarrier`.
     """
 
     barrier_type: str | None = None
     barrier_args: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.barrier_type not in (None, "tcp_store", "dist_barrier"):
+            raise ValueError(
+                f"there is no barrier type {self.barrier_type!r}: it is 'tcp_store' or "
+                "'dist_barrier', and both meet in a TCP store"
+            )
+        if self.barrier_type == "dist_barrier" and self.names_store:
+            raise ValueError(
+                "'dist_barrier' meets in the store of torch.distributed's default "
+                "group: name 'tcp_store' with master_address and tcpstore_port"
+            )
+
+    @property
+    def names_store(self) -> bool:
+        """Whether it gives the address of a store."""
+        return not {"master_address", "tcpstore_port"}.isdisjoint(self.barrier_args)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRanks:
+    """The ranks of one save.
+
+    Attributes:
+        info: This process's rank.
+        store: The host and port of the default group's store, if the ranks meet there.
+    """
+
+    info: RankInfo
+    store: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

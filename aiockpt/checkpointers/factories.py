@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Never
 
-from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
+from aiockpt.checkpointers.async_checkpointer import (
+    AsyncCheckpointer,
+    check_policy,
+)
 from aiockpt.checkpointers.background import BackgroundCheckpointer
-from aiockpt.checkpointers.barriers import barrier_config_for, default_rank_info
 from aiockpt.checkpointers.base import template_of
-from aiockpt.checkpointers.config import CheckpointerConfig, RankInfo
+from aiockpt.checkpointers.config import CheckpointerConfig, RankInfo, SaveRanks
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.reader import CheckpointReader, MapLocation
 from aiockpt.checkpointers.stager import DefaultStager
@@ -22,6 +23,7 @@ from aiockpt.checkpointers.sync import SyncCheckpointer
 from aiockpt.checkpointers.thread import CheckpointThread
 from aiockpt.checkpointers.writer import (
     WriterHook,
+    Writers,
     configured_writer,
     default_subprocess_init_fn,
 )
@@ -48,18 +50,21 @@ def make_sync_checkpointer(
     Args:
         config: How to write, and how ranks commit together.
         rank_info: This process's rank. By default the rank in ``torch.distributed``,
-            or the only rank.
+            or the only rank, looked up at each save and load.
         commit_hook: Called around each commit.
-
-    Raises:
-        ValueError: there are several ranks, and no store to meet at.
     """
-    rank_info = rank_info or default_rank_info()
-    barrier = barrier_config_for(config.barrier_config, rank_info, in_process=False)
-    writer = configured_writer(rank_info, config.writer_config, barrier, commit_hook)
-    allow_pickle = config.writer_config.allow_pickle
+    writers = Writers(
+        configured_writer,
+        {
+            "writer_config": config.writer_config,
+            "barrier_config": config.barrier_config,
+            "commit_hook": commit_hook,
+        },
+        rank_info,
+    )
     return SyncCheckpointer(
-        writer, CheckpointReader(rank_info, allow_pickle=allow_pickle)
+        writers,
+        CheckpointReader(rank_info, allow_pickle=config.writer_config.allow_pickle),
     )
 
 
@@ -81,36 +86,29 @@ def make_async_checkpointer(
     Args:
         config: All options.
         rank_info: This process's rank. By default the rank in ``torch.distributed``,
-            or the only rank.
+            or the only rank, looked up at each save and load.
         subprocess_init_fn: Called first in the checkpoint process, with
             ``subprocess_init_args``. Not called with ``use_process=False``.
         checkpoint_writer_init_fn: Makes the writer in that process, from ``rank_info``
-            and ``checkpoint_writer_init_args``. Then ``writer_config`` and
-            ``barrier_config`` have no effect.
+            and ``checkpoint_writer_init_args``, and another one if the rank changes.
+            Then ``writer_config`` and ``barrier_config`` have no effect.
         commit_hook: Called around each commit by the default writer, in its process.
 
     Raises:
-        ValueError: there are several ranks, and no store to meet at; or a busy policy
-            other than ``wait``, which ranks might apply differently.
+        ValueError: several ranks have a busy policy other than ``wait``, which they
+            might apply differently.
         LocalProtocolError: a function or an argument cannot be pickled.
     """
-    rank_info = rank_info or default_rank_info()
-    if rank_info.global_world_size > 1 and config.busy_policy != "wait":
-        raise ValueError(
-            f"with busy_policy={config.busy_policy!r} some ranks might save a step "
-            "that others skip: use 'wait' with several ranks"
-        )
     make_writer, arguments = checkpoint_writer_init_fn, dict[str, Any]()
     if make_writer is None:
         make_writer = configured_writer
-        barrier = barrier_config_for(
-            config.barrier_config, rank_info, in_process=config.use_process
-        )
         arguments["writer_config"] = config.writer_config
-        arguments["barrier_config"] = barrier
+        arguments["barrier_config"] = config.barrier_config
         arguments["commit_hook"] = commit_hook
     arguments |= checkpoint_writer_init_args or {}
     staging, process = config.staging_config, config.process_config
+    writers = Writers(make_writer, arguments, rank_info)
+    check_policy(config.busy_policy, SaveRanks(writers.lookup.info()))
     writer: BackgroundWriter
     if config.use_process:
         writer = CheckpointProcess(
@@ -123,10 +121,10 @@ def make_async_checkpointer(
             staging_config=staging,
         )
     else:
-        make = partial(make_writer, **{"rank_info": rank_info, **arguments})
-        timeout = process.subprocess_shutdown_timeout_secs
         writer = CheckpointThread(
-            make, shutdown_timeout_secs=timeout, staging_config=staging
+            writers,
+            shutdown_timeout_secs=process.subprocess_shutdown_timeout_secs,
+            staging_config=staging,
         )
     return AsyncCheckpointer(
         DefaultStager(staging, shared=config.use_process),
@@ -213,9 +211,7 @@ def load(
         TemplateMismatchError: the template does not fit. Nothing was changed.
     """
     refuse_unknown(load, unknown)
-    reader = CheckpointReader(
-        rank_info or default_rank_info(), allow_pickle=allow_pickle
-    )
+    reader = CheckpointReader(rank_info, allow_pickle=allow_pickle)
     loaded, _ = reader.read(
         path,
         template_of(state_dict, into),

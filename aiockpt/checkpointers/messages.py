@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias, cast
 import msgspec
 
 from aiockpt import errors
-from aiockpt.checkpointers.config import CheckpointProcessConfig
+from aiockpt.checkpointers.config import CheckpointProcessConfig, SaveRanks
 from aiockpt.errors import AiockptError, WorkerError
 from aiockpt.format.registry import REGISTRY
 from aiockpt.format.tree import decode_tree, encode_tree
@@ -57,21 +57,23 @@ _HUGE: Final = 10**308  # what a float can hold
 class Setup(msgspec.Struct, tag=True, frozen=True):
     """The first message. Its parcel holds the init functions: see `spawning`.
 
-    The config names a ``runtime_dir``, and ``rank`` is the trainer's.
+    The config names a ``runtime_dir``. ``ranks`` are those of the first save, as far as
+    they are known already; its writer is made before the save.
     """
 
     config: CheckpointProcessConfig
-    rank: int
+    ranks: SaveRanks | None
 
 
 class Write(msgspec.Struct, tag=True, frozen=True):
-    """Write a snapshot. Its parcel comes with it, then its arena.
+    """Write a snapshot as one of ``ranks``. Its parcel comes with it, then its arena.
 
     The parcel holds ``header_bytes`` of a header without digests, then the keywords.
     """
 
     number: int
     path: bytes
+    ranks: SaveRanks
     header_bytes: int
     segment_bytes: int
 
@@ -84,6 +86,7 @@ class Forsake(msgspec.Struct, tag=True, frozen=True):
 
     path: bytes
     step: int
+    ranks: SaveRanks
     reason: str
     begun: bool = False
 

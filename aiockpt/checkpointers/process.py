@@ -24,6 +24,7 @@ from aiockpt.checkpointers.config import (
     CheckpointProcessConfig,
     CheckpointStagerConfig,
     RankInfo,
+    SaveRanks,
 )
 from aiockpt.checkpointers.messages import (
     LONGEST_TEXT,
@@ -47,9 +48,9 @@ from aiockpt.checkpointers.submission import (
     known_as,
 )
 from aiockpt.checkpointers.writer import (
+    Writers,
     configured_writer,
     default_subprocess_init_fn,
-    own_functions_of,
 )
 from aiockpt.errors import AiockptError, ClosedError, WorkerError, WorkerTimeoutError
 from aiockpt.events import TransferEvent, emit
@@ -93,12 +94,14 @@ class CheckpointProcess(BackgroundWriter):
     Args:
         rank_info: The rank whose files it writes; given to
             ``checkpoint_writer_init_fn`` unless the arguments have a ``rank_info``.
+            None: the rank in ``torch.distributed``, looked up at each save.
         config: Timeouts and priorities.
         subprocess_init_fn: Called first in the child, with ``subprocess_init_args``.
         checkpoint_writer_init_fn: Makes the child's writer, from
-            ``checkpoint_writer_init_args``. Functions and arguments are pickled as
-            ``multiprocessing``'s spawn does. A main module that defines one of them is
-            imported in the child, and needs its ``if __name__ == "__main__":``.
+            ``checkpoint_writer_init_args``, and another one if the rank changes.
+            Functions and arguments are pickled as ``multiprocessing``'s spawn does. A
+            main module that defines one of them is imported in the child, and needs its
+            ``if __name__ == "__main__":``.
         staging_config: How a state dict that is not staged yet is staged.
 
     Raises:
@@ -107,7 +110,7 @@ class CheckpointProcess(BackgroundWriter):
 
     def __init__(
         self,
-        rank_info: RankInfo,
+        rank_info: RankInfo | None,
         config: CheckpointProcessConfig = CheckpointProcessConfig(),  # noqa: B008 - frozen
         subprocess_init_fn: Callable[..., object] = default_subprocess_init_fn,
         subprocess_init_args: tuple[Any, ...] = (),
@@ -120,12 +123,12 @@ class CheckpointProcess(BackgroundWriter):
             subprocess_init_fn,
             subprocess_init_args,
             checkpoint_writer_init_fn,
-            {"rank_info": rank_info, **(checkpoint_writer_init_args or {})},
+            checkpoint_writer_init_args or {},
         )
-        self._own = own_functions_of(
-            checkpoint_writer_init_fn, checkpoint_writer_init_args or {}
+        writers = Writers(
+            checkpoint_writer_init_fn, checkpoint_writer_init_args or {}, rank_info
         )
-        self._rank_info = rank_info
+        self._own, self._lookup = writers.own_functions(), writers.lookup
         self._restarts = 0
         self._config = config
         self._lifetime = Lifetime("the checkpoint process")
@@ -219,6 +222,7 @@ class CheckpointProcess(BackgroundWriter):
     ) -> Submission:
         """Hand over a snapshot or a state dict; see :class:`.BackgroundWriter`."""
         with self._lifetime.call():
+            ranks = self.ranks()
             snapshot = await self._handover.snapshot(staged, path, keywords)
             try:
                 text, parcel = await self._handover.parcel(snapshot, path, keywords)
@@ -233,6 +237,7 @@ class CheckpointProcess(BackgroundWriter):
                 message = Write(
                     number=self._count,
                     path=os.fsencode(text),
+                    ranks=ranks,
                     header_bytes=len(snapshot.manifest.header),
                     segment_bytes=snapshot.manifest.segment_bytes,
                 )
@@ -256,17 +261,24 @@ class CheckpointProcess(BackgroundWriter):
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
-        if self._rank_info.global_world_size == 1:
+        try:
+            ranks = self.ranks()
+        except ValueError:  # nowhere to tell them
             return
-        message = Forsake(
-            os.fsencode(known_as(path)), step, plain(reason)[:LONGEST_TEXT]
-        )
+        if ranks.info.global_world_size == 1:
+            return
+        reason = plain(reason)[:LONGEST_TEXT]
+        message = Forsake(os.fsencode(known_as(path)), step, ranks, reason)
         if self._resting:
             self._untold.append(message)
             return
         # Without a process, the other ranks cannot be told.
         with suppress(WorkerError, ClosedError), self._lifetime.call():
             (await self._reach()).child.send(message)
+
+    def ranks(self) -> SaveRanks:
+        """Return the ranks of a save that begins now."""
+        return self._lookup.of_save()
 
     async def close(self) -> None:
         """Let the child finish what it was given, and end it.
@@ -352,6 +364,7 @@ class CheckpointProcess(BackgroundWriter):
 
     def _start(self) -> Future[Child]:
         """Start a process in a thread; the first call that needs it gets its error."""
+        ranks = self._lookup.at_start()
 
         def start() -> Child:
             ours, directory = self._config, None
@@ -364,7 +377,7 @@ class CheckpointProcess(BackgroundWriter):
                 keep_last_seconds=ours.keep_last_seconds,
                 runtime_dir=directory,
             )
-            return self._recipe.start(Setup(config, self._rank_info.global_rank))
+            return self._recipe.start(Setup(config, ranks))
 
         return self._bridge.begin(start)
 
@@ -459,7 +472,13 @@ class CheckpointProcess(BackgroundWriter):
         self._fail(lost, error)
         reason = plain(str(error))[:LONGEST_TEXT]
         self._untold += [
-            Forsake(write.message.path, write.submission.step, reason, begun=True)
+            Forsake(
+                write.message.path,
+                write.submission.step,
+                write.message.ranks,
+                reason,
+                begun=True,
+            )
             for write in lost
         ]
 

@@ -11,6 +11,7 @@ from typing import Any, Never
 
 import torch
 
+from aiockpt.checkpointers.barriers import RankLookup
 from aiockpt.checkpointers.base import template_of
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.sources import Found, Reading, is_url, open_sources
@@ -41,7 +42,8 @@ class CheckpointReader:
     """Reads one rank's share of a checkpoint.
 
     Args:
-        rank_info: The rank whose file it reads.
+        rank_info: The rank whose file it reads. None: the rank in
+            ``torch.distributed``, looked up at each load.
         limits: The largest sizes that it accepts. By default the memory is the limit.
         allow_pickle: Accept leaves that were saved as pickles, which run code.
         ports: Returns the port of a device; tests pass a fake one.
@@ -51,19 +53,19 @@ class CheckpointReader:
 
     def __init__(
         self,
-        rank_info: RankInfo,
+        rank_info: RankInfo | None,
         *,
         limits: Limits = FILE_LIMITS,
         allow_pickle: bool = False,
         ports: PortFor = port_for,
     ) -> None:
-        self._rank_info = rank_info
+        self._ranks = RankLookup(rank_info, None)
         self._limits = limits
         self._allow_pickle = allow_pickle
         self.ports = ports
 
     def __repr__(self) -> str:
-        rank = self._rank_info
+        rank = self._ranks.info()
         return f"<CheckpointReader rank={rank.global_rank}/{rank.global_world_size}>"
 
     def read(
@@ -132,7 +134,7 @@ class CheckpointReader:
         state_dict, select = template_of(state_dict, into), listed(select)
         if rank is not None:
             rank = whole_number(rank, "rank")
-        info = self._rank_info
+        info = self._ranks.info()
         reading = Reading(
             rank=info.global_rank if rank is None else rank,
             world_size=info.global_world_size if rank is None else None,

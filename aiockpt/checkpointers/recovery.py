@@ -215,6 +215,7 @@ def _rebuilt(
 class _Held:
     number: int
     path: str
+    rank: int
     header: bytes
     arena: int
     manifest: Manifest | None = None  # with digests
@@ -227,13 +228,11 @@ class LastSnapshot:
 
     Args:
         runtime_dir: The directory of the socket.
-        rank: The trainer's.
         seconds: How long to wait for a process that takes it over.
     """
 
-    def __init__(self, runtime_dir: str, rank: int, seconds: float) -> None:
+    def __init__(self, runtime_dir: str, seconds: float) -> None:
         self._runtime_dir = runtime_dir
-        self._rank = rank
         self._seconds = seconds
         # The last one, and the one before: the last may be dropped before it is begun.
         self._held: deque[_Held] = deque()
@@ -243,9 +242,11 @@ class LastSnapshot:
         state = "idle" if self._offering is None else "offered"
         return f"<LastSnapshot {state} held={len(self._held)}>"
 
-    def hold(self, number: int, path: str, header: bytes, arena: int) -> None:
-        """Hold a newer snapshot; ``arena`` stays the caller's."""
-        self._held.append(_Held(number, path, header, os.dup(arena)))
+    def hold(
+        self, number: int, path: str, rank: int, header: bytes, arena: int
+    ) -> None:
+        """Hold a newer snapshot of a rank; ``arena`` stays the caller's."""
+        self._held.append(_Held(number, path, rank, header, os.dup(arena)))
         if len(self._held) > 2:
             os.close(self._held.popleft().arena)
 
@@ -281,7 +282,7 @@ class LastSnapshot:
 
     async def _offer(self, last: _Held) -> None:
         """Listen until one process has taken the snapshot over, or the time is up."""
-        name = _socket_name(os.path.dirname(last.path), self._rank)
+        name = _socket_name(os.path.dirname(last.path), last.rank)
         taken = asyncio.Event()
         try:
             with _listening(self._runtime_dir, name) as (listener, is_there):

@@ -17,11 +17,12 @@ from multiprocessing import context, process  # noqa: TID251 - as above
 from multiprocessing.reduction import ForkingPickler  # noqa: TID251 - as above
 from typing import Any
 
+from aiockpt.checkpointers.writer import Writers
 from aiockpt.errors import LocalProtocolError
 from aiockpt.runtime.children import Child
 from aiockpt.runtime.ipc import pack, unpack
 
-__all__ = ["Recipe", "make_writer"]
+__all__ = ["Recipe", "make_writers"]
 
 
 @dataclass(slots=True)
@@ -94,8 +95,8 @@ class Recipe:
             context.set_spawning_popen(None)
 
 
-def make_writer(parcel: int) -> Any:
-    """Call the init functions of a recipe, in its process; return the writer."""
+def make_writers(parcel: int) -> Writers:
+    """Call the init function of a recipe, in its process; return its writers."""
     content = unpack(parcel)
     size = int.from_bytes(content[:8], "little")
     facts = json.loads(content[8 : 8 + size])
@@ -116,7 +117,7 @@ def make_writer(parcel: int) -> Any:
     finally:
         del own._inheriting  # noqa: SLF001 - as above
     init(*init_args)
-    return make(**writer_args)
+    return Writers(make, writer_args)
 
 
 def _refuse_to_nest() -> None:

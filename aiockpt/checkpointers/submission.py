@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from aiockpt.checkpointers.base import Written, anything, step_for
-from aiockpt.checkpointers.config import CheckpointStagerConfig
+from aiockpt.checkpointers.config import CheckpointStagerConfig, SaveRanks
 from aiockpt.checkpointers.messages import encode_keywords
 from aiockpt.checkpointers.stager import StagedState, stager_of
 from aiockpt.errors import LocalProtocolError, StorageError
@@ -65,6 +65,14 @@ class BackgroundWriter(ABC):
     @abstractmethod
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
+
+    def ranks(self) -> SaveRanks | None:
+        """Return the ranks of a save that begins now, or None if they do not matter.
+
+        Raises:
+            ValueError: there are several ranks, and nowhere to meet.
+        """
+        return None
 
     async def abandon(self) -> None:
         """End as if this process had died, if the writer can outlive it."""
@@ -225,6 +233,6 @@ def known_as(path: str | os.PathLike[str]) -> str:
         text = absolute_path(path)
     except StorageError:
         text = os.fspath(path)
-    if len(text) > _LONGEST_PATH:  # ranks find each other by the last name only
-        text = os.path.basename(text)[-_LONGEST_PATH:]
+    if len(text) > _LONGEST_PATH:  # no file system has it, so each rank fails by itself
+        text = text[:_LONGEST_PATH]
     return text

@@ -20,7 +20,7 @@ from aiockpt.checkpointers.base import (
     template_of,
 )
 from aiockpt.checkpointers.reader import CheckpointReader, own_read
-from aiockpt.checkpointers.writer import CheckpointWriter, own_functions
+from aiockpt.checkpointers.writer import CheckpointWriter, Writers, own_functions
 from aiockpt.errors import ClosedError
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.state.selection import Select
@@ -38,11 +38,13 @@ class SyncCheckpointer(Checkpointer):
     the checkpointer as a context manager, or call :meth:`close`.
 
     Args:
-        writer: Writes this rank's part.
+        writer: Writes this rank's part; or makes a writer for the rank of each save.
         reader: Reads this rank's part.
     """
 
-    def __init__(self, writer: CheckpointWriter, reader: CheckpointReader) -> None:
+    def __init__(
+        self, writer: CheckpointWriter | Writers, reader: CheckpointReader
+    ) -> None:
         self._writer = writer
         self._reader = reader
         self._closed = False
@@ -90,23 +92,26 @@ class SyncCheckpointer(Checkpointer):
             UnsupportedLeafError: a leaf has a type that cannot be saved.
             StorageError: the checkpoint is not committed; ``path`` is as before.
             TypeError: an unknown keyword, or ``path`` is not a path.
+            ValueError: several ranks have nowhere to meet.
+            TransportError: rank 0 cannot host the store at which they meet.
             ClosedError: after :meth:`close`.
         """
-        refuse_unknown(SyncCheckpointer.save, own, *own_functions(self._writer))
+        writer = self._writer
+        refuse_unknown(SyncCheckpointer.save, own, *own_functions(writer))
         place, keywords = path_for(state_dict, path), dict[str, Any](own)
         self._check()
         if step is not None:
             keywords["step"] = step
         step = step_for(place, keywords)
         began, written = time.monotonic(), Written()
+        if isinstance(writer, Writers):
+            writer = writer.of(writer.lookup.of_save())
         self._account.count("saves")
         try:
-            if type(self._writer).write is CheckpointWriter.write:
-                written = self._writer.write_live(
-                    path, state_dict, progress, **keywords
-                )
+            if type(writer).write is CheckpointWriter.write:
+                written = writer.write_live(path, state_dict, progress, **keywords)
             else:
-                self._writer.write(path, state_dict, **keywords)
+                writer.write(path, state_dict, **keywords)
         except BaseException:
             self._account.count("failed")
             raise

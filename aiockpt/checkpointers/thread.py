@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from aiockpt.checkpointers.base import Written
-from aiockpt.checkpointers.config import CheckpointStagerConfig
+from aiockpt.checkpointers.config import CheckpointStagerConfig, SaveRanks
 from aiockpt.checkpointers.messages import (
     decode_keywords,
     encode_keywords,
@@ -24,7 +24,7 @@ from aiockpt.checkpointers.submission import (
     absolute_path,
     known_as,
 )
-from aiockpt.checkpointers.writer import own_functions_of, tell_ranks, write_by
+from aiockpt.checkpointers.writer import Writers, tell_ranks, write_by
 from aiockpt.errors import AiockptError, WorkerError
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
@@ -46,22 +46,19 @@ class CheckpointThread(BackgroundWriter):
     ends without :meth:`close` first waits for the submitted writes.
 
     Args:
-        make_writer: Makes the writer, in the thread.
+        writers: The writers; the thread makes them.
         shutdown_timeout_secs: How long closing waits for the submitted writes.
         staging_config: How a state dict that is not staged yet is staged.
     """
 
     def __init__(
         self,
-        make_writer: Callable[[], Any],
+        writers: Writers,
         *,
         shutdown_timeout_secs: float,
         staging_config: CheckpointStagerConfig,
     ) -> None:
-        self._make_writer = make_writer
-        made = make_writer if isinstance(make_writer, partial) else partial(make_writer)
-        self._own = own_functions_of(made.func, made.keywords)
-        self._writer: Any = None
+        self._writers = writers
         self._timeout = shutdown_timeout_secs
         self._lifetime = Lifetime("the checkpoint thread")
         self._bridge = Bridge(threads=1, name="aiockpt-write")
@@ -77,7 +74,7 @@ class CheckpointThread(BackgroundWriter):
 
     def own_functions(self) -> Sequence[Callable[..., object]]:
         """Return the functions of the commit hook; anything for a user's writer."""
-        return self._own
+        return self._writers.own_functions()
 
     async def submit(
         self,
@@ -88,6 +85,7 @@ class CheckpointThread(BackgroundWriter):
     ) -> Submission:
         """Hand over a snapshot or a state dict; see :class:`.BackgroundWriter`."""
         with self._lifetime.call():
+            ranks = self.ranks()
             snapshot = await self._handover.snapshot(staged, path, keywords)
             try:
                 with failing_here("copying the keywords"):
@@ -103,7 +101,7 @@ class CheckpointThread(BackgroundWriter):
             loop = asyncio.get_running_loop()
             self._waiting[submission] = loop.create_task(self._outlast(submission))
             self._queued.add(submission)
-            self._bridge.post(self._write, loop, submission, given)
+            self._bridge.post(self._write, loop, submission, ranks, given)
         return submission
 
     def drop(self, submission: Submission) -> None:
@@ -113,7 +111,18 @@ class CheckpointThread(BackgroundWriter):
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
-        self._bridge.post(self._tell_ranks, known_as(path), step, reason)
+        try:
+            ranks = self.ranks()
+        except ValueError:  # nowhere to tell them
+            return
+        if ranks.info.global_world_size > 1:
+            self._bridge.post(
+                tell_ranks, self._writers, ranks, known_as(path), step, reason
+            )
+
+    def ranks(self) -> SaveRanks:
+        """Return the ranks of a save that begins now."""
+        return self._writers.lookup.of_save()
 
     async def close(self) -> None:
         """Finish the submitted writes within the time limit, then end."""
@@ -141,8 +150,7 @@ class CheckpointThread(BackgroundWriter):
         for submission in hangs:
             self._give_up(submission)
         self._handover.close()
-        if callable(close := getattr(self._writer, "close", None)):
-            self._bridge.post(close)
+        self._bridge.post(self._writers.close)
         await self._bridge.aclose(timeout=0 if hangs else _CLOSING)
         await self._staging.aclose(timeout=_CLOSING)
 
@@ -171,6 +179,7 @@ class CheckpointThread(BackgroundWriter):
         self,
         loop: asyncio.AbstractEventLoop,
         submission: Submission,
+        ranks: SaveRanks,
         keywords: Mapping[str, Any],
     ) -> None:
         if not self._take(submission):
@@ -178,7 +187,7 @@ class CheckpointThread(BackgroundWriter):
         submission.begun = True
         outcome: Written | AiockptError
         try:
-            outcome = self._perform(loop, submission, keywords)
+            outcome = self._perform(loop, submission, ranks, keywords)
         except BaseException as error:  # noqa: BLE001 - one failed write ends nothing else
             outcome = _as_process_would(error, submission.path)
         if not _tell(loop, self._end, submission, outcome):
@@ -192,25 +201,18 @@ class CheckpointThread(BackgroundWriter):
         self,
         loop: asyncio.AbstractEventLoop,
         submission: Submission,
+        ranks: SaveRanks,
         keywords: Mapping[str, Any],
     ) -> Written:
         snapshot = submission.snapshot
         return write_by(
-            self._made(),
+            self._writers.of(ranks),
             submission.path,
             snapshot,
             keywords,
             memory=partial(_memory, snapshot),
             report=lambda done: _tell(loop, submission.advance, done),
         )
-
-    def _tell_ranks(self, path: str, step: int, reason: str) -> None:
-        tell_ranks(self._made(), path, step, reason)
-
-    def _made(self) -> Any:
-        if self._writer is None:
-            self._writer = self._make_writer()
-        return self._writer
 
 
 def _travelled(keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,10 +22,10 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Self, TypeAlias
+from typing import Final, Self, TypeAlias
 
 from aiockpt.checkpointers.base import Written
-from aiockpt.checkpointers.config import CheckpointProcessConfig
+from aiockpt.checkpointers.config import CheckpointProcessConfig, SaveRanks
 from aiockpt.checkpointers.messages import (
     LONGEST_TEXT,
     Close,
@@ -42,8 +42,8 @@ from aiockpt.checkpointers.messages import (
     plain,
 )
 from aiockpt.checkpointers.recovery import LastSnapshot
-from aiockpt.checkpointers.spawning import make_writer
-from aiockpt.checkpointers.writer import tell_ranks, write_by
+from aiockpt.checkpointers.spawning import make_writers
+from aiockpt.checkpointers.writer import Writers, tell_ranks, write_by
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
@@ -85,6 +85,7 @@ class _Preparation:
     """The setup before the first write: the init functions, in a parcel."""
 
     config: CheckpointProcessConfig
+    ranks: SaveRanks | None
     parcel: int
 
 
@@ -94,6 +95,7 @@ class _Job:
 
     number: int
     path: str
+    ranks: SaveRanks
     header: bytes
     keywords: bytes
     arena: int
@@ -104,8 +106,8 @@ class _Job:
         parcel, arena = fds
         content = unpack(parcel)
         cut = request.header_bytes
-        path = os.fsdecode(request.path)
-        return cls(request.number, path, content[:cut], content[cut:], arena)
+        path, ranks = os.fsdecode(request.path), request.ranks
+        return cls(request.number, path, ranks, content[:cut], content[cut:], arena)
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
@@ -125,35 +127,38 @@ def _work(control: _Control) -> None:
     if not isinstance(preparation, _Preparation):
         return
     try:
-        writer = _prepare(preparation)
+        writers = _prepare(preparation)
     except BaseException as error:  # noqa: BLE001 - the trainer raises it
         control.send(Ended(0, failure=failure_of(error)))
         return
     control.send_now(Ended(0))
     while (task := control.take()) is not None:
         if isinstance(task, _Job):
-            _write(writer, task, control)
+            _write(writers, task, control)
         elif isinstance(task, Forsake):
             path = os.fsdecode(task.path)
-            tell_ranks(writer, path, task.step, task.reason, begun=task.begun)
-    if callable(close := getattr(writer, "close", None)):
-        close()
+            tell_ranks(
+                *(writers, task.ranks, path, task.step, task.reason), begun=task.begun
+            )
+    writers.close()
 
 
-def _prepare(preparation: _Preparation) -> Any:
-    """Call the init functions; return the writer."""
+def _prepare(preparation: _Preparation) -> Writers:
+    """Call the init functions; return the writers."""
     spared = _threads() - {threading.get_native_id()}
-    writer = make_writer(preparation.parcel)
+    writers = make_writers(preparation.parcel)
+    if preparation.ranks is not None:
+        writers.of(preparation.ranks)
     # Only now: with a low priority, the imports could take minutes.
     _lower_priority(preparation.config, _threads() - spared)
-    return writer
+    return writers
 
 
-def _write(writer: Any, job: _Job, control: _Control) -> None:
+def _write(writers: Writers, job: _Job, control: _Control) -> None:
     control.send_now(Progressed(job.number))
     failure, written = None, Written()
     try:
-        written = _perform(writer, job, control)
+        written = _perform(writers, job, control)
     except BaseException as error:  # noqa: BLE001 - a failed write ends nothing else
         failure = failure_of(error)
     finally:
@@ -175,16 +180,17 @@ def _write(writer: Any, job: _Job, control: _Control) -> None:
         logger.warning("%s", written.warning)
 
 
-def _perform(writer: Any, job: _Job, control: _Control) -> Written:
+def _perform(writers: Writers, job: _Job, control: _Control) -> Written:
     snapshot = MappedSnapshot(trusted_header(job.header), job.arena)
     try:
         try:
             keywords = decode_keywords(job.keywords)
         except Exception as error:
-            tell_ranks(writer, job.path, snapshot.manifest.step, str(error))
+            step = snapshot.manifest.step
+            tell_ranks(writers, job.ranks, job.path, step, str(error))
             raise
         return write_by(
-            writer,
+            writers.of(job.ranks),
             job.path,
             snapshot,
             keywords,
@@ -373,7 +379,8 @@ class _Control:
         elif isinstance(message, Write):
             job = _Job.of(message, fds)
             if self._last is not None:
-                self._last.hold(job.number, job.path, job.header, job.arena)
+                rank = job.ranks.info.global_rank
+                self._last.hold(job.number, job.path, rank, job.header, job.arena)
             self._put(job)
         elif isinstance(message, Forsake):
             self._put(message)
@@ -390,10 +397,8 @@ class _Control:
         self._patience = config.write_timeout_secs
         if config.keep_last_seconds:
             assert config.runtime_dir is not None, "the trainer has chosen it"
-            self._last = LastSnapshot(
-                config.runtime_dir, setup.rank, config.keep_last_seconds
-            )
-        self._put(_Preparation(config, parcel))
+            self._last = LastSnapshot(config.runtime_dir, config.keep_last_seconds)
+        self._put(_Preparation(config, setup.ranks, parcel))
 
     def _put(self, task: _Task) -> None:
         with self._tasks_changed:

@@ -18,12 +18,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from aiockpt.checkpointers.barriers import (
-    Barrier,
     Meeting,
     Phase,
+    RankLookup,
+    TCPStoreBarrier,
     create_barrier_from_config,
 )
 from aiockpt.checkpointers.base import Written, anything, meter, step_for
@@ -31,6 +32,7 @@ from aiockpt.checkpointers.config import (
     BarrierConfig,
     CheckpointWriterConfig,
     RankInfo,
+    SaveRanks,
 )
 from aiockpt.errors import (
     PeerFailedError,
@@ -45,7 +47,7 @@ from aiockpt.memory.arena import ArenaPool
 from aiockpt.memory.snapshot import TRUSTED, MappedSnapshot, Snapshot
 from aiockpt.runtime.sync_facade import run_blocking
 from aiockpt.storage.commit import Draft
-from aiockpt.storage.directory import MARKER, StrPath, expanded, part_of, resolve_target
+from aiockpt.storage.directory import MARKER, StrPath, expanded, resolve_target
 from aiockpt.storage.files import remove_tree
 from aiockpt.storage.retention import retire, sweep
 from aiockpt.storage.write import Writable, WritableSnapshot, write_file
@@ -59,17 +61,15 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointWriter",
     "WriterHook",
+    "Writers",
     "configured_writer",
     "default_subprocess_init_fn",
     "own_functions",
-    "own_functions_of",
     "tell_ranks",
     "write_by",
 ]
 
 logger = logging.getLogger("aiockpt")
-
-_PHASES: Final[tuple[Phase, ...]] = ("written", "committed")
 
 
 class WriterHook(ABC):
@@ -98,7 +98,7 @@ class CheckpointWriter:
     Args:
         config: How to write.
         rank_info: The rank whose file it writes.
-        barrier: The barrier at which the ranks wait; several ranks need one.
+        barrier: Where the ranks meet; several ranks need it.
         commit_hook: Called around the commit.
     """
 
@@ -106,13 +106,19 @@ class CheckpointWriter:
         self,
         config: CheckpointWriterConfig,
         rank_info: RankInfo,
-        barrier: Barrier | None = None,
+        barrier: TCPStoreBarrier | None = None,
         commit_hook: WriterHook | None = None,
     ) -> None:
         if rank_info.global_world_size > 1 and barrier is None:
             raise ValueError(
                 f"{rank_info.global_world_size} ranks need a barrier to commit "
                 "together; create_barrier_from_config makes one"
+            )
+        if not isinstance(barrier, TCPStoreBarrier | None):
+            raise TypeError(
+                f"barrier must be aiockpt's TCPStoreBarrier, not a "
+                f"{type(barrier).__module__}.{type(barrier).__qualname__}; "
+                "create_barrier_from_config makes one"
             )
         self._config = config
         self._rank_info = rank_info
@@ -231,10 +237,9 @@ class CheckpointWriter:
 
     def _described(self, path: StrPath, target: Path, step: int) -> _Save:
         meeting = Meeting(
-            name=_unresolved(path).name,  # links may differ from rank to rank
+            directory=os.fspath(_unresolved(path)),
             step=step,
             phase="written",
-            place=part_of(target) if target.name else target,
             timeout=self._config.write_barrier_timeout_secs,
         )
         return _Save(target, meeting, self._barrier)
@@ -316,7 +321,9 @@ class _Save:
         barrier: The barrier of the ranks; None if there is only one rank.
     """
 
-    def __init__(self, target: Path, meeting: Meeting, barrier: Barrier | None) -> None:
+    def __init__(
+        self, target: Path, meeting: Meeting, barrier: TCPStoreBarrier | None
+    ) -> None:
         self.target = target
         self.step = meeting.step
         self._meeting = meeting
@@ -329,8 +336,7 @@ class _Save:
         """Make the barrier distinguish this save from an earlier one of its name."""
         if self._barrier is not None:
             with suppress(TransportError):  # the meeting will fail, too
-                for phase in _PHASES:
-                    self._barrier.expect(replace(self._meeting, phase=phase))
+                self._barrier.expect(self._meeting)
 
     @contextmanager
     def reporting(self, phase: Phase, draft: Draft | None = None) -> Iterator[None]:
@@ -473,6 +479,8 @@ def write_by(
 
 def own_functions(writer: Any) -> list[Callable[..., object]]:
     """Return the user's own functions that get the keywords of a save."""
+    if isinstance(writer, Writers):
+        return writer.own_functions()
     own: list[Callable[..., object]] = []
     for name in ("write", "write_staged"):
         given = getattr(type(writer), name, None)
@@ -481,34 +489,29 @@ def own_functions(writer: Any) -> list[Callable[..., object]]:
     return own + _of_hook(getattr(writer, "_hook", None))
 
 
-def own_functions_of(
-    make_writer: Callable[..., object], arguments: Mapping[str, Any]
-) -> list[Callable[..., object]]:
-    """Return the same for a writer that is not made yet, perhaps in another process.
-
-    A writer that a function of the user makes gets all keywords.
-    """
-    if make_writer is configured_writer:
-        return _of_hook(arguments.get("commit_hook"))
-    return [anything]
-
-
 def _of_hook(hook: WriterHook | None) -> list[Callable[..., object]]:
     return [] if hook is None else [hook.pre_commit, hook.post_commit]
 
 
 def tell_ranks(
-    writer: Any, path: str, step: int, reason: str, *, begun: bool = False
+    writers: Writers,
+    ranks: SaveRanks,
+    path: str,
+    step: int,
+    reason: str,
+    *,
+    begun: bool = False,
 ) -> None:
     """Tell the other ranks, by the writer, that this rank saves nothing."""
-    if callable(abandon := getattr(writer, "abandon", None)):
-        # A writer of the user's own need not know the argument.
-        own = isinstance(writer, CheckpointWriter)
-        keywords = {"begun": True} if begun and own else {}
-        try:
+    try:
+        writer = writers.of(ranks)
+        if callable(abandon := getattr(writer, "abandon", None)):
+            # A writer of the user's own need not know the argument.
+            own = isinstance(writer, CheckpointWriter)
+            keywords = {"begun": True} if begun and own else {}
             abandon(path, step, reason, **keywords)
-        except Exception:
-            logger.warning("the other ranks were not told", exc_info=True)
+    except Exception:
+        logger.warning("the other ranks were not told", exc_info=True)
 
 
 # --------------------------------------- what the checkpoint process calls by default
@@ -523,7 +526,67 @@ def configured_writer(
     writer_config: CheckpointWriterConfig = CheckpointWriterConfig(),  # noqa: B008 - frozen
     barrier_config: BarrierConfig = BarrierConfig(),  # noqa: B008 - frozen
     commit_hook: WriterHook | None = None,
+    store: tuple[str, int] | None = None,
 ) -> CheckpointWriter:
-    """Make a writer and its barrier, in the process that will write."""
-    barrier = create_barrier_from_config(barrier_config, rank_info)
+    """Make a writer and its barrier, in the process that will write.
+
+    ``store`` is the address of the default group's store, in another process.
+    """
+    barrier = create_barrier_from_config(barrier_config, rank_info, store)
     return CheckpointWriter(writer_config, rank_info, barrier, commit_hook)
+
+
+class Writers:
+    """The writer for the ranks of each save. Another one is made if they change.
+
+    Args:
+        make: Makes a writer, which may be the user's own, from ``rank_info`` and the
+            arguments.
+        arguments: The other arguments of ``make``; a ``rank_info`` in them counts.
+        rank_info: The rank of every save. None: ``lookup`` looks it up.
+
+    Attributes:
+        lookup: Finds out the ranks of a save.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        rank_info: RankInfo | None = None,
+    ) -> None:
+        self._make, self._arguments = make, arguments
+        given = arguments.get("rank_info", rank_info)
+        barrier = arguments.get("barrier_config", BarrierConfig())
+        self.lookup = RankLookup(given, barrier if make is configured_writer else None)
+        self._ranks: SaveRanks | None = None
+        self._writer: Any = None
+
+    def __repr__(self) -> str:
+        return f"<Writers {self._writer!r}>"
+
+    def own_functions(self) -> list[Callable[..., object]]:
+        """Return the user's own functions that get the keywords of a save.
+
+        A writer that a function of the user makes gets all keywords.
+        """
+        if self._make is configured_writer:
+            return _of_hook(self._arguments.get("commit_hook"))
+        return [anything]
+
+    def of(self, ranks: SaveRanks) -> Any:
+        """Return the writer of these ranks."""
+        if ranks != self._ranks:
+            self.close()
+            arguments = {"rank_info": ranks.info, **self._arguments}
+            if self._make is configured_writer:
+                arguments["store"] = ranks.store
+            self._writer = self._make(**arguments)
+            self._ranks = ranks
+        return self._writer
+
+    def close(self) -> None:
+        """Close the writer, if there is one. Idempotent."""
+        writer, self._writer, self._ranks = self._writer, None, None
+        if callable(close := getattr(writer, "close", None)):
+            close()

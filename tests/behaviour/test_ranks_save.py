@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from aiockpt.checkpointers.barriers import (
-    Barrier,
     Meeting,
     TCPStoreBarrier,
-    barrier_config_for,
     create_barrier_from_config,
-    default_rank_info,
-    register_barrier,
 )
 from aiockpt.checkpointers.config import BarrierConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
@@ -36,6 +36,7 @@ from tests.support.saving import (
     LONG,
     SHORT,
     Dying,
+    Wrapped,
     barrier,
     config,
     job,
@@ -88,7 +89,7 @@ def check_whole(directory: Path, steps: Sequence[int]) -> None:
 class TestTogether:
     """Nobody dies."""
 
-    @proves("cell TCPStoreBarrier.meet: success", "cell DistBarrier.meet: success")
+    @proves("cell TCPStoreBarrier.meet: success")
     @pytest.mark.parametrize(
         "kind",
         [
@@ -106,7 +107,6 @@ class TestTogether:
 
     @proves(
         "cell TCPStoreBarrier.meet: error",
-        "cell DistBarrier.meet: error",
         "cell AsyncCheckpointer.save: error",
         "cell AsyncCheckpointer.save: cancel",
         "cell CheckpointProcess.forsake: success",
@@ -144,6 +144,8 @@ class TestTogether:
         """It is not waited for any longer than agreed, and nothing is left."""
         said = ranks(tmp_path, "tcp_store", "well", "stays-away")
         assert "timed out after 2 s in the barrier (step-2/2/written)" in said[0][1]
+        assert "waited for rank 1 of 2; every rank must save" in said[0][1]
+        assert "RankInfo(0, 1)" in said[0][1]
         check_whole(tmp_path, [1])
         assert names(tmp_path) == ["step-1"]
 
@@ -152,11 +154,7 @@ class TestTogether:
 class TestKilled:
     """A rank that is killed takes the save with it, or it does not."""
 
-    @proves(
-        "cell TCPStoreBarrier.meet: this process dies",
-        "cell DistBarrier.meet: this process dies",
-        "cell DistBarrier.meet: the other one dies",
-    )
+    @proves("cell TCPStoreBarrier.meet: this process dies")
     @STORES
     @pytest.mark.parametrize("victim", [0, 1])
     @pytest.mark.parametrize("moment", ["before", "at", "after"])
@@ -240,40 +238,29 @@ class TestKilled:
         check_whole(tmp_path / "c", [1, 2])
 
 
-class Late(Barrier):
+class Late(Wrapped):
     """Another barrier, which its rank reaches when it may."""
 
-    def __init__(self, real: Barrier) -> None:
-        self._real = real
+    def __init__(self, real: TCPStoreBarrier) -> None:
+        super().__init__(real)
         self.begun, self.proceed = threading.Event(), threading.Event()
-
-    def execute_barrier(self) -> None:
-        raise NotImplementedError
-
-    def expect(self, meeting: Meeting) -> None:
-        self._real.expect(meeting)
 
     def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
         self.begun.set()
         self.proceed.wait(LONG)
-        self._real.meet(meeting, failure=failure)
+        super().meet(meeting, failure=failure)
 
 
-class Deaf(Barrier):
+class Deaf(Wrapped):
     """Another barrier, whose store dies before its rank hears that all have arrived."""
 
-    def __init__(self, real: Barrier, committed: Callable[[], Any]) -> None:
-        self._real, self._committed = real, committed
-
-    def execute_barrier(self) -> None:
-        raise NotImplementedError
-
-    def expect(self, meeting: Meeting) -> None:
-        self._real.expect(meeting)
+    def __init__(self, real: TCPStoreBarrier, committed: Callable[[], Any]) -> None:
+        super().__init__(real)
+        self._committed = committed
 
     def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
         assert meeting.phase == "written", "it would wait for a new store"
-        self._real.meet(meeting, failure=failure)
+        super().meet(meeting, failure=failure)
         wait_until(self._committed, "the commit")
         raise TransportError("the store has died")
 
@@ -328,7 +315,7 @@ class TestSamePathAgain:
         with job(tmp_path / "step") as both:
             late: list[Late] = []
 
-            def wrap(real: Barrier) -> Barrier:
+            def wrap(real: TCPStoreBarrier) -> TCPStoreBarrier:
                 late.append(Late(real))
                 return late[0]
 
@@ -343,7 +330,7 @@ class TestSamePathAgain:
 
 def meeting(step: int, timeout: float = 0.2) -> Meeting:
     """Return a meeting."""
-    return Meeting(name="s", step=step, phase="written", place=Path(), timeout=timeout)
+    return Meeting(directory="/s", step=step, phase="written", timeout=timeout)
 
 
 def one_of_two(rank: int, port: int, **options) -> TCPStoreBarrier:
@@ -369,7 +356,10 @@ class TestStore:
         port = free_port()
         first, second = one_of_two(0, port), one_of_two(1, port)
         with ThreadPoolExecutor(2) as pool:
-            assert [*pool.map(Barrier.meet, (first, second), [meeting(1, LONG)] * 2)]
+            both = [
+                pool.submit(each.meet, meeting(1, LONG)) for each in (first, second)
+            ]
+            assert [each.result(LONG) for each in both] == [None, None]
             with pytest.raises(TimeoutError, match="timed out"):
                 first.meet(meeting(2))
             for _ in range(3):
@@ -414,6 +404,48 @@ class TestStore:
         parting.join()
         other.close()
 
+    @pytest.mark.parametrize("failing", [False, True])
+    def test_it_does_not_grow(self, *, failing: bool) -> None:
+        """What is left of earlier saves is removed, whether they failed or not."""
+        port, sizes = free_port(), []
+        host, other = one_of_two(0, port), one_of_two(1, port)
+        there = ("127.0.0.1", port)
+        store = dist.TCPStore(*there, is_master=False, use_libuv=False)  # type: ignore[attr-defined]
+        with ThreadPoolExecutor(2) as pool:
+
+            def save(each: TCPStoreBarrier, step: int) -> None:
+                each.expect(meeting(step, LONG))
+                each.meet(meeting(step, LONG), failure="full" if failing else None)
+                if not failing:
+                    each.meet(replace(meeting(step, LONG), phase="committed"))
+
+            for step in range(60):
+                saves = [pool.submit(save, each, step) for each in (host, other)]
+                for each in saves:
+                    each.result(LONG)
+                sizes.append(store.num_keys())
+        assert sizes[-1] == sizes[-20] == max(sizes)
+        assert sizes[-1] < (400 if failing else 20)
+        other.close()
+        host.close()
+
+    def test_a_waiting_rank_says_for_whom(self, caplog) -> None:
+        """While it waits, and in the error."""
+        port = free_port()
+        host, other = barrier(0, 4, port), barrier(2, 4, port)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(other.meet, meeting(5, LONG))
+            with pytest.raises(TimeoutError, match=r"for ranks 1, 3 of 4; .* /s by"):
+                host.meet(meeting(5, 1.0))
+            with pytest.raises(PeerFailedError, match=r"rank 0 .* for ranks 1, 3 of 4"):
+                waiting.result(LONG)
+        said = [each for each in caplog.messages if "waits for ranks 1, 3" in each]
+        assert len(said) == 1
+        assert said[0].startswith("saving /s ")
+        assert "RankInfo(0, 1)" in said[0]
+        other.close()
+        host.close()
+
     def test_its_host_does_not_stay_for_ever(self) -> None:
         """For those who never came, or longer than it was told."""
         host = one_of_two(0, free_port(), timeout_exit_secs=1000)
@@ -425,50 +457,90 @@ class TestStore:
         host.close()
 
 
-class TestRegistry:
-    """Barriers by name, also one's own."""
+class TestTwoCheckpointers:
+    """Two checkpointers of one job, which save the same name in other directories."""
 
-    def test_a_class_of_ones_own(self, tmp_path) -> None:
-        """It needs ``execute_barrier`` only, and gets who it is if it asks."""
-        calls: list[int] = []
+    def test_they_do_not_meet_each_other(self, tmp_path) -> None:
+        """Whichever is ready first on a rank; a rank 0's second one hosts nothing."""
+        port, paths = free_port(), [tmp_path / "model/step-1", tmp_path / "ema/step-1"]
+        with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
+            writers = [
+                [
+                    CheckpointWriter(
+                        config(write_barrier_timeout_secs=LONG),
+                        RankInfo(rank, 2),
+                        one_of_two(rank, port, timeout_exit_secs=0),
+                    )
+                    for _ in paths
+                ]
+                for rank in (0, 1)
+            ]
+            for each in [*writers[0], *writers[1]]:
+                stack.callback(each.close)
 
-        @register_barrier
-        class Counting(Barrier):
-            barrier_type = "counting"
+            def save(rank: int, which: int) -> Future[None]:
+                writer, path = writers[rank][which], paths[which]
+                return pool.submit(writer.write, path, {"rank": rank, "which": which})
 
-            def __init__(self, global_rank: int, more: str) -> None:
-                self.told = (global_rank, more)
+            early = [save(0, 0), save(1, 1)]
+            done, _ = wait(early, timeout=0.3)
+            assert not done
+            for saving in [*early, save(0, 1), save(1, 0)]:
+                saving.result(LONG)
+        for which, path in enumerate(paths):
+            for rank in (0, 1):
+                reader = CheckpointReader(RankInfo(rank, 2))
+                assert reader.read(path)[0] == {"rank": rank, "which": which}
 
-            def execute_barrier(self) -> None:
-                calls.append(1)
+    def test_ranks_of_another_size_do_not_meet(self) -> None:
+        """What is left of a job of three ranks is nothing to a job of two."""
+        port = free_port()
+        with closing(barrier(0, 3, port)) as host:
+            with pytest.raises(TimeoutError):
+                host.meet(meeting(1))
+            with (
+                closing(one_of_two(0, port, is_master=False)) as first,
+                closing(one_of_two(1, port)) as second,
+                ThreadPoolExecutor(2) as pool,
+            ):
+                for each in (first, second):
+                    each.expect(meeting(1, LONG))
+                met = [
+                    pool.submit(each.meet, meeting(1, LONG)) for each in (first, second)
+                ]
+                assert [each.result(LONG) for each in met] == [None, None]
 
-        given = BarrierConfig("counting", {"more": "x"})
-        made = create_barrier_from_config(given, RankInfo(0, 1))
-        assert isinstance(made, Counting)
-        assert made.told == (0, "x")
-        writer = CheckpointWriter(config(), ALONE, made)
-        writer.write(tmp_path / "s", {"a": 1})
-        writer.close()
-        assert len(calls) == 2
-        assert load(tmp_path / "s") == {"a": 1}
+    def test_other_directories_have_other_meetings(self) -> None:
+        """Also with names that are no text."""
+        where = ["/a/s", "/b/s", "/a/s/s", *map(os.fsdecode, (b"/a/\xff", b"/a/\xfe"))]
+        keys = {replace(meeting(1), directory=each).key for each in where}
+        assert len(keys) == len(where)
 
-    def test_what_is_wrong_is_named(self, monkeypatch) -> None:
-        """A name, a rank, or somewhere to meet; one rank alone needs none."""
-        monkeypatch.delenv("MASTER_PORT", raising=False)
-        assert create_barrier_from_config(BarrierConfig(), ALONE) is None
-        assert default_rank_info() == ALONE
-        for name, reason in [
-            ("none", r"known are .*dist_barrier.*tcp_store"),
-            ("dist_barrier", "initialized"),
-            ("tcp_store", "port"),
-        ]:
-            with pytest.raises(ValueError, match=reason):
+
+class TestConfig:
+    """Where ranks meet, as it is configured."""
+
+    def test_what_is_wrong_is_named(self) -> None:
+        """A name, a rank, an address, or somewhere to meet; one rank needs none."""
+        where = {"master_address": "127.0.0.1", "tcpstore_port": 1}
+        for config_of_one in (BarrierConfig(), BarrierConfig("tcp_store", where)):
+            assert create_barrier_from_config(config_of_one, ALONE) is None
+        for name in ("tcp_store", "dist_barrier", None):
+            with pytest.raises(ValueError, match=r"2 ranks need somewhere.*RankInfo"):
                 create_barrier_from_config(BarrierConfig(name), RankInfo(0, 2))
-        for inside in (False, True):
-            with pytest.raises(ValueError, match="2 ranks need somewhere to meet"):
-                barrier_config_for(BarrierConfig(), RankInfo(0, 2), in_process=inside)
+        for part in where.items():
+            half = BarrierConfig("tcp_store", dict([part]))
+            with pytest.raises(ValueError, match="master_address and tcpstore_port"):
+                create_barrier_from_config(half, RankInfo(0, 2))
+        with pytest.raises(ValueError, match=r"no barrier type 'none'.*'dist_barrier'"):
+            BarrierConfig("none")
+        with pytest.raises(ValueError, match="name 'tcp_store'"):
+            BarrierConfig("dist_barrier", where)
         with pytest.raises(ValueError, match="2 ranks need a barrier"):
             CheckpointWriter(config(), RankInfo(1, 2))
+        foreign: Any = threading.Barrier(2)
+        with pytest.raises(TypeError, match=r"not a threading.Barrier; create_barrier"):
+            CheckpointWriter(config(), RankInfo(1, 2), foreign)
         for rank, size in [(-1, 2), (2, 2), (0, 0)]:
             with pytest.raises(ValueError, match="global_rank must be from 0"):
                 RankInfo(rank, size)

@@ -17,10 +17,10 @@ MODULES = [
     *("checkpoint_writer", "checkpointer", "config", "staging", "types"),
 ]
 NAMES = [
-    *("AsyncCheckpointer", "Barrier", "BarrierConfig", "CheckpointProcess"),
+    *("AsyncCheckpointer", "BarrierConfig", "CheckpointProcess"),
     *("CheckpointProcessConfig", "CheckpointReader", "CheckpointStager"),
     *("CheckpointStagerConfig", "CheckpointWriter", "CheckpointWriterConfig"),
-    *("Checkpointer", "CheckpointerConfig", "DefaultStager", "DistBarrier"),
+    *("Checkpointer", "CheckpointerConfig", "DefaultStager"),
     *("RankInfo", "SyncCheckpointer", "TCPStoreBarrier", "WriterHook"),
     *("make_async_checkpointer", "make_sync_checkpointer"),
 ]
@@ -45,6 +45,8 @@ def test_it_is_called_in_the_same_words(name: str) -> None:
     theirs, ours = seed(name), getattr(checkpointers, name)
     assert words(ours)[: len(words(theirs))] == words(theirs)
     for method, call in vars(theirs).items():
+        if method == "execute_barrier":
+            continue  # a writer meets, and reports its failures, by `meet`
         if callable(call) and not method.startswith("_"):
             expected = words(call)
             if method == "save":

@@ -33,7 +33,6 @@ RECORDS = {
     "CheckpointWriterConfig": checkpointers.CheckpointWriterConfig,
     "BarrierConfig": checkpointers.BarrierConfig,
     "TCPStoreBarrier": checkpointers.TCPStoreBarrier,
-    "DistBarrier": checkpointers.DistBarrier,
     "CheckpointStagerConfig": checkpointers.CheckpointStagerConfig,
     "CheckpointProcessConfig": checkpointers.CheckpointProcessConfig,
     "RankInfo": checkpointers.RankInfo,

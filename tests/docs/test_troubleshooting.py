@@ -190,7 +190,8 @@ async def test_saves_and_loads_that_fail(tmp_path: Path) -> None:
             checkpointer.save(STATE, tmp_path)
 
     async def meet() -> None:
-        aiockpt.make_sync_checkpointer(rank_info=RankInfo(0, 2))
+        with aiockpt.make_sync_checkpointer(rank_info=RankInfo(0, 2)) as checkpointer:
+            checkpointer.save(STATE, tmp_path / "step-1")
 
     for action in (load, save, meet):
         await shows(action)

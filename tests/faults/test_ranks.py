@@ -23,6 +23,7 @@ from aiockpt import StorageError
 from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt.errors import UnsupportedLeafError
 from aiockpt.storage.directory import find_checkpoint
 from tests.support.commandline import ENVIRONMENT
 from tests.support.matrix import Record
@@ -176,7 +177,7 @@ def test_the_save_after_one_that_went_wrong_for_a_rank(
     with job(tmp_path / "step") as ranks:
         for value in range(1, record.pick(6, 60)):
             other = chance.randrange(2)
-            wrong = chance.choice([_left_out, _lost, _dies])
+            wrong = chance.choice([_left_out, _refused, _dies])
             wrong(ranks, other, -value, tmp_path, record)
             first = chance.randrange(2)
             saves = [ranks.save(first, value)]
@@ -195,16 +196,16 @@ def _left_out(ranks: Job, other: int, value: int, _: Path, __: Record) -> None:
         ranks.save(1 - other, value, SHORT).result(LONG)
 
 
-def _lost(ranks: Job, other: int, value: int, place: Path, record: Record) -> None:
-    """Have one rank not resolve its path; the other one is told."""
+def _refused(ranks: Job, other: int, value: int, _: Path, record: Record) -> None:
+    """Have one rank not save its state; the other one is told."""
     since = time.monotonic()
     waits = ranks.save(1 - other, value)
-    lost = ranks.save(other, value, path=place / ("x" * 300) / "step")
-    with pytest.raises(StorageError, match="name too long"):
-        lost.result(LONG)
+    refused = ranks.save(other, object())
+    with pytest.raises(UnsupportedLeafError):
+        refused.result(LONG)
     with pytest.raises(StorageError, match=f"rank {other} gave up"):
         waits.result(LONG)
-    record.within("a lost path: told after", time.monotonic() - since, 2)
+    record.within("a refused state: told after", time.monotonic() - since, 2)
 
 
 def _dies(ranks: Job, _: int, value: int, place: Path, __: Record) -> None:

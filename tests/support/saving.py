@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from aiockpt.checkpointers.barriers import Barrier, Meeting, TCPStoreBarrier
+from aiockpt.checkpointers.barriers import Meeting, TCPStoreBarrier
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.sync import SyncCheckpointer
@@ -238,10 +238,32 @@ def save(path: Path, state: Any, **options: Any) -> Path:
     return path
 
 
-class Nobody(Barrier):
+class Nobody(TCPStoreBarrier):
     """Lets everybody through."""
 
-    def execute_barrier(self) -> None:
+    def __init__(self) -> None:
+        super().__init__(*(0, 2), tcpstore_port=1, master_address="", is_master=False)
+
+    def expect(self, meeting: Meeting) -> None:
+        pass
+
+    def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
+        pass
+
+
+class Wrapped(TCPStoreBarrier):
+    """Another barrier; a subclass does something more to its rank."""
+
+    def __init__(self, real: TCPStoreBarrier) -> None:
+        self._real = real
+
+    def expect(self, meeting: Meeting) -> None:
+        self._real.expect(meeting)
+
+    def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
+        self._real.meet(meeting, failure=failure)
+
+    def close(self) -> None:
         pass
 
 
@@ -335,25 +357,16 @@ class Dead(Exception):  # noqa: N818 - no error, but the end of a rank
     """Stands for the death of a rank's process."""
 
 
-class Dying(Barrier):
+class Dying(Wrapped):
     """Another barrier, whose rank dies before its second meeting."""
-
-    def __init__(self, real: Barrier) -> None:
-        self._real = real
-
-    def execute_barrier(self) -> None:
-        raise NotImplementedError
-
-    def expect(self, meeting: Meeting) -> None:
-        self._real.expect(meeting)
 
     def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
         if meeting.phase == "committed":
             raise Dead
-        self._real.meet(meeting, failure=failure)
+        super().meet(meeting, failure=failure)
 
 
-def barrier(rank: int, world_size: int, port: int) -> Barrier:
+def barrier(rank: int, world_size: int, port: int) -> TCPStoreBarrier:
     """Return a rank's side of a barrier; rank 0 hosts the store."""
     return TCPStoreBarrier(
         *(rank, world_size),
@@ -383,17 +396,16 @@ class Job:
     def save(
         self,
         rank: int,
-        value: int,
+        value: object,
         timeout: float = LONG,
-        wrap: Callable[[Barrier], Barrier] = lambda barrier: barrier,
-        path: Path | None = None,
+        wrap: Callable[[TCPStoreBarrier], TCPStoreBarrier] = lambda barrier: barrier,
     ) -> Future[None]:
-        """Begin to save; ``path`` is what this rank takes for the others' path."""
+        """Begin to save."""
         config = CheckpointWriterConfig(write_barrier_timeout_secs=timeout, fsync=False)
         meets = wrap(self._barriers[rank])
         writer = CheckpointWriter(config, RankInfo(rank, 2), meets)
         state: Any = {"rank": rank, "value": value}
-        return self._pool.submit(writer.write, path or self._path, state, step=7)
+        return self._pool.submit(writer.write, self._path, state, step=7)
 
     def close(self) -> None:
         """Let go of the store, which is rank 0's."""

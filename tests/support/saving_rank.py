@@ -4,13 +4,11 @@
 for each line ``PATH STEP VALUE`` of its input. Then it prints the id of its checkpoint
 process, and ``saved`` or the error.
 
-``saving_rank.py late PATH`` becomes two ranks with a ``DistBarrier``, of which one
-stays away. The other one prints what its first meeting raises, and the next one.
-
 ``saving_rank.py live RANK PORT DIRECTORY KIND LIFE`` saves steps 1 and 2 and says how
-each went. KIND is where the ranks meet: ``tcp_store``, ``dist_barrier`` or
-``default_store``; after ``background/``, a checkpoint process saves. LIFE is ``well``,
-or what happens in step 2:
+each went. KIND is where the ranks meet: ``tcp_store`` (one of their own), or in the
+store of the default group, ``dist_barrier`` or ``default_store``; after
+``background/``, a checkpoint process saves. LIFE is ``well``, or what happens in
+step 2:
 
 * ``fails``: its state cannot be saved; ``lost``: its path cannot be resolved;
 * ``stays-away``: it does not save; ``hasty``: it cancels its save;
@@ -31,11 +29,10 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
-import time
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,10 +40,8 @@ import torch.distributed as dist
 
 import aiockpt
 from aiockpt.checkpointers.barriers import (
-    Barrier,
-    DistBarrier,
     Meeting,
-    barrier_config_for,
+    TCPStoreBarrier,
     create_barrier_from_config,
 )
 from aiockpt.checkpointers.config import (
@@ -55,10 +50,8 @@ from aiockpt.checkpointers.config import (
     RankInfo,
 )
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
-from aiockpt.errors import ProcessGroupError
 from aiockpt.events import TransferEvent, add_hook
-from tests.support.ranks import rank_of
-from tests.support.saving import die_between_meetings
+from tests.support.saving import Wrapped, die_between_meetings
 
 TIMEOUTS = {1: 60.0, 2: 2.0}
 """How long another rank is waited for: to start, and when it may have died."""
@@ -101,21 +94,19 @@ def tell(event: TransferEvent) -> None:
         print(f"{event.step} warning: {event.detail}", flush=True)
 
 
-class FatalBarrier(Barrier):
+class FatalBarrier(Wrapped):
     """Another barrier, at or behind which its rank dies."""
 
-    def __init__(self, real: Barrier, moment: str) -> None:
-        self._real, self._moment = real, moment
-
-    def execute_barrier(self) -> None:
-        raise NotImplementedError
+    def __init__(self, real: TCPStoreBarrier, moment: str) -> None:
+        super().__init__(real)
+        self._moment = moment
 
     def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
         if self._moment == "committed" and meeting.phase == "committed":
             die()
         if self._moment == "at":
             threading.Timer(0.3, die).start()
-        self._real.meet(meeting, failure=failure)
+        super().meet(meeting, failure=failure)
         if self._moment == "at":
             threading.Event().wait()
         if self._moment == "after":
@@ -134,15 +125,17 @@ def barrier_of(kind: str, rank: int, port: str) -> BarrierConfig:
     if kind != "tcp_store":
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         dist.init_process_group("gloo", rank=rank, world_size=2)
-        return BarrierConfig()
+        return BarrierConfig("dist_barrier" if kind == "dist_barrier" else None)
     arguments = {"tcpstore_port": int(port), "master_address": "127.0.0.1"}
     return BarrierConfig("tcp_store", arguments)
 
 
 def save(rank: int, directory: str, kind: str, life: str, where: BarrierConfig) -> None:
-    """Save twice, in the foreground."""
+    """Save twice, in the foreground, to a path that leads nowhere if it is lost."""
+    parent, name = os.path.split(directory)
+    os.makedirs(parent, exist_ok=True)
+    os.chdir(parent)
     info, tells = RankInfo(rank, 2), life == "tells"
-    where = barrier_config_for(where, info, in_process=kind == "default_store")
     barrier = create_barrier_from_config(where, info)
     assert barrier is not None
     for step, timeout in TIMEOUTS.items():
@@ -155,10 +148,12 @@ def save(rank: int, directory: str, kind: str, life: str, where: BarrierConfig) 
             write_barrier_timeout_secs=timeout, keep_last=1 if tells else None
         )
         writer = CheckpointWriter(config, info, barrier, hook)
-        lost = step == 2 and life == "lost"
-        place = f"{directory}/{'x' * 300}" if lost else directory
+        if step == 2 and life == "lost":
+            os.chdir(tempfile.mkdtemp())
+            os.symlink(name, name)
+        path = f"/proc/self/cwd/{name}/step-{step}"
         try:
-            writer.write(f"{place}/step-{step}", state_of(rank, step, life))
+            writer.write(path, state_of(rank, step, life))
         except Exception as error:  # noqa: BLE001 - it is told
             print(f"{step} {type(error).__name__}: {error}", flush=True)
         else:
@@ -247,34 +242,9 @@ async def told(rank: int, port: int) -> None:
             print(writer.pid, said, flush=True)
 
 
-def meet(barrier: Barrier, timeout: float) -> None:
-    """Meet the other one; say what became of it."""
-    meeting = Meeting(name="s", step=1, phase="written", place=Path(), timeout=timeout)
-    try:
-        barrier.meet(meeting)
-    except ProcessGroupError as error:
-        print(type(error).__name__, flush=True)
-
-
-def late(path: Path) -> None:
-    """Be one of two."""
-    rank = rank_of(2)
-    store = f"file://{path / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    barrier, over = DistBarrier(), path / "over"
-    if rank == 0:
-        meet(barrier, 0.3)
-        meet(barrier, 600)
-        over.touch()
-    while not over.exists():
-        time.sleep(0.01)
-
-
 if __name__ == "__main__":
     verb, *words = sys.argv[1:]
     if verb == "told":
         asyncio.run(told(int(words[0]), int(words[1])))
-    elif verb == "late":
-        late(Path(words[0]))
     else:
         main(int(words[0]), *words[1:])
