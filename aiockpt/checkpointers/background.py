@@ -198,10 +198,9 @@ class BackgroundCheckpointer(
 
         try:
             return self._facade.call(run, timeout=timeout, stop=stop)
-        except Exception:
-            raise
         except BaseException:
-            # An interrupt has cancelled it, so no thread uses the caller's memory.
+            # If a signal's handler has interrupted it, it was cancelled: once it has
+            # ended, no thread uses the caller's memory.
             if not begun.acquire(blocking=False):
                 ended.wait(_CLOSING)
             raise

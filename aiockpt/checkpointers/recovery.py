@@ -20,6 +20,7 @@ import os
 import socket
 import stat
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -121,8 +122,8 @@ async def recover(
     bridge = Bridge(threads=1, name="aiockpt-recover")
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # Zero would mean a socket that does not block, whose errors are others.
-    holder.settimeout(max(limit, _SHORTEST))
-    take = partial(_take, holder, *place, allow_pickle=allow_pickle)
+    holder.settimeout(min(max(limit, _SHORTEST), threading.TIMEOUT_MAX))
+    take = partial(_take, holder, limit, *place, allow_pickle=allow_pickle)
     try:
         try:
             taken = await bridge.run(take)
@@ -139,17 +140,17 @@ async def recover(
 
 def _take(
     holder: socket.socket,
+    limit: float,
     directory: str,
     rank: int,
     runtime: str,
     *,
     allow_pickle: bool,
 ) -> Recovered:
-    _connect(holder, directory, rank, runtime)
     try:
+        _connect(holder, directory, rank, runtime)
         data, fds = receive(holder)
-    except TimeoutError:
-        limit = holder.gettimeout()
+    except (TimeoutError, BlockingIOError):  # it has too many guests, or is busy
         raise WorkerError(
             f"the process that keeps the snapshot did not answer for {limit:g} s"
         ) from None
@@ -188,6 +189,7 @@ def _rebuilt(
     manifest: Manifest, arena: int, directory: str, *, allow_pickle: bool
 ) -> object:
     # The checkpoint process imports this module, and does without torch.
+    from aiockpt.state.nodes import decoder_by_name
     from aiockpt.state.rebuild import Frame, assemble, tensors_over
 
     size = max(manifest.segment_bytes, 1)
@@ -204,7 +206,11 @@ def _rebuilt(
     tensors = tensors_over(manifest, held)
     limits = replace(FILE_LIMITS, max_header_bytes=1 << 40)
     return assemble(
-        Frame.of(manifest), tensors, limits=limits, allow_pickle=allow_pickle
+        Frame.of(manifest),
+        tensors,
+        limits=limits,
+        allow_pickle=allow_pickle,
+        by_name=partial(decoder_by_name, imports=False),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.format.paths import NAMED_TUPLE, PYTREE
 from aiockpt.memory.device import Marks, PortFor, completed, port_for
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
@@ -167,11 +168,13 @@ class DefaultStager(CheckpointStager):
             snapshot = await self._stager.stage(
                 state_dict, step=exact_step(step), marks=marks
             )
-        return StagedState(
-            snapshot,
-            allow_pickle=self._config.allow_pickle,
-            nodes=decoders_for(state_dict),
-        )
+            try:
+                nodes = await self._bridge.run(_nodes, snapshot, state_dict)
+            except BaseException:
+                snapshot.release()
+                raise
+        pickles = self._config.allow_pickle
+        return StagedState(snapshot, allow_pickle=pickles, nodes=nodes)
 
     async def close(self) -> None:
         """Release all memory, including that of states that are still staged."""
@@ -196,6 +199,13 @@ async def stage_after(
     staged = await stager.stage(state_dict, **kwargs)
     await completed(*Marks.of(port_for).events.values())
     return staged
+
+
+def _nodes(snapshot: Snapshot, state_dict: Any) -> Decoders:
+    """Return the decoders of the state dict's types, which takes a walk if any."""
+    header = snapshot.manifest.header
+    found = any(prefix.encode() in header for prefix in (NAMED_TUPLE, PYTREE))
+    return decoders_for(state_dict) if found else {}
 
 
 def stager_of(

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -452,7 +453,7 @@ def write_by(
     """Write a staged checkpoint with a writer, which may be the user's own.
 
     A writer that overrides ``write`` gets a state dict over ``memory()``, which it may
-    modify until it returns.
+    modify until it returns. Its types are found by name, and their modules imported.
 
     Args:
         writer: The writer.
@@ -469,10 +470,18 @@ def write_by(
         told = writer.write_staged(path, watched, snapshot.manifest.step, **keywords)
         return told if isinstance(told, Written) else Written()
     manifest = staged.seal()
+    from aiockpt.state.nodes import decoder_by_name
     from aiockpt.state.rebuild import Frame, assemble, tensors_over
 
     tensors = tensors_over(manifest, memory())
-    state = assemble(Frame.of(manifest), tensors, limits=TRUSTED)
+    # The trainer has staged it, so it has also decided about pickles.
+    state = assemble(
+        Frame.of(manifest),
+        tensors,
+        limits=TRUSTED,
+        allow_pickle=True,
+        by_name=partial(decoder_by_name, imports=True),
+    )
     writer.write(path=path, state_dict=state, **keywords)
     return Written(content=content_of(manifest), nbytes=manifest.segment_bytes)
 

@@ -16,6 +16,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -78,7 +79,8 @@ class SyncFacade:
         """Return or raise what ``await fn()`` does; raise only an `Exception`.
 
         The coroutine keeps to ``timeout`` itself. Five seconds later this call gives up
-        waiting. An interrupt of the calling thread cancels the coroutine.
+        waiting. An interrupt of the calling thread, which may be any exception of a
+        signal's handler, cancels the coroutine.
 
         Raises:
             ClosedError: the facade is closed, or was closed meanwhile.
@@ -96,15 +98,18 @@ class SyncFacade:
                 coroutine.close()
                 raise ClosedError(self._what) from error
             self._check_open()  # or a signal's handler has closed it just now
+        limit = min(timeout + _MARGIN, threading.TIMEOUT_MAX)
+        until = time.monotonic() + limit
         try:
-            work.result(min(timeout + _MARGIN, threading.TIMEOUT_MAX))
+            try:
+                work.result(limit)
+            except Exception as error:
+                if work.cancelled():
+                    raise self._cancelled() from None
+                if isinstance(error, TimeoutError) and time.monotonic() >= until:
+                    raise TransferTimeoutError(stop, timeout) from error
+                raise  # as a signal's handler has raised it
             return outcome.result()
-        except Exception as error:
-            if error is outcome.error:
-                raise
-            if work.cancelled():
-                raise self._cancelled() from None
-            raise TransferTimeoutError(stop, timeout) from error
         finally:
             work.cancel()
             outcome.clear()

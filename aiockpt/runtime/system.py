@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -25,6 +26,7 @@ __all__ = [
     "failing_here",
     "is_callers",
     "is_hosts",
+    "is_programs",
     "of_caller",
     "refused_by_host",
     "spare_memory",
@@ -42,6 +44,7 @@ _SHARE: Final = 0.9
 
 _DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 _HOSTS: Final = (*_DESCRIPTORS, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
+_LIBRARIES: Final = {*sys.stdlib_module_names, "aiockpt", "msgspec", "numpy", "torch"}
 _CALLERS: Final = "_aiockpt_callers"
 
 # Scanning fewer objects is faster than asking whether anything is frozen.
@@ -218,6 +221,18 @@ def of_caller(fn: Callable[P, T]) -> Callable[P, T]:
 def is_callers(error: BaseException) -> bool:
     """Say whether a function that `of_caller` wrapped has raised this error."""
     return hasattr(error, _CALLERS)
+
+
+def is_programs(error: BaseException) -> bool:
+    """Say whether neither the system nor a library that is used here raises this error.
+
+    A signal's handler may raise anything in the middle of any call: an error of the
+    program's own class, or a ``TimeoutError`` without a number of the system.
+    """
+    if isinstance(error, TimeoutError) and error.errno is None:
+        return True
+    module, _, _ = type(error).__module__.partition(".")
+    return module not in _LIBRARIES
 
 
 # ------------------------------------------------------------------ this process

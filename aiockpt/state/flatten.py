@@ -35,7 +35,7 @@ from aiockpt.format.tree import Refusals, encode_tree
 from aiockpt.memory.copies import Backings, Part, column, numbers
 from aiockpt.memory.device import PortFor, port_for, settle
 from aiockpt.memory.held import HeldMemory
-from aiockpt.runtime.system import collector_paused
+from aiockpt.runtime.system import collector_paused, is_programs
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.leaves import DTYPE_NAMES, extension
 from aiockpt.state.nodes import is_known, opened
@@ -234,6 +234,8 @@ def _looking() -> Iterator[None]:
     except AiockptError:
         raise
     except Exception as error:
+        if is_programs(error):
+            raise
         raise StateDictError(f"cannot describe the state dict: {error}") from error
 
 

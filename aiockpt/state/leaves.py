@@ -187,11 +187,15 @@ class _TreeRegistry(Registry):
     """
 
     def __init__(
-        self, decoders: Mapping[str, Callable[[Any], object]], travelled: int
+        self,
+        decoders: Mapping[str, Callable[[Any], object]],
+        travelled: int,
+        by_name: Callable[[str], Callable[[Any], object] | None],
     ) -> None:
         super().__init__()
         self._decoders = decoders
         self._left = travelled
+        self._by_name = by_name
 
     def by_type(self, leaf_type: type) -> Codec | None:
         return REGISTRY.by_type(leaf_type)
@@ -199,6 +203,8 @@ class _TreeRegistry(Registry):
     def by_tag(self, tag: str) -> Codec | None:
         known = REGISTRY.by_tag(tag)
         own = self._decoders.get(tag) or decoder_of(tag)
+        if own is None and known is None:
+            own = self._by_name(tag)
         codec = known if own is None else Codec(tag, object, _itself, own)
         if codec is None or tag not in _COPIED:
             return codec
@@ -216,7 +222,11 @@ class _TreeRegistry(Registry):
 
 
 def registry(
-    more: Mapping[str, Callable[[Any], object]], *, allow_pickle: bool, travelled: int
+    more: Mapping[str, Callable[[Any], object]],
+    *,
+    allow_pickle: bool,
+    travelled: int,
+    by_name: Callable[[str], Callable[[Any], object] | None] = lambda _: None,
 ) -> Registry:
     """Return the registry to decode one tree with.
 
@@ -224,6 +234,7 @@ def registry(
         more: Decoders of this tree, by tag, in addition.
         allow_pickle: Whether to decode pickles; else they are refused.
         travelled: The number of bytes that all decoders may allocate.
+        by_name: Returns the decoder of a tag that is not known otherwise, if any.
     """
     pickles = {"pickle": pickle.loads} if allow_pickle else {}
-    return _TreeRegistry({**_DECODERS, **more, **pickles}, travelled)
+    return _TreeRegistry({**_DECODERS, **more, **pickles}, travelled, by_name)

@@ -7,8 +7,12 @@ a value comes from the receiver: from its template or from `register_leaf`. The 
 
 from __future__ import annotations
 
-from collections import deque
+import importlib
+import sys
+from collections import deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -17,7 +21,15 @@ from torch.utils import _pytree
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE
 from aiockpt.format.registry import BUILTIN_TYPES, REGISTRY, STRUCTURES, exactly
 
-__all__ = ["Decoders", "Opened", "decoder_of", "decoders_for", "is_known", "opened"]
+__all__ = [
+    "Decoders",
+    "Opened",
+    "decoder_by_name",
+    "decoder_of",
+    "decoders_for",
+    "is_known",
+    "opened",
+]
 
 Decoders: TypeAlias = Mapping[str, Callable[[Any], object]]
 
@@ -102,6 +114,53 @@ def _walk(template: object) -> Iterator[tuple[object, Opened]]:
             waiting += value.values()
         elif type(value) in (list, tuple, deque):
             waiting += value  # type: ignore[arg-type]
+
+
+def decoder_by_name(tag: str, *, imports: bool) -> Callable[[Any], object] | None:
+    """Return the decoder of a tag that this user's own process has written.
+
+    The tag names the type, which is looked up among the modules of this process. A
+    named tuple whose type is not found becomes one of the same name and fields.
+
+    Args:
+        tag: The tag.
+        imports: Whether to import the type's module, which runs its code.
+    """
+    if tag.startswith(NAMED_TUPLE):
+        name = tag.removeprefix(NAMED_TUPLE)
+        kind = _type_named(name, imports=imports)
+        if isinstance(kind, type) and issubclass(kind, tuple):
+            return _of_fields(kind)
+        return partial(_stand_in, name)
+    kind = None
+    if tag.startswith(PYTREE):
+        kind = _type_named(tag.removeprefix(PYTREE), imports=imports)
+    return _of_children(kind) if kind in _pytree.SUPPORTED_NODES else None
+
+
+def _type_named(name: str, *, imports: bool) -> Any:
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:length])
+        if imports and module not in sys.modules:
+            with suppress(Exception):  # whatever the module raises
+                importlib.import_module(module)
+        found: Any = sys.modules.get(module)
+        for part in parts[length:]:
+            found = getattr(found, part, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _stand_in(name: str, payload: Any) -> object:
+    fields = exactly(dict, payload)
+    return _made_up(name.rpartition(".")[2], (*fields,))._make(fields.values())
+
+
+@cache
+def _made_up(name: str, fields: tuple[str, ...]) -> Any:
+    return namedtuple(name, fields)
 
 
 def _of_fields(kind: Any) -> Callable[[Any], object]:

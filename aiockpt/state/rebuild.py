@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from mmap import mmap
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -204,11 +204,13 @@ def assemble(
     allow_pickle: bool = False,
     wholes: Mapping[int, torch.Tensor] | None = None,
     nodes: Decoders | None = None,
+    by_name: Callable[[str], Callable[[Any], object] | None] = lambda _: None,
 ) -> object:
     """Return the state dict of a checkpoint, made of its tree and tensors.
 
     Only registered leaves read the tensors' bytes. The values made of these bytes take
     no more memory than the checkpoint. ``wholes`` and ``nodes`` come from a `Match`.
+    ``by_name`` is for what this user's own process has staged: see `decoder_by_name`.
 
     Raises:
         DeviceMeshError: a distributed tensor has no place in this process.
@@ -222,7 +224,10 @@ def assemble(
         return decode_tree(
             frame.tree,
             registry=registry(
-                more, allow_pickle=allow_pickle, travelled=frame.total_bytes
+                more,
+                allow_pickle=allow_pickle,
+                travelled=frame.total_bytes,
+                by_name=by_name,
             ),
             tensors=tensors,
             blob=lambda number: _bytes(frame, number, tensors),

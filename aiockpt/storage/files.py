@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from aiockpt.errors import StorageError
+from aiockpt.runtime.system import is_callers, is_programs
 
 __all__ = [
     "MARKER",
@@ -74,12 +75,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Raise ``StorageError`` with the path where the system raises ``OSError``."""
+    """Raise ``StorageError`` with the path where the system raises ``OSError``.
+
+    An error of the caller's own code stays what it is: one of a callback, or of a
+    signal's handler.
+    """
     try:
         yield
     except StorageError:
         raise
     except OSError as error:
+        if is_callers(error) or is_programs(error):
+            raise
         detail = error.strerror or str(error)
         if (remedy := _REMEDIES.get(error.errno or 0)) is not None:
             detail += f"; {remedy}"

@@ -22,6 +22,7 @@ from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.format.paths import Node
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.system import of_caller
 from aiockpt.state.load_plan import Ranges
 from aiockpt.state.segment import Segment
 from aiockpt.storage.checkpoint_file import header_of
@@ -217,7 +218,7 @@ class _Reading:
     ) -> None:
         self._path, self._fd, self._manifest = path, fd, manifest
         self._placement = placement
-        self._on_bytes = on_bytes
+        self._on_bytes = None if on_bytes is None else of_caller(on_bytes)
         self._telling = threading.Lock()
         self._failures: list[BaseException] = []
 

@@ -23,6 +23,7 @@ from aiockpt.memory.arena import Arena, ArenaPool
 from aiockpt.memory.copies import CopyPlan
 from aiockpt.memory.device import Event, PortFor, port_for
 from aiockpt.runtime.bridge import SerialThread
+from aiockpt.runtime.system import is_programs
 from aiockpt.state.flatten import describe
 from aiockpt.transfer.remarks import Remarks
 
@@ -162,5 +163,7 @@ class LiveState:
         except AiockptError:
             raise
         except Exception as error:
+            if is_programs(error):
+                raise
             detail = f"staging step {self._step} failed: {error}"
             raise StagingError(detail) from error

@@ -1,0 +1,208 @@
+"""Writers, callbacks and signal handlers of the caller's own, in saves and loads."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree
+
+import aiockpt
+from aiockpt.checkpointers import (
+    CheckpointStagerConfig,
+    CheckpointWriter,
+    CheckpointWriterConfig,
+    DefaultStager,
+    RankInfo,
+)
+from aiockpt.checkpointers.recovery import _rebuilt
+from aiockpt.memory.snapshot import Snapshot
+from aiockpt.state import nodes
+from aiockpt.storage.write import WritableSnapshot
+from aiockpt.testing import assert_same
+
+Pair = namedtuple("Pair", "x w")
+
+
+class Odd:
+    """A leaf that only a pickle can carry."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Odd
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Box:
+    """A node that torch knows."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+_pytree.register_pytree_node(
+    Box, lambda box: ([box.content], None), lambda items, _: Box(*items)
+)
+
+
+class Telling(CheckpointWriter):
+    """Writes down what it gets, and nothing else."""
+
+    def write(self, path: Any, state_dict: Any, **kwargs: Any) -> None:
+        """Tell the types of the values."""
+        pair, box = state_dict["pair"], state_dict["box"]
+        assert pair.w.tolist() == [1.0, 1.0]
+        assert box.content.tolist() == [2.0]
+        kinds = [f"{type(each).__name__}" for each in state_dict.values()]
+        exact = type(pair) is Pair and type(box) is Box
+        Path(f"{path}.txt").write_text(f"{' '.join(kinds)} {exact}")
+
+
+def telling(rank_info: RankInfo) -> Telling:
+    """Make it."""
+    return Telling(CheckpointWriterConfig(), rank_info)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("use_process", [True, False])
+async def test_an_own_writer_gets_what_the_default_one_saves(
+    tmp_path: Path, use_process: bool
+) -> None:
+    """Pickles, named tuples and nodes that nobody has registered with this package."""
+    config = aiockpt.CheckpointerConfig(
+        staging_config=CheckpointStagerConfig(allow_pickle=True),
+        use_process=use_process,
+    )
+    state = {
+        "pair": Pair(1, torch.ones(2)),
+        "box": Box(torch.full((1,), 2.0)),
+        "odd": Odd(),
+    }
+    async with aiockpt.make_async_checkpointer(
+        config, checkpoint_writer_init_fn=telling
+    ) as made:
+        assert await (await made.save(state, tmp_path / "a")).written()
+    assert (tmp_path / "a.txt").read_text() == "Pair Box Odd True"
+
+
+@pytest.mark.asyncio
+async def test_what_is_recovered_has_its_named_tuples(tmp_path: Path) -> None:
+    """Of the type that this program has; else of one with the same fields."""
+    Local = namedtuple("Local", "a b")
+    stager = DefaultStager()
+    state = {"pair": Pair(1, torch.ones(2)), "local": Local([2], torch.zeros(1))}
+    with await stager.stage(state, step=1) as staged:
+        snapshot = staged.snapshot
+        assert isinstance(snapshot, Snapshot)
+        assert snapshot.arena is not None
+        sealed = WritableSnapshot(snapshot).seal()
+        found: Any = _rebuilt(sealed, snapshot.arena.fd, "d", allow_pickle=False)
+    await stager.close()
+    assert type(found["pair"]) is Pair
+    assert found["local"].a == [2]
+    assert found["local"]._fields == ("a", "b")
+    assert type(found["local"]).__name__ == "Local"
+
+
+@pytest.mark.asyncio
+async def test_no_state_dict_is_walked_on_the_loop(monkeypatch) -> None:
+    """A walk of a large one takes long, so a thread does it; or nobody, if it can."""
+    walkers: list[str] = []
+    walk = nodes._walk
+
+    def watched(template: object) -> Iterator[Any]:
+        walkers.append(threading.current_thread().name)
+        return walk(template)
+
+    monkeypatch.setattr(nodes, "_walk", watched)
+    stager = DefaultStager()
+    for state in ({"a": [1]}, {"pair": Pair(1, torch.ones(2))}):
+        with await stager.stage(state) as staged:
+            assert_same(staged.state_dict(), state)
+    await stager.close()
+    assert len(walkers) == 1
+    assert walkers[0].startswith("aiockpt-stage")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(5, "mine"), KeyError("mine"), TimeoutError()]
+)
+@pytest.mark.parametrize("template", [True, False])
+def test_an_error_of_on_bytes_is_the_callers(
+    tmp_path: Path, error: Exception, template: bool
+) -> None:
+    """And not one of the file."""
+    state = {"w": torch.ones(2)}
+    with aiockpt.make_sync_checkpointer() as made:
+        made.save(state, tmp_path / "c")
+
+    def fail(_: int) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        aiockpt.load(tmp_path / "c", into=state if template else None, on_bytes=fail)
+    assert caught.value is error
+
+
+class Preempted(Exception):  # noqa: N818 - as a job names it
+    """What a job's handler of a signal raises."""
+
+
+@pytest.fixture(params=[Preempted, TimeoutError, KeyboardInterrupt])
+def interrupted(request: pytest.FixtureRequest) -> Iterator[type[BaseException]]:
+    """Let SIGALRM raise in the main thread."""
+
+    def handle(*_: object) -> None:
+        raise request.param("the job's own")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    yield request.param
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_in_a_synchronous_save(tmp_path, interrupted) -> None:
+    """Its handler's exception comes out, whatever the save did at that moment."""
+    with aiockpt.make_sync_checkpointer() as made:
+        state = {f"{each}": torch.full((8,), each) for each in range(5_000)}
+        for moment in range(1, 60, 6):  # from the first look to the last byte
+            signal.setitimer(signal.ITIMER_REAL, moment / 1000)
+            with pytest.raises(interrupted, match="the job's own"):  # noqa: PT012
+                made.save(state, tmp_path / "a")
+                signal.pause()  # it was quick
+
+        def on_bytes(_: int) -> None:
+            signal.raise_signal(signal.SIGALRM)
+
+        made.save({"w": torch.ones(2)}, tmp_path / "b")
+        with pytest.raises(interrupted, match="the job's own"):
+            made.load(tmp_path / "b", on_bytes=on_bytes)
+
+
+def test_a_signal_in_a_blocking_save(tmp_path, interrupted) -> None:
+    """In the background; it did not time out, and nothing is saved."""
+
+    class Slow(aiockpt.checkpointers.CheckpointStager):
+        async def stage(self, state_dict: Any, **kwargs: Any) -> Any:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            await asyncio.sleep(60)
+
+        async def close(self) -> None:
+            return
+
+    config = aiockpt.CheckpointerConfig(use_process=False)
+    with aiockpt.make_background_checkpointer(config) as made:
+        made._checkpointer._stager = Slow()
+        began = time.monotonic()
+        with pytest.raises(interrupted, match="the job's own"):
+            made.save({"w": torch.ones(2)}, tmp_path / "a")
+        assert time.monotonic() - began < 50
+    assert not (tmp_path / "a").exists()
