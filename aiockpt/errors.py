@@ -293,18 +293,26 @@ class RemoteProtocolError(ProtocolError):
 
 
 class LimitExceededError(ProtocolError):
-    """The peer offers more than the receiver's limits allow."""
+    """The peer offers more than the receiver's limits allow.
 
-    def __init__(self, what: str, *, limit: int, actual: int) -> None:
-        super().__init__()
+    ``option`` is the field of ``Limits`` that sets the limit, if there is one.
+    """
+
+    def __init__(
+        self, what: str, *, limit: int, actual: int, option: str = "", remedy: str = ""
+    ) -> None:
+        super().__init__(remedy)
         self.what = what
         self.limit = limit
         self.actual = actual
+        self.option = option
 
     def __str__(self) -> str:
+        where = f"Limits({self.option}=...)" if self.option else "it in Limits"
+        remedy = self.detail or f"raise {where} if you trust its source"
         return (
             f"{self.what} is {self.actual}, more than the limit of {self.limit}; "
-            "raise it in Limits if you trust its source"
+            f"{remedy}"
         )
 
 

@@ -183,7 +183,7 @@ def header_length(first8: bytes | memoryview, *, limits: Limits) -> int:
     length = int.from_bytes(first8, "little")
     if len(first8) != LENGTH_BYTES or not 2 <= length < _ABSURD:
         raise RemoteProtocolError("this is no safetensors header")
-    enforce("the header's length", length, limits.max_header_bytes)
+    enforce("the header's length", length, limits.max_header_bytes, "max_header_bytes")
     return LENGTH_BYTES + length
 
 
@@ -294,15 +294,17 @@ def _decode_own(
     with _reading("entries"):
         entries = decode_entries(raw, stop + len(_END_OF_METADATA))
     tensors = len(entries) + len(views)
-    enforce("the number of tensors", tensors, limits.max_tensors)
+    enforce("the number of tensors", tensors, limits.max_tensors, "max_tensors")
     if fault := fault_of(document, views, entries, algorithms):
         raise RemoteProtocolError(f"the header is inconsistent: {fault}")
     nodes = bytes(document.tree)
-    enforce_values("the number of nodes in the tree", nodes, limits.max_nodes)
+    enforce_values(
+        "the number of nodes in the tree", nodes, limits.max_nodes, "max_nodes"
+    )
     with _reading("tree"):
         tree = _decode_node(nodes, limits.max_text_bytes)
     manifest = _manifest(document, views, entries, tree, raw)
-    enforce("the data segment", manifest.segment_bytes, limits.max_bytes)
+    enforce("the data segment", manifest.segment_bytes, limits.max_bytes, "max_bytes")
     return manifest
 
 
@@ -342,7 +344,7 @@ def _decode_manifest(
     if document.views is not msgspec.UNSET:
         given = bytes(document.views)
         items = _ITEMS.decode(given)
-        enforce("the number of tensors", len(items), limits.max_tensors)
+        enforce("the number of tensors", len(items), limits.max_tensors, "max_tensors")
         if not items or _array(items) != given:
             raise _not_canonical()
         for first in range(0, len(items), _PIECE_ITEMS):
@@ -356,7 +358,7 @@ def _decode_manifest(
 
 
 def _enforce_text(nbytes: int, longest: int) -> None:
-    enforce("the length of a string in the header", nbytes, longest)
+    enforce("the length of a string in the header", nbytes, longest, "max_text_bytes")
 
 
 def _decode_node(text: bytes | memoryview, longest: int, *, level: int = 0) -> Node:
@@ -397,13 +399,13 @@ def _decode_foreign(raw: Bytes, header: memoryview, limits: Limits) -> ForeignHe
             "the header is damaged, or another tool rewrote an aiockpt file and kept "
             "its metadata; without __metadata__ it is a plain safetensors file"
         )
-    enforce("the number of tensors", len(unsorted), limits.max_tensors)
+    enforce("the number of tensors", len(unsorted), limits.max_tensors, "max_tensors")
     in_order = sorted(unsorted.items(), key=lambda item: item[1].data_offsets)
     entries = Entries.of(dict(in_order))
     if fault := foreign_fault(entries):
         raise RemoteProtocolError(f"the header is inconsistent: {fault}")
     found = ForeignHeader(entries, metadata, raw)
-    enforce("the data segment", found.segment_bytes, limits.max_bytes)
+    enforce("the data segment", found.segment_bytes, limits.max_bytes, "max_bytes")
     return found
 
 

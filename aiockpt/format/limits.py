@@ -66,13 +66,27 @@ FILE_LIMITS: Final = Limits(
 """The default of saves and loads, where no peer keeps others waiting."""
 
 
-def enforce(what: str, actual: int, limit: int | None) -> None:
-    """Raise `LimitExceededError` if ``actual`` is above ``limit`` (None: no limit)."""
+def enforce(
+    what: str, actual: int, limit: int | None, option: str = "", remedy: str = ""
+) -> None:
+    """Raise `LimitExceededError` if ``actual`` is above ``limit`` (None: no limit).
+
+    Args:
+        what: What has a limit.
+        actual: Its value.
+        limit: The limit.
+        option: The field of `Limits` that sets the limit.
+        remedy: What to do, if that is not to raise the limit.
+    """
     if limit is not None and actual > limit:
-        raise LimitExceededError(what, limit=limit, actual=actual)
+        raise LimitExceededError(
+            what, limit=limit, actual=actual, option=option, remedy=remedy
+        )
 
 
-def enforce_values(what: str, text: bytes | memoryview | mmap, limit: int) -> None:
+def enforce_values(
+    what: str, text: bytes | memoryview | mmap, limit: int, option: str = ""
+) -> None:
     """Refuse JSON that may hold more than ``limit`` values, without decoding it.
 
     It counts the characters that separate or open values, also inside of strings. So
@@ -80,7 +94,7 @@ def enforce_values(what: str, text: bytes | memoryview | mmap, limit: int) -> No
     """
     if len(text) // 2 < limit:  # a value takes two bytes: itself and a separator
         return
-    enforce(what, count_values(text), limit)
+    enforce(what, count_values(text), limit, option)
 
 
 def count_values(text: bytes | memoryview | mmap) -> int:

@@ -117,9 +117,46 @@ def encode_tree(
         node = encoder.encode(value, path)
     except RecursionError:
         actual = encoder.depth + 1
-        raise LimitExceededError("nesting", limit=actual - 1, actual=actual) from None
+        raise LimitExceededError(
+            "nesting", limit=actual - 1, actual=actual, remedy=_cycle(value, path)
+        ) from None
+    except LimitExceededError as error:
+        if encoder.depth > limits.max_depth:
+            error.detail = _cycle(value, path)
+        raise
     encoder.refused.raise_if_any()
     return node
+
+
+def _cycle(value: object, path: Path) -> str:
+    """Return where a container contains itself; an empty text if none does."""
+    above: dict[int, Path] = {}  # the containers that are being visited
+    clean: set[int] = set()
+    levels: list[tuple[object, Path, Iterator[tuple[Any, object]]]] = []
+
+    def enter(value: object, path: Path) -> None:
+        above[id(value)] = path
+        items: Iterable[tuple[Any, object]] = ()
+        if isinstance(value, dict):
+            items = [*value.items()]
+        elif isinstance(value, list | tuple | deque):
+            items = enumerate(value)
+        levels.append((value, path, iter(items)))
+
+    enter(value, path)
+    while levels:
+        holder, where, items = levels[-1]
+        key, child = next(items, (None, levels))
+        if child is levels:
+            levels.pop()
+            del above[id(holder)]
+            clean.add(id(holder))
+        elif id(child) in above:
+            inner, outer = format_path((*where, key)), format_path(above[id(child)])
+            return f"{inner} is {outer or 'the state dict'} itself: leave it out"
+        elif id(child) not in clean and isinstance(child, dict | list | tuple | deque):
+            enter(child, (*where, key))
+    return ""
 
 
 class Refusals:
@@ -279,12 +316,17 @@ class _Encoder:
         self.depth += 1
         if self.depth > self.limits.max_depth:
             what = f"the nesting of {format_path(path)[:200]}"
-            enforce(what, self.depth, self.limits.max_depth)
+            enforce(what, self.depth, self.limits.max_depth, "max_depth")
 
     def ascend(self, nodes: int) -> None:
         self.depth -= 1
         self.nodes += nodes
-        enforce("the tree", self.nodes, self.limits.max_nodes)
+        enforce(
+            "the number of nodes in the tree",
+            self.nodes,
+            self.limits.max_nodes,
+            "max_nodes",
+        )
 
 
 def _are_tensors(keys: list[Any], values: list[Any]) -> bool:
@@ -567,8 +609,15 @@ class _Decoder:
         raise_if_cancelled()
         self.depth += 1
         self.nodes += nodes
-        enforce("the nesting of the tree", self.depth, self.limits.max_depth)
-        enforce("the number of nodes in the tree", self.nodes, self.limits.max_nodes)
+        enforce(
+            "the nesting of the tree", self.depth, self.limits.max_depth, "max_depth"
+        )
+        enforce(
+            "the number of nodes in the tree",
+            self.nodes,
+            self.limits.max_nodes,
+            "max_nodes",
+        )
 
     def fail(self, why: str) -> NoReturn:
         path = format_received(self.path)

@@ -189,7 +189,12 @@ async def _ask_manifest(
         if (given := _step_of(answer)) != step:
             raise RemoteProtocolError(f"{request.url} sends step {given}")
         size = answer.length()
-        enforce("the size of the header", size, limits.max_header_bytes + LENGTH_BYTES)
+        enforce(
+            "the size of the header",
+            size,
+            limits.max_header_bytes + LENGTH_BYTES,
+            "max_header_bytes",
+        )
         header = room_for(size)
         view = memoryview(header)
         await answer.read_into(BodySink(lambda a, b: [view[a:b]], 0, size))

@@ -160,7 +160,7 @@ class HttpSource:
             if self._sharing.keep:
                 self.remark = "not shared: the sender offers no memory"
             return
-        enforce("the checkpoint's size", outline.grid.segment_bytes, most)
+        enforce("the checkpoint's size", outline.grid.segment_bytes, most, "max_bytes")
         sharing = self._sharing
         try:
             self._lent = await attach(offer, outline, keep=sharing.keep)

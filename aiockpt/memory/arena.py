@@ -545,7 +545,7 @@ def lend(
     """
     if most is None:
         most = spare_memory(kept=pool.kept_for(nbytes) if pool else 0)
-    enforce("the checkpoint's size", used, most)
+    enforce("the checkpoint's size", used, most, "max_bytes")
     with allocating("a checkpoint", nbytes):
         if pool is None and shared:  # which closes the descriptor when it comes back
             pool = ArenaPool(keep=0, shared=True, staging=False)

@@ -247,7 +247,9 @@ class Device:
         except torch.OutOfMemoryError as error:
             what = f"a part of the checkpoint, for which {self.device} has no memory,"
             free, _ = torch.get_device_module(self.device).mem_get_info(self.device)
-            raise LimitExceededError(what, limit=free, actual=nbytes) from error
+            raise LimitExceededError(
+                what, limit=free, actual=nbytes, remedy="free memory on the device"
+            ) from error
 
     def fold(
         self, segment: Segment, start: int, stop: int

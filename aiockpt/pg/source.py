@@ -113,7 +113,12 @@ class GroupSource:
             raise StepNotFoundError(step, serving=offer.step)
         if not offer.nbytes:
             raise RemoteProtocolError("the offer has no header")
-        enforce("the header's length", offer.nbytes, self._limits.max_header_bytes)
+        enforce(
+            "the header's length",
+            offer.nbytes,
+            self._limits.max_header_bytes,
+            "max_header_bytes",
+        )
         header = await self._bridge.run(_allocate_header, offer.nbytes)
         await peer.say(Kind.ACCEPT, step)
         await peer.fill(header)

@@ -157,7 +157,10 @@ def allocating(what: str, nbytes: int) -> Iterator[None]:
     except (OSError, OverflowError, MemoryError, ValueError) as error:
         free = available_memory()
         if nbytes > free:
-            raise LimitExceededError(what, limit=free, actual=nbytes) from error
+            remedy = "free memory on this host, or take a part of it by select="
+            raise LimitExceededError(
+                what, limit=free, actual=nbytes, remedy=remedy
+            ) from error
         reason = str(error) or type(error).__name__
         raise StagingError(
             f"no memory for {what} of {nbytes} bytes on this host: {reason}; {free} "

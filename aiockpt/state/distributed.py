@@ -564,7 +564,12 @@ def _placed(layout: ShardedLayout) -> tuple[list[int], Any]:
     limit = max(_SHARDS, _SHARDS_PER_RANK * len(ranks))
     if len(layout.shards) > limit:
         actual = len(layout.shards)
-        raise LimitExceededError("the number of shards", limit=limit, actual=actual)
+        raise LimitExceededError(
+            "the number of shards",
+            limit=limit,
+            actual=actual,
+            remedy="no ShardedTensor of this group has as many",
+        )
     here = _this_rank(what)
     swap = {layout.rank: here, here: layout.rank}
     holders = [swap.get(shard.rank, shard.rank) for shard in layout.shards]

@@ -59,6 +59,10 @@ T = TypeVar("T")
 
 _DENSE_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _ITEMSIZES: Final = {code: dtype.itemsize for dtype, code in CODES.items() if code}
+_NO_MEMORY: Final = (
+    "it has no memory to receive into; give it some by module.to_empty(device=...), or "
+    "receive without into= and pass the result to load_state_dict(state, assign=True)"
+)
 _EMPTY: Final[Node] = ["list", []]
 
 # How many tensors a C function looks at in a row, since it holds the interpreter lock.
@@ -449,6 +453,8 @@ def _draft(
     for number, code in enumerate(codes):
         if code is None:
             try:
+                if writing and tensors[number].is_meta:
+                    raise UnsupportedLeafError(names[number], "meta tensor", _NO_MEMORY)
                 member = Member(tensors[number], names[number], number)
             except UnsupportedLeafError as error:
                 refused.add(error)

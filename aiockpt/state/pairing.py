@@ -31,6 +31,7 @@ from aiockpt.format.paths import Node, Path, format_path
 from aiockpt.format.references import Mention, Reference, mentions
 from aiockpt.memory.copies import Backings
 from aiockpt.runtime.system import collector_paused
+from aiockpt.state.containers import left_empty
 from aiockpt.state.flatten import Drafts, Survey
 from aiockpt.state.leaves import DTYPE_NAMES
 from aiockpt.state.sharding import LAYOUTS
@@ -280,17 +281,79 @@ class Places:
             self.own.append(mine)
             self._unmet.pop(path, None)
 
-    def finish(self) -> None:
+    def finish(self, theirs: Node) -> None:
         """Check that each side has a tensor for each tensor of the other.
+
+        Args:
+            theirs: Their tree, for the error.
 
         Raises:
             TemplateMismatchError: one side lacks a tensor. If both do, the error names
-                the one that the template lacks.
+                a tensor of each.
         """
+        unmet = chain(self._unmet, _paths(self._beside))
         for path in self._astray:
-            raise mismatch(path, expected="a tensor", actual="nothing")
-        for path in chain(self._unmet, _paths(self._beside)):
-            raise mismatch(path, expected="nothing", actual="a tensor")
+            raise _without_place(self._tree, theirs, path, next(unmet, None))
+        for path in unmet:
+            raise mismatch(path, expected=_kind_at(theirs, path), actual="a tensor")
+
+
+def _without_place(
+    own: Node, theirs: Node, path: Path, unmet: Path | None
+) -> TemplateMismatchError:
+    """Return the error for a tensor of theirs; ``unmet`` is one that only we have."""
+    node, at = _deepest(own, path)
+    if len(at) < len(path) and _children(node) == {}:
+        full = _children(_deepest(theirs, at)[0]) or {}
+        beside = _children(_deepest(theirs, at[:-1])[0]) or {}
+        assert isinstance(node, list)
+        return left_empty(
+            format_path(at),
+            list if node[0] in ("list", "tuple", "deque") else dict,
+            len(full),
+            optimizer=at[-1:] == ("state",) and "param_groups" in beside,
+            whole=True,
+        )
+    actual = _kind_at(own, path)
+    if unmet is not None:
+        actual += f", but {format_path(unmet)}, which the checkpoint lacks"
+    return mismatch(path, expected="a tensor", actual=actual)
+
+
+def _kind_at(tree: Node, path: Path) -> str:
+    """Return what a tree has at a path, or at the value above it."""
+    node, at = _deepest(tree, path)
+    if len(at) < len(path) and _children(node) is not None:
+        return "nothing"
+    kind = "None" if node is None else f"a value of type {type(node).__name__}"
+    if isinstance(node, list):
+        kind = f"a {node[0]}" if _children(node) is not None else "another value"
+    return kind if len(at) == len(path) else f"{kind} at {format_path(at)}"
+
+
+def _deepest(tree: Node, path: Path) -> tuple[Node, Path]:
+    """Return the node at a path, or at the longest beginning of it that exists."""
+    for depth, step in enumerate(path):
+        inside = _children(tree)
+        if inside is None or step not in inside:
+            return tree, path[:depth]
+        tree = inside[step]
+    return tree, path
+
+
+def _children(node: Node) -> dict[object, Node] | None:
+    """Return the values of a container by key or index; None for another node."""
+    match node:
+        case ["dict" | "odict" | "tensors", [*keys], [*values], *_]:
+            pass
+        case ["defaultdict", _, [*keys], [*values]]:
+            pass
+        case ["list" | "tuple", [*values]] | ["deque", _, [*values]]:
+            return dict(enumerate(values))
+        case _:
+            return None
+    pairs = zip(keys, values, strict=False)
+    return {key: value for key, value in pairs if not isinstance(key, list)}
 
 
 def _paths(filled: Iterator[Mention]) -> Iterator[Path]:

@@ -103,4 +103,4 @@ def check_memory(ranges: Iterable[tuple[int, int]], limits: Limits) -> None:
     """
     limit = spare_memory() if limits.max_bytes is None else limits.max_bytes
     nbytes = sum(stop - start for start, stop in ranges)
-    enforce("the size of what is to be loaded", nbytes, limit)
+    enforce("the size of what is to be loaded", nbytes, limit, "max_bytes")

@@ -47,7 +47,7 @@ def below(path: str, key: object) -> str:
         LimitExceededError: the path is longer than any honest peer sends.
     """
     found = f"{path}.{key}" if path else f"{key}"
-    enforce("the length of a path", len(found), _LONGEST)
+    enforce("the length of a path", len(found), _LONGEST, remedy="use shorter keys")
     return found
 
 

@@ -147,7 +147,7 @@ class Template:
             else:
                 values += mention.references()
         self._same_layouts(manifest)
-        places.finish()
+        places.finish(manifest.tree)
         pairing = self._pair(manifest, places)
         _keep_apart(manifest, values, pairing)
         return self._found(pairing, values, frozenset())
