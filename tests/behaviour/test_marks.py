@@ -24,7 +24,7 @@ from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.stager import CheckpointStager, DefaultStager
 from aiockpt.checkpointers.thread import CheckpointThread
-from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.checkpointers.writer import CheckpointWriter, Writers
 from aiockpt.memory import device as devices
 from aiockpt.memory.arena import Arena, ArenaPool
 from aiockpt.memory.device import Accelerator, Marks, OneQueue, port_for
@@ -131,7 +131,7 @@ async def checkpointer(
 ) -> AsyncIterator[AsyncCheckpointer]:
     """Make a checkpointer whose writer is a thread."""
     writer = CheckpointThread(
-        lambda: CheckpointWriter(config(), ALONE),
+        Writers(CheckpointWriter, {"config": config()}, ALONE),
         shutdown_timeout_secs=30,
         staging_config=CheckpointStagerConfig(),
     )
@@ -417,7 +417,7 @@ class TestOtherThreads:
         running = threading.Thread(target=run)
         running.start()
         writer = CheckpointThread(
-            lambda: CheckpointWriter(config(), ALONE),
+            Writers(CheckpointWriter, {"config": config()}, ALONE),
             shutdown_timeout_secs=30,
             staging_config=CheckpointStagerConfig(),
         )

@@ -19,7 +19,7 @@ from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.checkpointers.thread import CheckpointThread
-from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.checkpointers.writer import CheckpointWriter, Writers
 from aiockpt.errors import LocalProtocolError
 from aiockpt.memory.arena import Arena
 from aiockpt.testing import assert_same
@@ -66,7 +66,7 @@ def fill(state: dict[str, Any], number: float) -> Callable[[], object]:
 async def checkpointer(card: Card) -> AsyncIterator[AsyncCheckpointer]:
     """Make a checkpointer whose writer is a thread."""
     writer = CheckpointThread(
-        lambda: CheckpointWriter(config(), ALONE),
+        Writers(CheckpointWriter, {"config": config()}, ALONE),
         shutdown_timeout_secs=30,
         staging_config=CheckpointStagerConfig(),
     )
