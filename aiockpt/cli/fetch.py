@@ -91,7 +91,7 @@ async def save(
 
     try:
         async with peer.reading(found) as (peers, swarm):
-            chunks = await peers.keep(manifest.step, missing())
+            chunks = await missing()
             meter.at("fetch_chunk")
             outline, filled = manifest.outline, PlainTarget(part)
             if swarm is not None:

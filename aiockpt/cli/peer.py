@@ -126,6 +126,8 @@ class Peer:
                     raise
                 limit, actual = error.limit, error.actual
                 raise _TooLargeError(error.what, limit=limit, actual=actual) from error
+            finally:
+                await peers.let_go()  # `reading` goes on with a client of its own
         mac = {} if answer.mac is None else {MAC_HEADER: answer.mac}
         return Found(answer.manifest, peers, mac)
 
@@ -138,6 +140,8 @@ class Peer:
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(aclosing(self.client()))
             peers = replace(found.peers, client=client, on_retry=self.deadline.note)
+            stack.push_async_callback(peers.let_go)
+            peers.keep(found.manifest.step)
             swarm = None
             if self.joins:
                 host = await stack.enter_async_context(aclosing(_host(self.bridge)))
@@ -146,6 +150,7 @@ class Peer:
                 await stack.enter_async_context(aclosing(swarm))
 
             async def end() -> None:
+                await peers.let_go()
                 if swarm is not None:
                     await swarm.aclose()
                     await swarm.said_goodbye()

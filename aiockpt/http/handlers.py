@@ -374,6 +374,9 @@ class CheckpointService:
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._macs.headers_of(manifest))
             reply.headers.update(await self._offer(request, publication, lease))
+            if lease is not None:
+                silence = http.format_silence(self.config.stall_timeout)
+                reply.headers[http.LEASE_HEADER] = silence
             if (base := self.store.base_of(publication)) is not None:
                 tag = http.format_etag(base.snapshot_id)
                 reply.headers[http.DELTA_BASE_HEADER] = tag

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeAlias, TypeVar
 
 from aiohttp import hdrs
 
@@ -37,6 +37,7 @@ from aiockpt.http.client import Answer, CheckpointClient, Request
 from aiockpt.http.protocol import (
     DELTA_BASE_HEADER,
     INCARNATION_HEADER,
+    LEASE_HEADER,
     STEP_HEADER,
     SWARM_HEADER,
     Origin,
@@ -48,6 +49,7 @@ from aiockpt.http.protocol import (
     format_resource,
     parse_etag,
     parse_invitation,
+    parse_silence,
 )
 from aiockpt.http.retry import OnRetry, Patience, Pause, Retries, backoff, poll
 from aiockpt.http.shared_memory import OFFER_HEADER, PROBE_HEADER
@@ -68,6 +70,12 @@ __all__ = [
 ]
 
 V = TypeVar("V")
+
+OnLease: TypeAlias = Callable[[float | None], None]
+"""Is told that a peer has answered: with the seconds of silence that end the lease.
+
+None: an older peer does not say it.
+"""
 
 SUPERSEDED = (StepNotFoundError, CheckpointChangedError)
 """What a receive raises whose step the sender has replaced."""
@@ -122,6 +130,7 @@ async def fetch_manifest(
     deadline: float,
     on_retry: OnRetry | None = None,
     probe: str | None = None,
+    on_lease: OnLease | None = None,
 ) -> ManifestAnswer:
     """Return the manifest of ``step``, waiting until the peer publishes it.
 
@@ -132,6 +141,7 @@ async def fetch_manifest(
         deadline: In loop time; the peer is told how long the receiver can wait.
         on_retry: Called with each error that is followed by another attempt.
         probe: Asks the sender to lend its memory, if it is on this host.
+        on_lease: Called once the peer answers.
 
     Raises:
         StepNotFoundError: a newer step has taken its place, or it did not come.
@@ -146,7 +156,9 @@ async def fetch_manifest(
     async def ask() -> ManifestAnswer | None:
         patience = client.patience()
         retries = client.retries(origin, step, patience, on_retry)
-        attempt = partial(_ask_manifest, client, origin, step, last, patience, probe)
+        attempt = partial(
+            _ask_manifest, client, origin, step, last, patience, probe, on_lease
+        )
         try:
             return await retries.run(attempt)
         except StepNotFoundError as error:
@@ -166,6 +178,7 @@ async def _ask_manifest(
     deadline: float,
     patience: Patience,
     probe: str | None,
+    on_lease: OnLease | None,
 ) -> ManifestAnswer:
     # Longer waits are asked for in pieces: a connection that is dead meanwhile goes
     # unnoticed for the wait and the stall timeout.
@@ -188,6 +201,8 @@ async def _ask_manifest(
     async with client.request(request, heard) as answer:
         if (given := _step_of(answer)) != step:
             raise RemoteProtocolError(f"{request.url} sends step {given}")
+        if on_lease is not None:
+            on_lease(parse_silence(answer.headers.get(LEASE_HEADER)))
         size = answer.length()
         enforce(
             "the size of the header",

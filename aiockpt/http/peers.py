@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 from math import inf
@@ -37,6 +37,7 @@ from aiockpt.http.client import CheckpointClient, Request
 from aiockpt.http.manifests import (
     LatestInfo,
     ManifestAnswer,
+    OnLease,
     fetch_latest,
     fetch_manifest,
 )
@@ -75,6 +76,7 @@ LOST = (TransportError, UnavailableError, ClosedError)
 
 _WAIT = 30.0  # seconds for which a sender is asked to wait for its first step
 _OTHERS = 0.5  # seconds in which a peer may name a newer step than the first one
+_OFTEN = 0.05  # seconds between two renewals, at least
 _FAREWELL = 1.0  # seconds in which a peer takes note that a receive has ended
 
 
@@ -109,6 +111,7 @@ class Peer:
         given: Verified bytes that came from it, in the last download.
         error: Why it is not asked any more.
         delta_base: The snapshot that it keeps as the base of deltas, or None.
+        silence: Seconds without a request that end the lease there, if it says so.
     """
 
     origin: Origin
@@ -120,6 +123,7 @@ class Peer:
     given: int = 0
     error: AiockptError | None = None
     delta_base: str | None = None
+    silence: float | None = None
 
     def has(self, run: ChunkRun) -> bool:
         """Say whether it holds the first chunk of a run."""
@@ -188,6 +192,7 @@ class Peers:
     on_retry: OnRetry | None = None
     deadline: float = inf
     waits: bool = True
+    _renewals: dict[Peer, asyncio.Task[None]] = field(default_factory=dict, init=False)
 
     @classmethod
     def at(
@@ -270,6 +275,7 @@ class Peers:
                 deadline=self.deadline,
                 on_retry=self.on_retry,
                 probe=probe,
+                on_lease=self.lease_of(peer, step),
             )
 
         answers = await _answers(self.all, ask, step=step)
@@ -304,41 +310,57 @@ class Peers:
                 async with asyncio.timeout(min(_FAREWELL, left / 4)):
                     await self._tell(request)
 
-        await run_all([partial(tell, origin) for origin in self._leased()])
+        await run_all([partial(tell, peer.origin) for peer in self._leased()])
 
-    async def keep(self, step: int, work: Awaitable[V]) -> V:
-        """Await what takes a while and asks nothing; the peers keep the snapshot.
+    def lease_of(self, peer: Peer, step: int) -> OnLease:
+        """Return what begins to renew the lease at a peer, until `let_go`."""
 
-        If cancelled, so is the work, and nothing is left behind.
+        def begin(silence: float | None) -> None:
+            peer.silence = silence
+            if peer.origin.lease is not None and peer not in self._renewals:
+                usual = self.client.stall_timeout if silence is None else silence
+                every = max(min(usual, self.client.stall_timeout) / 4, _OFTEN)
+                renew = self._renew(peer, step, every)
+                self._renewals[peer] = asyncio.create_task(renew)
+
+        return begin
+
+    def keep(self, step: int) -> None:
+        """Renew the leases of all that have the checkpoint, until `let_go`."""
+        for peer in self._leased():
+            self.lease_of(peer, step)(peer.silence)
+
+    async def let_go(self) -> None:
+        """Renew no lease any more. Idempotent."""
+        renewals = [*self._renewals.values()]
+        self._renewals.clear()
+        for each in renewals:
+            each.cancel()
+        await asyncio.gather(*renewals, return_exceptions=True)
+
+    async def _renew(self, peer: Peer, step: int, every: float) -> None:
+        """Renew a lease whatever the receiver does meanwhile.
+
+        A receiver that plans, allocates or compares digests asks for nothing.
         """
-
-        async def renew(origin: Origin) -> None:
-            request = Request(
-                origin=origin,
-                path=format_resource(Resource(ResourceKind.METADATA, step)),
-                headers={hdrs.IF_NONE_MATCH: "*", "Prefer": format_prefer_wait(0)},
-                status=HTTPStatus.NOT_MODIFIED,
-            )
-            while True:
-                await self.client.pause(self.client.stall_timeout / 4)
-                await self._tell(request)
-
-        renewing = [asyncio.ensure_future(renew(each)) for each in self._leased()]
-        try:
-            return await work
-        finally:
-            for each in renewing:
-                each.cancel()
-            await asyncio.gather(*renewing, return_exceptions=True)
+        request = Request(
+            origin=peer.origin,
+            path=format_resource(Resource(ResourceKind.METADATA, step)),
+            headers={hdrs.IF_NONE_MATCH: "*", "Prefer": format_prefer_wait(0)},
+            status=HTTPStatus.NOT_MODIFIED,
+        )
+        while peer.error is None:
+            await self.client.pause(every)
+            await self._tell(request)
 
     async def _tell(self, request: Request) -> None:
         with suppress(AiockptError):
             async with self.client.request(request):
                 pass
 
-    def _leased(self) -> list[Origin]:
+    def _leased(self) -> list[Peer]:
         return [
-            peer.origin
+            peer
             for peer in self.all
             if peer.origin.lease is not None and (peer.joined or len(self.all) == 1)
         ]

@@ -59,6 +59,7 @@ __all__ = [
     "format_prefer_wait",
     "format_range",
     "format_resource",
+    "format_silence",
     "format_unsatisfied_range",
     "if_match",
     "if_none_match",
@@ -77,13 +78,15 @@ __all__ = [
     "parse_prefer_wait",
     "parse_range",
     "parse_resource",
+    "parse_silence",
     "url_fault",
 ]
 
 DIGEST_HEADER = "Aiockpt-Digest"
 STEP_HEADER = "Aiockpt-Step"
 LEASE_HEADER = "Aiockpt-Lease"
-"""In a request: the receive that asks, so that its snapshot stays until it ends."""
+"""In a request: the receive that asks, so that its snapshot stays until it ends. In the
+answer with the manifest: the seconds of silence after which the lease ends."""
 INCARNATION_HEADER = "Aiockpt-Incarnation"
 """In an answer: which start of the sender gives it. In a request for `LATEST`: the
 start that the follower knows; another one answers at once."""
@@ -109,6 +112,7 @@ _UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
 _WAIT = re.compile(
     r'wait\s*=\s*"?([0-9]{1,9}(?:\.[0-9]{1,9})?)"?\s*(?:;.*)?', re.IGNORECASE
 )
+_SILENCE = re.compile(r"silence=([0-9]{1,9}(?:\.[0-9]{1,9})?)")
 _ETAG = re.compile(r'(W/)?"([\x21\x23-\x7e\x80-\xff]*)"')
 _ETAGS = re.compile(rf"[ \t,]*(?:{_ETAG.pattern}[ \t]*(?:,[ \t,]*|$))*")
 _LEASE = re.compile(r"([0-9a-f]{32})[ \t]*;[ \t]*ttl=([0-9]{1,9}(?:\.[0-9]{1,3})?)")
@@ -232,6 +236,17 @@ class Lease:
     def end(self) -> str:
         """The value of `LEASE_HEADER` that ends the lease."""
         return f"{self.id}; ttl=0"
+
+
+def format_silence(seconds: float) -> str:
+    """Return the value of `LEASE_HEADER` in an answer."""
+    return f"silence={seconds:.3f}"
+
+
+def parse_silence(value: str | None) -> float | None:
+    """Return the seconds in such a value; None if it has none, as of older peers."""
+    found = _SILENCE.fullmatch(value or "")
+    return None if found is None else float(found[1])
 
 
 def parse_lease(

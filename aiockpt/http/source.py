@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -109,6 +109,7 @@ class HttpSource:
         trace: TracebackType | None,
     ) -> None:
         """Let go of mapped memory; tell the sender of a failure, unless it is lost."""
+        await self._peers.let_go()
         told = isinstance(error, AiockptError) and not isinstance(error, LOST)
         swarm, self._swarm = self._swarm, None
         try:
@@ -214,16 +215,11 @@ class HttpSource:
 
         From then on, memory that is not the caller's own is served to nobody.
         """
+        await self._peers.let_go()
         if self._swarm is not None and not self._swarm.can_linger:
             await self._leave(self._swarm)
         if self.medium == _HTTP:
             await self._peers.end_lease(step)
-
-    async def keep(self, step: int, work: Awaitable[V]) -> V:
-        """Await what takes a while and asks the sender nothing; keep its snapshot."""
-        if self.medium != _HTTP:
-            return await work
-        return await self._peers.keep(step, work)
 
     def give_back(self) -> None:
         """Give the memory back, unless tensors lie in it. For threads."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from mmap import mmap
@@ -137,10 +137,6 @@ class GroupSource:
         """Tell the sender to begin."""
         assert self._peer is not None
         await self._peer.say(Kind.ACCEPT, step)
-
-    async def keep(self, step: int, work: Awaitable[V]) -> V:
-        """Await local work; the sender keeps its checkpoint until the end anyway."""
-        return await work
 
     async def read(
         self,

@@ -303,13 +303,13 @@ async def _fetch(
     # chunk then shows whether the receiver holds their base.
     first = delta is not None and source.sends_deltas
     if first and delta is not None:
-        sample = delta.plan(chunks[:: len(chunks) // _SAMPLE + 1])
-        first = not await source.keep(outline.step, sample)
+        sample = chunks[:: len(chunks) // _SAMPLE + 1]
+        first = not await delta.plan(sample)
     for part in filter(None, (chunks[:first], chunks[first:])):
         there = list[int]()
         if delta is not None and not delta.has_base:
             report.at("plan")
-            there = await source.keep(outline.step, delta.plan(part))
+            there = await delta.plan(part)
         report.at("fetch_chunk")
         async with goal.receiving():
             missing = _without(part, there)

@@ -102,7 +102,11 @@ class Source(AbstractAsyncContextManager[object], Protocol):
         """Whether the peers may send deltas."""
 
     async def manifest(self, step: int) -> Manifest:
-        """Return the manifest, once the peer has the step."""
+        """Return the manifest, once the peer has the step.
+
+        The peer keeps the checkpoint from its answer until the end of the context,
+        whatever the receiver does meanwhile.
+        """
 
     async def map(self, outline: Outline, *, most: int | None) -> None:
         """Set ``arena`` if the bytes are in this host's memory.
@@ -121,9 +125,6 @@ class Source(AbstractAsyncContextManager[object], Protocol):
 
     async def accept(self, step: int) -> None:
         """Tell the peer that the checkpoint fits, if the protocol provides for it."""
-
-    async def keep(self, step: int, work: Awaitable[V]) -> V:
-        """Await local work; the peer keeps the checkpoint meanwhile."""
 
     async def read(
         self,

@@ -6,11 +6,14 @@ A raw socket plays the receiver, so the promises are those of the wire format.
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import torch
 
+from aiockpt import register_leaf
 from tests.support.proofs import proves
 from tests.support.servers import TOKEN, Peer, settle
 from tests.support.transports import arenas, port_of, transport
@@ -270,3 +273,46 @@ async def test_every_answer_names_the_start_of_its_sender():
                 answer = await which.ask(path, Prefer="wait=0")
                 found.add((which, answer.headers["Aiockpt-Incarnation"]))
         assert len(found) == len({incarnation for _, incarnation in found}) == 2
+
+
+class Slow:
+    """A value that a receiver takes long to make."""
+
+
+def take_long(_: object = None) -> Slow:
+    """Take longer than the sender waits for a silent receive."""
+    time.sleep(2.5)
+    return Slow()
+
+
+register_leaf(Slow, tag="tests.SlowLeaf", encode=lambda _: b"slow", decode=take_long)
+
+
+@everywhere
+@pytest.mark.parametrize("what", ["a function that selects", "a registered leaf"])
+async def test_a_lease_holds_while_the_receiver_computes(what, process):
+    """The receiver's own stall timeout is much longer, so the sender says its own."""
+    state: dict[str, Any] = {"w": torch.ones(NBYTES, dtype=torch.uint8)}
+    state["v"] = torch.ones(2)
+    options: dict[str, Any] = {"select": lambda path: path != "v" or bool(take_long())}
+    if what == "a registered leaf":
+        state["leaf"], options = Slow(), {"select": ["w", "leaf"]}
+    async with (
+        transport(stall_timeout=1.0, process=process) as sender,
+        transport() as receiver,
+    ):
+        await sender.send_checkpoint([], 1, state)
+        arrived = asyncio.Event()
+
+        def see(progress):
+            if progress.stop == "allocate":
+                arrived.set()
+
+        task = asyncio.create_task(
+            receiver.recv_checkpoint(0, sender.metadata(), 1, progress=see, **options)
+        )
+        await arrived.wait()
+        await sender.send_checkpoint([], 2, {"w": torch.zeros(2)})
+        got = await task
+        assert bool((got["w"] == 1).all())
+        await settle(lambda: sender.statistics().superseded == 0)
