@@ -27,7 +27,7 @@ from aiockpt.checkpointers.base import (
     step_for,
     template_of,
 )
-from aiockpt.checkpointers.config import BusyPolicy, SaveRanks
+from aiockpt.checkpointers.config import ELSEWHERE, BusyPolicy, SaveRanks
 from aiockpt.checkpointers.reader import CheckpointReader, load, own_read
 from aiockpt.checkpointers.stager import (
     CheckpointStager,
@@ -274,7 +274,8 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         """
         marks = Marks.of(self.ports)
         if own:
-            refuse_unknown(AsyncCheckpointer.save, own, *self._own_functions())
+            own_ones = self._own_functions()
+            refuse_unknown(AsyncCheckpointer.save, own, *own_ones, elsewhere=ELSEWHERE)
         place = path_for(state_dict, path)
         if self._raises:
             self._raise_unobserved()

@@ -7,7 +7,7 @@ torch does not have are optional.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final, Literal, get_args
 
 from aiockpt.transport import check_fields, whole_number
@@ -250,3 +250,18 @@ class CheckpointerConfig:
             raise ValueError(
                 f"busy_policy must be one of {words}, got {self.busy_policy!r}"
             )
+
+
+ELSEWHERE: Final = {
+    option.name: f"CheckpointerConfig({argument}={record.__name__}({option.name}=...))"
+    for argument, record in {
+        "staging_config": CheckpointStagerConfig,
+        "process_config": CheckpointProcessConfig,
+        "writer_config": CheckpointWriterConfig,
+    }.items()
+    for option in fields(record)
+} | {
+    name: f"CheckpointerConfig({name}=...)"
+    for name in ("use_process", "busy_policy", "raise_on_failure")
+}
+"""Options of a checkpointer, which no save takes -> where they are given."""

@@ -19,6 +19,7 @@ from aiockpt.checkpointers.base import (
     step_for,
     template_of,
 )
+from aiockpt.checkpointers.config import ELSEWHERE
 from aiockpt.checkpointers.reader import CheckpointReader, own_read
 from aiockpt.checkpointers.writer import CheckpointWriter, Writers, own_functions
 from aiockpt.errors import ClosedError
@@ -97,7 +98,8 @@ class SyncCheckpointer(Checkpointer):
             ClosedError: after :meth:`close`.
         """
         writer = self._writer
-        refuse_unknown(SyncCheckpointer.save, own, *own_functions(writer))
+        own_ones = own_functions(writer)
+        refuse_unknown(SyncCheckpointer.save, own, *own_ones, elsewhere=ELSEWHERE)
         place, keywords = path_for(state_dict, path), dict[str, Any](own)
         self._check()
         if step is not None:

@@ -129,6 +129,10 @@ async def test_a_save_names_the_nearest_option(tmp_path) -> None:
             await refused(background.save)
         async with aiockpt.make_async_checkpointer(config) as checkpointer:
             await refused(checkpointer.save)
+    with aiockpt.make_background_checkpointer(IN_A_THREAD) as background:
+        where = r"writer_config=CheckpointWriterConfig\(keep_last=...\)"
+        with pytest.raises(TypeError, match=where):
+            background.save(state, path, **words(keep_last=1))
     writer = CheckpointWriter(CheckpointWriterConfig(), ALONE)
     with pytest.raises(TypeError, match="did you mean 'state_dict'"):
         writer.write(path, {}, statedict={})
