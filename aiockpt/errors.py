@@ -89,7 +89,14 @@ def revive(cls: type[AiockptError], facts: dict[str, Any]) -> AiockptError:
 
 
 class AiockptError(Exception):
-    """The root of every exception that the package raises on purpose."""
+    """The root of every exception that the package raises on purpose.
+
+    Attributes:
+        may_be_committed: For a save that failed: whether its checkpoint may be there
+            nevertheless, because nobody could find out, or the disk did not confirm it.
+    """
+
+    may_be_committed: bool = False
 
     def __init__(self, detail: str = "") -> None:
         super().__init__(detail)

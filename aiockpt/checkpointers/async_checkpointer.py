@@ -302,8 +302,9 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
                 await self._writer.forsake(handle.path, handle.step, "it was cancelled")
             raise
         except Exception as error:
-            if submission is None:
-                await self._writer.forsake(handle.path, handle.step, str(error))
+            if submission is not None:
+                return handle  # the writer has it, and reports how it ends
+            await self._writer.forsake(handle.path, handle.step, str(error))
             if self._raises or isinstance(error, _NEVER_SAVED):
                 handle.observed = True
             self._note_failed(handle, error)  # and training goes on
@@ -488,7 +489,8 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         self._account.count("failed", *([] if handle.staged else ["saves"]))
         self._failures = [one for one in self._failures if not one.observed]
         self._failures.append(handle)
-        detail = f"{handle.path} is not saved: {type(error).__name__}: {error}"
+        how = "may not be" if getattr(error, "may_be_committed", False) else "is not"
+        detail = f"{handle.path} {how} saved: {type(error).__name__}: {error}"
         stop = "write" if handle.staged else "stage"
         _announce(handle, stop, detail, logging.ERROR)
         handle.end(error)

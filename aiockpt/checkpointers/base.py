@@ -21,6 +21,8 @@ __all__ = [
     "CheckpointerStatistics",
     "Written",
     "anything",
+    "committed_before",
+    "mark_committed",
     "meter",
     "options_of",
     "path_for",
@@ -124,6 +126,21 @@ class Written(NamedTuple):
     warning: str = ""
     content: str = ""
     nbytes: int = 0
+
+
+_WRITTEN: Final = "_aiockpt_written"
+
+
+def mark_committed(error: BaseException, written: Written) -> None:
+    """Note on an error that it came after the commit of a save."""
+    setattr(error, _WRITTEN, written)
+    error.add_note("The checkpoint is committed: this error came after the commit.")
+
+
+def committed_before(error: BaseException) -> Written | None:
+    """Return the result of a save whose commit an error followed, or None."""
+    found = getattr(error, _WRITTEN, None)
+    return found if isinstance(found, Written) else None
 
 
 class Account:

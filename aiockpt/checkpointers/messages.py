@@ -31,6 +31,7 @@ __all__ = [
     "Failure",
     "Forsake",
     "FromWorker",
+    "Kept",
     "Progressed",
     "Setup",
     "ToWorker",
@@ -115,6 +116,18 @@ class Progressed(msgspec.Struct, tag=True, frozen=True):
 
     number: int = 0
     nbytes: int = 0
+
+
+class Kept(msgspec.Struct, tag=True, frozen=True):
+    """A write's file is complete, and nothing is committed yet.
+
+    With the file's device and inode, the trainer can find out whether the write was
+    committed if the process dies.
+    """
+
+    number: int
+    device: int
+    inode: int
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
@@ -220,7 +233,7 @@ def decode_keywords(text: bytes) -> dict[str, Any]:
 
 
 ToWorker: TypeAlias = Setup | Write | Forsake | Drop | Close
-FromWorker: TypeAlias = Progressed | Ended
+FromWorker: TypeAlias = Progressed | Kept | Ended
 
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

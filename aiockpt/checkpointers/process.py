@@ -23,6 +23,7 @@ from aiockpt.checkpointers.base import Written, path_for, step_for
 from aiockpt.checkpointers.config import (
     CheckpointProcessConfig,
     CheckpointStagerConfig,
+    CheckpointWriterConfig,
     RankInfo,
     SaveRanks,
 )
@@ -32,6 +33,7 @@ from aiockpt.checkpointers.messages import (
     Drop,
     Ended,
     Forsake,
+    Kept,
     Progressed,
     Setup,
     Write,
@@ -45,6 +47,7 @@ from aiockpt.checkpointers.submission import (
     BackgroundWriter,
     Handover,
     Submission,
+    find_out,
     known_as,
 )
 from aiockpt.checkpointers.writer import (
@@ -129,6 +132,12 @@ class CheckpointProcess(BackgroundWriter):
             checkpoint_writer_init_fn, checkpoint_writer_init_args or {}, rank_info
         )
         self._own, self._lookup = writers.own_functions(), writers.lookup
+        # What the process would do after a commit, if it dies just then.
+        given = (checkpoint_writer_init_args or {}).get("writer_config")
+        is_config = isinstance(given, CheckpointWriterConfig)
+        self._writer_config = given if is_config else None
+        self._default_writer = checkpoint_writer_init_fn is configured_writer
+        self._settling: set[asyncio.Task[None]] = set()
         self._restarts = 0
         self._config = config
         self._lifetime = Lifetime("the checkpoint process")
@@ -320,6 +329,8 @@ class CheckpointProcess(BackgroundWriter):
             self._running.changed.set()
         if self._supervision is not None:
             await asyncio.wait({self._supervision})
+        if self._settling:
+            await asyncio.wait(self._settling)
 
     async def _leave(self) -> None:
         self._closing = Close(keep=True)
@@ -332,7 +343,10 @@ class CheckpointProcess(BackgroundWriter):
         running.child.read()  # its last messages
         running.child.close()
         detail = "it was left to the checkpoint process, which this process has left"
-        self._fail([*self._writes.values()], WorkerError(detail))
+        left = WorkerError(detail)
+        left.may_be_committed = True
+        for write in [*self._writes.values()]:
+            self._take(write).finish(left)
 
     # -------------------------------------------------------------- supervision
 
@@ -483,10 +497,43 @@ class CheckpointProcess(BackgroundWriter):
         ]
 
     def _fail(self, writes: Iterable[_Write], error: AiockptError) -> None:
-        for write in writes:
-            del self._writes[write.submission.number]
-            os.close(write.parcel)
-            write.submission.finish(error)
+        """Fail writes; of one that had begun, the disk is asked first."""
+        lost = [(self._take(write), write.message) for write in writes]
+        if not any(submission.begun for submission, _ in lost):
+            for submission, _ in lost:
+                submission.finish(error)
+            return
+        task = asyncio.get_running_loop().create_task(self._settle(lost, error))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    def _take(self, write: _Write) -> Submission:
+        """Forget a write that ends; return its submission."""
+        del self._writes[write.submission.number]
+        os.close(write.parcel)
+        return write.submission
+
+    async def _settle(
+        self, lost: Iterable[tuple[Submission, Write]], error: AiockptError
+    ) -> None:
+        """End the writes of a dead process, in their order."""
+        killed = isinstance(error, WorkerError) and error.exitcode is not None
+        for submission, message in lost:
+            outcome: Written | AiockptError = error
+            told = submission.kept is not None or self._default_writer
+            try:
+                if submission.begun:
+                    outcome = await find_out(
+                        self._bridge,
+                        submission,
+                        os.fsdecode(message.path),
+                        error,
+                        rank_info=message.ranks.info,
+                        config=self._writer_config,
+                        at_work=not (killed and told),
+                    )
+            finally:
+                submission.finish(outcome)
 
 
 class _Running:
@@ -579,11 +626,14 @@ class _Running:
         else:
             self.failure = error_of(message.failure, "the subprocess's init function")
 
-    def _hear_of(self, message: Progressed | Ended) -> None:
+    def _hear_of(self, message: Progressed | Kept | Ended) -> None:
         write = self._writes.get(message.number)
         if write is None:
             return
         submission = write.submission
+        if isinstance(message, Kept):
+            submission.kept = message.device, message.inode
+            return
         if isinstance(message, Progressed):
             if submission.begun:
                 submission.advance(message.nbytes)

@@ -7,26 +7,50 @@ the checkpoint into memory that the writer can read.
 from __future__ import annotations
 
 import asyncio
+import copy
 import errno
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from aiockpt.checkpointers.base import Written, anything, step_for
-from aiockpt.checkpointers.config import CheckpointStagerConfig, SaveRanks
+from aiockpt.checkpointers.config import (
+    CheckpointStagerConfig,
+    CheckpointWriterConfig,
+    RankInfo,
+    SaveRanks,
+)
 from aiockpt.checkpointers.messages import encode_keywords
 from aiockpt.checkpointers.stager import StagedState, stager_of
-from aiockpt.errors import LocalProtocolError, StorageError
+from aiockpt.checkpointers.writer import remove_old
+from aiockpt.errors import AiockptError, LocalProtocolError, StorageError
 from aiockpt.events import call_guarded
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.ipc import pack
 from aiockpt.runtime.system import failing_here
-from aiockpt.storage.directory import expanded
+from aiockpt.storage.commit import is_committed
+from aiockpt.storage.directory import expanded, resolve_target
 
-__all__ = ["BackgroundWriter", "Handover", "Submission", "absolute_path", "known_as"]
+__all__ = [
+    "BackgroundWriter",
+    "Handover",
+    "Submission",
+    "absolute_path",
+    "find_out",
+    "known_as",
+]
 
+_ASKING: Final = 10.0
+"""How long to ask a disk, which may hang, for the result of a write."""
+
+_OTHERS_COMMIT: Final = 2.0
+"""How long to wait for rank 0 to commit what this rank has written."""
+
+_PAUSE: Final = 0.05
 _LONGEST_PATH: Final = 16 << 10
 
 
@@ -89,6 +113,7 @@ class Submission:
         nbytes: The bytes of its tensors.
         snapshot: The checkpoint; valid until the submission has ended.
         begun: Whether the writer has begun, so that it cannot be dropped any more.
+        kept: The `Draft.identity` of its complete file, once the writer has told it.
         ended: A future of a `Written`, or of None if the submission was dropped. It
             fails if the write fails.
     """
@@ -106,6 +131,7 @@ class Submission:
         self.nbytes = snapshot.manifest.segment_bytes
         self.snapshot = snapshot
         self.begun = False
+        self.kept: tuple[int, int] | None = None
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[Written | None] = loop.create_future()
         self._progress = progress
@@ -148,6 +174,65 @@ class Submission:
         """
         await asyncio.wait({self.ended})
         return self.ended.result()
+
+
+async def find_out(
+    bridge: Bridge,
+    submission: Submission,
+    path: str,
+    error: AiockptError,
+    *,
+    rank_info: RankInfo,
+    config: CheckpointWriterConfig | None,
+    at_work: bool,
+) -> Written | AiockptError:
+    """Ask the disk what became of a begun write that the writer does not report.
+
+    If it was committed, old checkpoints are removed, as the writer would have done.
+
+    Args:
+        bridge: Runs the thread that asks.
+        submission: The write.
+        path: The absolute path of the checkpoint.
+        error: Why the writer does not report it.
+        rank_info: The writer's rank.
+        config: Says which old checkpoints stay.
+        at_work: Whether the writer may still commit it, or nobody knows what it does.
+
+    Returns:
+        The result of the write; or the error, which says if the result is not known.
+    """
+    rank, kept = rank_info.global_rank, submission.kept
+    if kept is None:
+        return _unknown(error) if at_work else error
+
+    def ask() -> bool:
+        until = time.monotonic() + (_OTHERS_COMMIT if rank else 0.0)
+        target = resolve_target(path)
+        while not is_committed(target, rank, kept):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_PAUSE)
+        if not rank and config is not None:
+            remove_old(target, config)
+        return True
+
+    try:
+        async with asyncio.timeout(_ASKING):
+            committed = await bridge.run_apart(ask)
+    except (TimeoutError, OSError, AiockptError):
+        return _unknown(error)
+    if committed:
+        return Written(f"{Path(path).name} is committed, but {error}")
+    # Another rank may commit it later.
+    return _unknown(error) if at_work or rank else error
+
+
+def _unknown(error: AiockptError) -> AiockptError:
+    found = copy.copy(error)
+    found.detail += "; it is not known whether the checkpoint was committed"
+    found.may_be_committed = True
+    return found
 
 
 class Handover:

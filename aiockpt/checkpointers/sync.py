@@ -14,6 +14,7 @@ from aiockpt.checkpointers.base import (
     Checkpointer,
     CheckpointerStatistics,
     Written,
+    committed_before,
     options_of,
     path_for,
     step_for,
@@ -78,7 +79,8 @@ class SyncCheckpointer(Checkpointer):
         """Write the state dict, and return when all ranks have committed it.
 
         Do not change the state dict during the call. See
-        :meth:`.CheckpointWriter.write`.
+        :meth:`.CheckpointWriter.write`. If ``post_commit`` raises, the checkpoint is
+        committed and counted as written, and this raises the hook's error.
 
         Args:
             state_dict: The state to save.
@@ -91,7 +93,8 @@ class SyncCheckpointer(Checkpointer):
 
         Raises:
             UnsupportedLeafError: a leaf has a type that cannot be saved.
-            StorageError: the checkpoint is not committed; ``path`` is as before.
+            StorageError: the checkpoint is not committed; ``path`` is as before. Or
+                ``may_be_committed`` is true, and the message says why.
             TypeError: an unknown keyword, or ``path`` is not a path.
             ValueError: several ranks have nowhere to meet.
             TransportError: rank 0 cannot host the store at which they meet.
@@ -114,12 +117,13 @@ class SyncCheckpointer(Checkpointer):
                 written = writer.write_live(path, state_dict, progress, **keywords)
             else:
                 writer.write(path, state_dict, **keywords)
-        except BaseException:
-            self._account.count("failed")
+        except BaseException as error:
+            if (made := committed_before(error)) is None:
+                self._account.count("failed")
+            else:
+                self._note_written(place, step, made, began)
             raise
-        seconds = time.monotonic() - began
-        self._account.note_stall(seconds)
-        self._account.note_written(place, step, written, seconds, _without_token(place))
+        self._note_written(place, step, written, began)
 
     def load(
         self,
@@ -170,6 +174,13 @@ class SyncCheckpointer(Checkpointer):
             )
         )
         return loaded
+
+    def _note_written(
+        self, path: str, step: int, written: Written, began: float
+    ) -> None:
+        seconds = time.monotonic() - began
+        self._account.note_stall(seconds)
+        self._account.note_written(path, step, written, seconds, _without_token(path))
 
     def statistics(self) -> CheckpointerStatistics:
         """Return the numbers of saves, their bytes and their times."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from aiockpt.checkpointers.base import Written
-from aiockpt.checkpointers.config import CheckpointStagerConfig, SaveRanks
+from aiockpt.checkpointers.config import CheckpointStagerConfig, RankInfo, SaveRanks
 from aiockpt.checkpointers.messages import (
     decode_keywords,
     encode_keywords,
@@ -22,6 +22,7 @@ from aiockpt.checkpointers.submission import (
     Handover,
     Submission,
     absolute_path,
+    find_out,
     known_as,
 )
 from aiockpt.checkpointers.writer import Writers, tell_ranks, write_by
@@ -65,6 +66,7 @@ class CheckpointThread(BackgroundWriter):
         self._staging = Bridge(threads=1, name="aiockpt-stage")
         self._handover = Handover(self._staging, staging_config, shared=False)
         self._count = 0
+        self._at_work: Any = None  # the writer of the last write
         self._waiting: dict[Submission, asyncio.Task[None]] = {}
         self._lock = threading.Lock()
         self._queued: set[Submission] = set()  # not begun by the thread yet
@@ -148,17 +150,32 @@ class CheckpointThread(BackgroundWriter):
             await asyncio.wait(self._waiting.values(), timeout=self._timeout)
         hangs = [*self._waiting]
         for submission in hangs:
-            self._give_up(submission)
+            await self._give_up(submission)
         self._handover.close()
         self._bridge.post(self._writers.close)
         await self._bridge.aclose(timeout=0 if hangs else _CLOSING)
         await self._staging.aclose(timeout=_CLOSING)
 
-    def _give_up(self, submission: Submission) -> None:
-        what = "was not begun" if self._call_off(submission) else "has not ended"
+    async def _give_up(self, submission: Submission) -> None:
         limit = f"{self._timeout:g} s (subprocess_shutdown_timeout_secs)"
-        detail = f"writing {submission.path} {what} within {limit}"
-        submission.finish(WorkerError(detail))
+        doing = f"writing {submission.path}"
+        if self._call_off(submission):
+            submission.finish(WorkerError(f"{doing} was not begun within {limit}"))
+            return
+        error, writer = (
+            WorkerError(f"{doing} has not ended within {limit}"),
+            self._at_work,
+        )
+        outcome = await find_out(
+            self._staging,
+            submission,
+            submission.path,
+            error,
+            rank_info=getattr(writer, "rank_info", RankInfo(0, 1)),
+            config=getattr(writer, "config", None),
+            at_work=True,
+        )
+        submission.finish(outcome)
 
     def _call_off(self, submission: Submission) -> bool:
         if self._take(submission):
@@ -195,7 +212,8 @@ class CheckpointThread(BackgroundWriter):
             submission.snapshot.release()
             if isinstance(outcome, AiockptError):
                 said = f"{type(outcome).__name__}: {outcome}"  # which holds no frames
-                logger.error("%s is not saved: %s", submission.path, said)
+                how = "may not be" if outcome.may_be_committed else "is not"
+                logger.error("%s %s saved: %s", submission.path, how, said)
 
     def _perform(
         self,
@@ -205,13 +223,15 @@ class CheckpointThread(BackgroundWriter):
         keywords: Mapping[str, Any],
     ) -> Written:
         snapshot = submission.snapshot
+        self._at_work = self._writers.of(ranks)
         return write_by(
-            self._writers.of(ranks),
+            self._at_work,
             submission.path,
             snapshot,
             keywords,
             memory=partial(_memory, snapshot),
             report=lambda done: _tell(loop, submission.advance, done),
+            on_kept=partial(setattr, submission, "kept"),
         )
 
 

@@ -33,6 +33,7 @@ from aiockpt.checkpointers.messages import (
     Ended,
     Forsake,
     FromWorker,
+    Kept,
     Progressed,
     Setup,
     Write,
@@ -156,11 +157,13 @@ def _prepare(preparation: _Preparation) -> Writers:
 
 def _write(writers: Writers, job: _Job, control: _Control) -> None:
     control.send_now(Progressed(job.number))
-    failure, written = None, Written()
+    failure, written, said = None, Written(), "is not saved"
     try:
         written = _perform(writers, job, control)
     except BaseException as error:  # noqa: BLE001 - a failed write ends nothing else
         failure = failure_of(error)
+        if getattr(error, "may_be_committed", False):
+            said = "may not be saved"
     finally:
         job.close()
     control.send(
@@ -175,7 +178,7 @@ def _write(writers: Writers, job: _Job, control: _Control) -> None:
         return
     if failure is not None:
         path = plain(job.path)
-        logger.error("%s is not saved: %s: %s", path, failure.kind, failure.text)
+        logger.error("%s %s: %s: %s", path, said, failure.kind, failure.text)
     elif written.warning:
         logger.warning("%s", written.warning)
 
@@ -197,6 +200,7 @@ def _perform(writers: Writers, job: _Job, control: _Control) -> Written:
             memory=partial(_private, snapshot, job.arena),
             report=_Meter(job.number, control),
             on_seal=partial(control.note_sealed, job.number),
+            on_kept=lambda file: control.send_now(Kept(job.number, *file)),
         )
     finally:
         snapshot.close()

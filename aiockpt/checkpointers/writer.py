@@ -28,7 +28,14 @@ from aiockpt.checkpointers.barriers import (
     TCPStoreBarrier,
     create_barrier_from_config,
 )
-from aiockpt.checkpointers.base import Written, anything, meter, step_for
+from aiockpt.checkpointers.base import (
+    Written,
+    anything,
+    committed_before,
+    mark_committed,
+    meter,
+    step_for,
+)
 from aiockpt.checkpointers.config import (
     BarrierConfig,
     CheckpointWriterConfig,
@@ -49,7 +56,7 @@ from aiockpt.memory.snapshot import TRUSTED, MappedSnapshot, Snapshot
 from aiockpt.runtime.sync_facade import run_blocking
 from aiockpt.storage.commit import Draft
 from aiockpt.storage.directory import MARKER, StrPath, expanded, resolve_target
-from aiockpt.storage.files import remove_tree
+from aiockpt.storage.ours import remove_ours
 from aiockpt.storage.retention import retire, sweep
 from aiockpt.storage.write import Writable, WritableSnapshot, write_file
 from aiockpt.transfer.remarks import Remarks
@@ -66,6 +73,7 @@ __all__ = [
     "configured_writer",
     "default_subprocess_init_fn",
     "own_functions",
+    "remove_old",
     "tell_ranks",
     "write_by",
 ]
@@ -127,12 +135,23 @@ class CheckpointWriter:
         self._hook = commit_hook
         self._pool = ArenaPool(keep=1)
         self._remarks = Remarks(FILE_LIMITS, FILE_LIMITS)
+        self._on_kept: Callable[[tuple[int, int]], object] | None = None
 
     def __repr__(self) -> str:
         rank = self._rank_info
         return (
             f"<{type(self).__name__} rank={rank.global_rank}/{rank.global_world_size}>"
         )
+
+    @property
+    def config(self) -> CheckpointWriterConfig:
+        """How it writes."""
+        return self._config
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """The rank whose file it writes."""
+        return self._rank_info
 
     def write(self, path: StrPath, state_dict: Any, **kwargs: Any) -> None:
         """Write ``state_dict`` to the directory ``path``; blocks until it is committed.
@@ -260,40 +279,49 @@ class CheckpointWriter:
                     draft.temporary, draft.fd, writable, durable=config.fsync
                 )
                 draft.keep_file()
+                if self._on_kept is not None:
+                    self._on_kept(draft.identity)
                 if self._hook is not None:
                     _finish(self._hook.pre_commit(os.fspath(path), **kwargs))
+            content = content_of(header) if isinstance(header, Manifest) else ""
+            written = Written("", content, writable.segment_bytes)
             warning = save.meet(draft, rank)
             unused: list[Path] = []
-            with save.reporting("committed", draft):
+            with save.reporting("committed", draft, written):
                 if not rank:
                     world_size = self._rank_info.global_world_size
                     unused = draft.commit(save.step, world_size)
             warning = warning or save.confirm(draft, rank)
+            written = written._replace(warning=warning)
         # The checkpoint is committed. Nothing that follows changes that.
         try:
-            if self._hook is not None:
-                _finish(self._hook.post_commit(os.fspath(path), **kwargs))
-        finally:
-            for each in unused:
-                remove_tree(each)
-            if not rank:
-                self._retire(save.target)
-        content = content_of(header) if isinstance(header, Manifest) else ""
-        return Written(warning, content, writable.segment_bytes)
+            try:
+                if self._hook is not None:
+                    _finish(self._hook.post_commit(os.fspath(path), **kwargs))
+            finally:
+                for each in unused:
+                    remove_ours(each)
+                if not rank:
+                    remove_old(save.target, config)
+        except BaseException as error:
+            mark_committed(error, written)
+            raise
+        return written
 
-    def _retire(self, target: Path) -> None:
-        config = self._config
-        if config.keep_last is None:
-            return
-        try:
-            retire(
-                target.parent,
-                keep_last=config.keep_last,
-                keep_every=config.keep_every,
-                spare=target,
-            )
-        except StorageError:
-            logger.warning("old checkpoints are not removed", exc_info=True)
+
+def remove_old(target: Path, config: CheckpointWriterConfig) -> None:
+    """Remove the checkpoints beside a new one that the config does not keep."""
+    if config.keep_last is None:
+        return
+    try:
+        retire(
+            target.parent,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            spare=target,
+        )
+    except StorageError:
+        logger.warning("old checkpoints are not removed", exc_info=True)
 
 
 class _Reporting:
@@ -340,12 +368,24 @@ class _Save:
                 self._barrier.expect(self._meeting)
 
     @contextmanager
-    def reporting(self, phase: Phase, draft: Draft | None = None) -> Iterator[None]:
-        """Clean up after a failure of the block, and tell the other ranks."""
+    def reporting(
+        self,
+        phase: Phase,
+        draft: Draft | None = None,
+        written: Written | None = None,
+    ) -> Iterator[None]:
+        """Clean up after a failure of the block, and tell the other ranks.
+
+        With ``written``, an error that came after the commit is marked with it.
+        """
         try:
             yield
         except BaseException as error:
             if draft is not None:
+                if written is not None and draft.is_committed():
+                    unconfirmed = getattr(error, "may_be_committed", False)
+                    if not unconfirmed:
+                        mark_committed(error, written)
                 draft.discard()
             self.tell(phase, _reason(error))
             raise
@@ -396,6 +436,12 @@ class _Save:
             if isinstance(error, PeerFailedError) and not error.rank:
                 raise self._not_committed(draft, error) from error
             raise self._not_known(error) from error
+        if not draft.is_committed():
+            detail = (
+                "another process is saving to it, and has replaced this rank's file; "
+                "save to another path"
+            )
+            raise StorageError(str(self.target), detail)
         return ""
 
     def _not_confirmed(self, error: Exception) -> str:
@@ -412,7 +458,9 @@ class _Save:
             f"it is not known whether it was committed: {error}; it was, if "
             f"{MARKER} is there with step {self.step}"
         )
-        return StorageError(str(self.target), detail)
+        failure = StorageError(str(self.target), detail)
+        failure.may_be_committed = True
+        return failure
 
 
 def _reason(error: BaseException) -> str:
@@ -449,6 +497,7 @@ def write_by(
     memory: Callable[[], mmap | memoryview],
     report: Callable[[int], object],
     on_seal: Callable[[Manifest], object] | None = None,
+    on_kept: Callable[[tuple[int, int]], object] | None = None,
 ) -> Written:
     """Write a staged checkpoint with a writer, which may be the user's own.
 
@@ -463,7 +512,31 @@ def write_by(
         memory: Returns the whole data segment.
         report: Called with the number of bytes that the writer has consumed.
         on_seal: Called with the manifest once it has the digests.
+        on_kept: Called with the `Draft.identity` once the rank's file is complete, and
+            before it can be committed.
+
+    An error that comes after the commit is a warning of the result.
     """
+    if isinstance(writer, CheckpointWriter):
+        writer._on_kept = on_kept  # noqa: SLF001 - it belongs to this module
+    try:
+        return _write_by(writer, path, snapshot, keywords, memory, report, on_seal)
+    except BaseException as error:
+        if (written := committed_before(error)) is None:
+            raise
+        said = f"{Path(path).name} is committed, but {type(error).__name__} came after"
+        return written._replace(warning=f"{said} the commit: {_reason(error)}")
+
+
+def _write_by(
+    writer: Any,
+    path: str,
+    snapshot: Snapshot | MappedSnapshot,
+    keywords: Mapping[str, Any],
+    memory: Callable[[], mmap | memoryview],
+    report: Callable[[int], object],
+    on_seal: Callable[[Manifest], object] | None,
+) -> Written:
     staged = WritableSnapshot(snapshot, on_seal=on_seal)
     if getattr(type(writer), "write", None) is CheckpointWriter.write:
         watched = _Reporting(staged, report)

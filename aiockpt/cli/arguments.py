@@ -298,8 +298,8 @@ _COMMANDS: Final = {
     ),
     "ls": _Command(
         "list the checkpoints of a directory",
-        "List the complete checkpoints in a directory by step. Incomplete ones, which "
-        "a save did not finish, are named on stderr.",
+        "List the complete checkpoints of a directory in the order of their commits. "
+        "Incomplete ones, which a save did not finish, are named on stderr.",
         ("directory DIR", ("--json", "print one JSON document")),
     ),
     "inspect": _Command(

@@ -27,7 +27,8 @@ from aiockpt.errors import DeviceMeshError, StateDictError, StorageError
 from aiockpt.memory.arena import ArenaPool
 from aiockpt.state.equality import assert_same
 from aiockpt.storage.directory import MARKER, find_checkpoint
-from aiockpt.storage.files import named, open_locked, rename_to_new, sync_directory
+from aiockpt.storage.files import named, rename_to_new, sync_directory
+from aiockpt.storage.lock import SaveLock
 from aiockpt.storage.partfile import TAKEN, check_target
 from aiockpt.storage.write import PlainFile, write_file
 from aiockpt.transfer.live import LiveState
@@ -109,19 +110,19 @@ def _write_file(
     replace: bool,
 ) -> None:
     """Write a file under another name, and rename it when it is found to be exact."""
-    temporary = target.with_name(f".{target.name}.tmp")
-    with named(target), _opened_locked(temporary) as fd:
+    with named(target), SaveLock(target, wait=0) as lock, _made(lock.temporary) as fd:
         write(target, fd, state)
-        _compare(temporary, state)
+        _compare(lock.temporary, state, write is _write_plain)
         os.fsync(fd)
-        (os.replace if replace else rename_to_new)(temporary, target)
+        (os.replace if replace else rename_to_new)(lock.temporary, target)
         sync_directory(target.parent)
 
 
 @contextmanager
-def _opened_locked(temporary: Path) -> Iterator[int]:
-    """Open what a dead conversion may have left; if the block fails, remove it."""
-    fd = open_locked(temporary, busy="another process is writing it", empty=True)
+def _made(temporary: Path) -> Iterator[int]:
+    """Make a new file, which only this process knows; remove it if the block fails."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    fd = os.open(temporary, flags, 0o666)
     try:
         yield fd
     finally:
@@ -169,10 +170,10 @@ def _write_plain(path: Path, fd: int, state: Any) -> None:
 _FORMS = {".pt": _write_torch, ".safetensors": _write_plain}
 
 
-def _compare(path: Path, state: Any) -> None:
+def _compare(path: Path, state: Any, unordered: bool = False) -> None:  # noqa: FBT001, FBT002
     try:
         found = _read(path)
-        if path.name.endswith(".safetensors.tmp"):  # its tensors have no order
+        if unordered:  # the tensors of a plain safetensors file
             found = {name: found[name] for name in state}
         assert_same(found, state)
     except (AssertionError, RecursionError, StorageError) as error:

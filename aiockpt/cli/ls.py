@@ -85,12 +85,13 @@ def _described(checkpoint: Checkpoint) -> dict[str, object]:
         "step": checkpoint.step,
         "world_size": checkpoint.world_size,
         "bytes": checkpoint.nbytes,
-        "saved": _saved(checkpoint),
+        "serial": checkpoint.serial,
+        "saved": checkpoint.saved_at,
     }
 
 
 def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_saved(checkpoint)))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.saved_at))
     return (
         printable(checkpoint.name),
         str(checkpoint.step),
@@ -98,8 +99,3 @@ def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
         format_bytes(checkpoint.nbytes),
         when,
     )
-
-
-def _saved(checkpoint: Checkpoint) -> float:
-    with named(checkpoint.path):
-        return (checkpoint.path / MARKER).stat().st_mtime

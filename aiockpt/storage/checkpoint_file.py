@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from aiockpt.format.header import LENGTH_BYTES, decode_header, header_length
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.format.tree import UnknownLeafError
-from aiockpt.storage.files import named, read_at
+from aiockpt.storage.files import named, open_regular, read_at
 
 __all__ = [
     "chunk_errors",
@@ -58,11 +57,11 @@ def opened(path: Path) -> Iterator[int]:
         StorageError: there is no such file, or it cannot be read.
     """
     with named(path):
-        file = path.open("rb", buffering=0)
-    with file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise StorageError(str(path), "it is not a regular file")
-        yield file.fileno()
+        fd = open_regular(path)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 @contextmanager

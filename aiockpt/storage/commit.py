@@ -2,7 +2,12 @@
 
 Every rank opens a `Draft` and fills its file. The file is locked until the draft is
 closed. So a sweep can tell a file that is being written from one that a dead process
-left behind. When all files are written, rank 0 commits.
+left behind. Rank 0 has the lock of the path, too, from opening to rename. When all
+files are written, rank 0 commits.
+
+Where locks do not work, or do not reach another host, a draft can lose its files to
+another saver. So it never writes into a file that it did not make, and rank 0 commits
+under a name that nobody else knows, after it has looked whose file is there.
 
 Everything here blocks, and needs no tensors.
 """
@@ -10,10 +15,12 @@ Everything here blocks, and needs no tensors.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +36,8 @@ from aiockpt.storage.directory import (
     MARKER,
     RankFile,
     encode_commit,
+    find_checkpoint,
+    next_serial,
     old_of,
     part_of,
     rank_file,
@@ -36,14 +45,27 @@ from aiockpt.storage.directory import (
 from aiockpt.storage.files import (
     exchange,
     is_at,
+    lock,
     move_directory,
     named,
-    open_locked,
+    open_regular,
+    rename_to_new,
+    set_aside,
     sync_directory,
-    trash,
+    unlock,
+)
+from aiockpt.storage.lock import SaveLock
+from aiockpt.storage.ours import (
+    begins_as_ours,
+    is_ours,
+    move_along,
+    others_in,
+    remove_ours,
 )
 
-__all__ = ["Draft"]
+__all__ = ["Draft", "is_committed"]
+
+logger = logging.getLogger("aiockpt")
 
 _OCCUPIED: Final = {errno.ENOTEMPTY, errno.EEXIST}
 
@@ -54,7 +76,12 @@ _SAID = re.compile(
 )
 
 _LOCK_WAIT: Final = 1.0  # a sweep locks a file just long enough to remove it
-_TRIES: Final = 20
+_LOCK_PAUSE: Final = 0.05
+
+_MOVE: Final = "move it away, or save to another path"
+_BUSY: Final = (
+    "another process is writing it; wait until it has finished, or save to another path"
+)
 
 
 class Draft:
@@ -82,10 +109,19 @@ class Draft:
         self.path = self.part / rank_file(rank)
         self._durable = durable
         self.temporary = self.part / f"{self.path.name}.tmp"
+        self.fd = -1
         _check_free(target)
         with named(target):
             self._make_parents()
-            self.fd = self._open_locked()
+            self._lock = None if rank else SaveLock(target, wait=_LOCK_WAIT)
+            try:
+                self._check_part(every_file=not rank)
+                self.fd = self._open_locked()
+            except BaseException:
+                with suppress(OSError):
+                    self.part.rmdir()  # if this call made it
+                self.close()
+                raise
 
     def __enter__(self) -> Self:
         return self
@@ -101,37 +137,58 @@ class Draft:
     def __repr__(self) -> str:
         return f"<Draft {self.path}>"
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """The device and inode of this rank's file; see `is_committed`."""
+        found = os.fstat(self.fd)
+        return found.st_dev, found.st_ino
+
     def keep_file(self) -> None:
         """Give the file its final name; if durable, sync the directory entry."""
         with named(self.path):
             if not self._durable:
                 # A network file system reports late errors when a file is closed.
                 os.close(os.dup(self.fd))
+            self._check_own(self.temporary)
             os.rename(self.temporary, self.path)
+            self._check_own(self.path)
             self._sync(self.part)
 
     def commit(self, step: int, world_size: int) -> list[Path]:
         """Write the marker, then move the whole directory to its name; for rank 0.
 
+        What no checkpointer wrote beside the old checkpoint moves to the new one.
+
         Returns:
             Directories that can be removed at leisure.
 
         Raises:
-            StorageError: a rank's file is missing or is of another step, or the disk
-                failed. The final name still has its previous contents.
+            StorageError: a rank's file is missing or is of another step, another saver
+                has replaced this one's file, or the disk failed. The final name still
+                has its previous contents, or ``may_be_committed`` is true.
         """
         with named(self.target):
-            paths = [self.part / rank_file(rank) for rank in range(world_size)]
-            files = {path.name: _described(path, step) for path in paths}
-            self._remove_others(files)
+            # From here on, nobody else can change what is in the directory.
             try:
-                self._put_marker(encode_commit(step, files))
-                unused = [*self._put_in_place()]
-            except BaseException:
-                with suppress(OSError):
-                    self._remove_others(files)
+                private = set_aside(self.part, "part", like=self.target)
+            except FileNotFoundError:
+                self._check_own(self.path)
                 raise
-            self._sync(self.target.parent)
+            try:
+                own = private / self.path.name
+                if own.exists():
+                    self._check_own(own)
+                paths = [private / rank_file(rank) for rank in range(world_size)]
+                files = {path.name: _described(path, step) for path in paths}
+                _remove_others(private, files)
+                serial = next_serial(self.target.parent)
+                self._put_marker(private, encode_commit(step, files, serial))
+                unused = [*self._put_in_place(private)]
+            except BaseException:
+                if not self.is_committed():
+                    self._restore(private)
+                raise
+            self._confirm()
         return unused
 
     def is_committed(self) -> bool:
@@ -151,11 +208,12 @@ class Draft:
             self.part.rmdir()  # the last rank succeeds
 
     def close(self) -> None:
-        """Unlock and close the file. Idempotent. Never raises."""
+        """Unlock and close the file, and unlock the path. Idempotent. Never raises."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            with suppress(OSError):
-                os.close(fd)
+            unlock(fd)
+        if self._lock is not None:
+            self._lock.release()
 
     def _make_parents(self) -> None:
         parent = self.target.parent
@@ -165,64 +223,133 @@ class Draft:
         for each in missing:
             self._sync(each.parent)
 
-    def _open_locked(self) -> int:
-        busy = "another process is writing it"
-        for _ in range(_TRIES):
-            self.part.mkdir(exist_ok=True)
+    def _check_part(self, *, every_file: bool) -> None:
+        """Refuse to build in a place that holds something else.
+
+        Raises:
+            StorageError: it is no directory, or holds what no checkpointer wrote.
+        """
+        if self.part.is_symlink():
             # The files would go to the link's target, and replace the files there.
-            if self.part.is_symlink():
-                raise StorageError(str(self.part), "it is a symbolic link: remove it")
+            raise StorageError(str(self.part), "it is a symbolic link: remove it")
+        if self.part.exists() and not self.part.is_dir():
+            detail = f"the checkpoint would be built there, and it is a file; {_MOVE}"
+            raise StorageError(str(self.part), detail)
+        with suppress(FileNotFoundError):
+            if every_file and (others := others_in(self.part)):
+                name = others[0].name
+                detail = f"no checkpointer wrote {name!r} in it; {_MOVE}"
+                raise StorageError(str(self.part), detail)
+
+    def _open_locked(self) -> int:
+        """Make this rank's file and lock it, unless another process has it."""
+        until = time.monotonic() + _LOCK_WAIT
+        while True:
+            self.part.mkdir(exist_ok=True)
+            self._check_part(every_file=False)
             # A sweep may remove the directory at the same time.
             with suppress(FileNotFoundError):
-                return open_locked(
-                    self.temporary, busy=busy, empty=True, patience=_LOCK_WAIT
-                )
-        raise StorageError(str(self.temporary), busy)
+                if _is_free(self.path) and _is_free(self.temporary):
+                    fd = self._create()
+                    if fd >= 0:
+                        return fd
+            if time.monotonic() >= until:
+                raise StorageError(str(self.target), _BUSY)
+            time.sleep(_LOCK_PAUSE)
 
-    def _remove_others(self, files: Mapping[str, RankFile]) -> None:
-        """Remove files of a failed save, or of a save by more ranks."""
-        for each in os.scandir(self.part):
-            if each.name not in files:
-                if each.is_dir(follow_symlinks=False):
-                    shutil.rmtree(each.path)
-                else:
-                    os.unlink(each.path)
+    def _create(self) -> int:
+        """Return a new locked file; -1 if another process was faster."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            fd = os.open(self.temporary, flags, 0o666)
+        except FileExistsError:
+            return -1
+        try:
+            # Another saver may have given its file the final name meanwhile.
+            if lock(fd) and is_at(self.temporary, fd) and _is_free(self.path):
+                ours, fd = fd, -1
+                return ours
+            if is_at(self.temporary, fd):
+                self.temporary.unlink()
+        finally:
+            if fd >= 0:
+                unlock(fd)
+        return -1
 
-    def _put_marker(self, text: bytes) -> None:
-        temporary = self.part / f"{MARKER}.tmp"
+    def _check_own(self, path: Path) -> None:
+        """Raise an error if another saver has replaced this rank's file."""
+        if not is_at(path, self.fd):
+            detail = (
+                "another process is saving to it, and has replaced or removed "
+                f"{path.name}: nothing of this save is there; save to another path"
+            )
+            raise StorageError(str(self.target), detail)
+
+    def _restore(self, private: Path) -> None:
+        """Give the directory its shared name again, where the ranks clean up."""
+        with suppress(OSError):
+            _remove_others(private, (), markers_only=True)
+            rename_to_new(private, self.part)
+        remove_ours(private)  # if another saver has taken the shared name
+
+    def _put_marker(self, private: Path, text: bytes) -> None:
+        temporary = private / f"{MARKER}.tmp"
         with temporary.open("wb") as file:
             file.write(text)
             file.flush()
             if self._durable:
                 os.fsync(file.fileno())
-        os.rename(temporary, self.part / MARKER)
-        self._sync(self.part)
+        os.rename(temporary, private / MARKER)
+        self._sync(private)
 
-    def _put_in_place(self) -> Iterator[Path]:
+    def _put_in_place(self, private: Path) -> Iterator[Path]:
         """Rename the directory to its final name; yield what can be removed."""
         old = old_of(self.target)
         try:
-            os.rename(self.part, self.target)
+            os.rename(private, self.target)
         except OSError as error:
             if error.errno not in _OCCUPIED:
                 raise
-            if exchange(self.part, self.target):
-                yield from _discarded(self.part)
+            if exchange(private, self.target):
+                yield from self._replaced(private)
             else:
-                yield from self._replace_by_way_of(old)
-        yield from _discarded(old)
+                yield from self._replace_by_way_of(private, old)
+        yield from self._replaced(old)
 
-    def _replace_by_way_of(self, old: Path) -> Iterator[Path]:
+    def _replaced(self, old: Path) -> Iterator[Path]:
+        """Keep what is not ours of an older checkpoint, and yield the rest."""
+        with suppress(OSError):
+            if not old.is_symlink() and is_ours(old / MARKER):
+                move_along(old, self.target)
+                yield from _discarded(old)
+
+    def _replace_by_way_of(self, private: Path, old: Path) -> Iterator[Path]:
         if _is_moved(self.target):
             shutil.rmtree(self.target)
         else:
-            yield from _discarded(old)
+            yield from self._replaced(old)  # what a dead save has left
+            if os.path.lexists(old):
+                detail = f"no checkpointer wrote it; {_MOVE}"
+                raise StorageError(str(old), detail)
             move_directory(self.target, old)
         try:
-            os.rename(self.part, self.target)
+            os.rename(private, self.target)
         except BaseException:
             os.rename(old, self.target)
             raise
+
+    def _confirm(self) -> None:
+        """Sync the name of the checkpoint, which is committed already."""
+        try:
+            self._sync(self.target.parent)
+        except OSError as error:
+            detail = (
+                "it is in its place, but the disk did not confirm it: "
+                f"{error.strerror or error}; a power failure may undo it"
+            )
+            failure = StorageError(str(self.target), detail)
+            failure.may_be_committed = True
+            raise failure from error
 
     def _sync(self, directory: Path) -> None:
         if self._durable:
@@ -237,7 +364,8 @@ def _check_free(target: Path) -> None:
         if os.path.ismount(target):
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))  # as a rename would
         with suppress(FileNotFoundError):
-            if any(target.iterdir()) and not (target / MARKER).is_file():
+            marker = target / MARKER
+            if any(target.iterdir()) and not (marker.is_file() and is_ours(marker)):
                 if _is_moved(target):
                     return
                 detail = "it holds files, and no checkpoint; choose a new directory"
@@ -251,10 +379,37 @@ def _is_moved(target: Path) -> bool:
     return is_old and all((old / each.name).exists() for each in target.iterdir())
 
 
+def _is_free(path: Path) -> bool:
+    """Remove what a dead save has left; return False if a process has it locked.
+
+    Raises:
+        StorageError: no checkpointer wrote what is there.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR):
+            raise
+        raise StorageError(str(path), f"no checkpointer wrote it; {_MOVE}") from None
+    try:
+        if not lock(fd):
+            return False
+        if not begins_as_ours(fd):
+            raise StorageError(str(path), f"no checkpointer wrote it; {_MOVE}")
+        if is_at(path, fd):
+            path.unlink()
+        return True
+    finally:
+        unlock(fd)
+
+
 def _described(path: Path, step: int) -> RankFile:
     """Return the marker's entry for a file, from the start of its header."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
             head = os.pread(file.fileno(), _HEAD_BYTES, 0)[LENGTH_BYTES:]
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
@@ -272,7 +427,37 @@ def _described(path: Path, step: int) -> RankFile:
     return RankFile(size, manifest.snapshot_id)
 
 
+def _remove_others(
+    directory: Path, files: Collection[str], *, markers_only: bool = False
+) -> None:
+    """Remove files of a failed save, or of a save by more ranks.
+
+    What no checkpointer wrote stays.
+    """
+    for each in [*directory.iterdir()]:
+        is_marker = each.name.startswith(MARKER)
+        unwanted = is_marker or (not markers_only and each.name not in files)
+        if unwanted and is_ours(each):
+            each.unlink()
+
+
 def _discarded(path: Path) -> Iterator[Path]:
     """Move a directory to the trash; yield its path there, if that succeeds."""
     with suppress(OSError):
-        yield trash(path)
+        yield set_aside(path, "trash")
+
+
+def is_committed(target: Path, rank: int, identity: tuple[int, int]) -> bool:
+    """Say whether the checkpoint at a path has this file of a rank.
+
+    Args:
+        target: The checkpoint's final path.
+        rank: The rank.
+        identity: The `Draft.identity` of the save.
+    """
+    found = find_checkpoint(target)
+    with suppress(OSError):
+        if found is not None:
+            state = os.stat(found.path / rank_file(rank))
+            return (state.st_dev, state.st_ino) == identity
+    return False

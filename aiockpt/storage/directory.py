@@ -5,11 +5,14 @@ A checkpoint is a directory with a file per rank and, written last, a *marker*::
     checkpoints/step-100/checkpoint_0.safetensors, ..., commit.json
 
 Incomplete directories have other names in the same parent. ``.step-100.part`` is being
-written. ``.step-100.old`` is the previous checkpoint, on a file system that cannot
-exchange names. Where the old directory cannot be renamed, it is a copy, and the
-directory of that name loses its marker first. ``.step-100.*.trash`` is being removed.
-So the name itself always leads to the complete old checkpoint or the complete new one,
-whatever dies and when.
+written, and ``.step-100.*.part`` is being committed. ``.step-100.old`` is the previous
+checkpoint, on a file system that cannot exchange names. Where the old directory cannot
+be renamed, it is a copy, and the directory of that name loses its marker first.
+``.step-100.*.trash`` is being removed. So the name itself always leads to the complete
+old checkpoint or the complete new one, whatever dies and when.
+
+Each commit has a *serial number*, which is higher than those of all checkpoints beside
+it. So a list is in the order of the commits, whatever the steps are.
 
 All functions block, and none needs a tensor.
 """
@@ -31,7 +34,7 @@ from msgspec import Meta
 
 from aiockpt.errors import CheckpointNotFoundError, StorageError
 from aiockpt.format.entries import Count
-from aiockpt.storage.files import MARKER, named
+from aiockpt.storage.files import MARKER, named, open_regular
 
 __all__ = [
     "MARKER",
@@ -46,6 +49,7 @@ __all__ = [
     "identity",
     "latest",
     "list_checkpoints",
+    "next_serial",
     "old_of",
     "part_of",
     "rank_file",
@@ -57,14 +61,18 @@ logger = logging.getLogger("aiockpt")
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
-_VERSION: Final = 1
+_VERSION: Final = 2
+_VERSIONS: Final = (1, 2)  # version 1 has no serial number
 _DCP: Final = ".metadata"
 _FILES: Final = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _SHOWN: Final = 5
 _TRIES: Final = 10  # while others replace it
 _MARKER_LIMIT: Final = 64 << 20
+_MARKER_HEAD: Final = 128
+_MAX_SERIAL: Final = 2**63 - 1
 _STEP = re.compile(r"([0-9]{1,18})$")
 _OLD = re.compile(r"\.(.+)\.old", re.DOTALL)
+_SERIAL = re.compile(rb'\{\s*"aiockpt": [0-9]+,\s*"serial": ([0-9]{1,19}),')
 
 
 class RankFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,6 +86,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The content of a marker; ``files`` are the ranks' files by name."""
 
     aiockpt: Count = _VERSION
+    serial: Count = 0
     step: Count
     world_size: Annotated[int, Meta(ge=1)]
     files: dict[str, RankFile]
@@ -94,6 +103,8 @@ class Checkpoint:
         step: Its training step.
         world_size: How many ranks wrote it.
         files: The ranks' files by name.
+        serial: Counts the commits in its parent directory; 0 in an older marker.
+        saved_at: When its marker was written, in seconds since the epoch.
     """
 
     path: Path
@@ -101,6 +112,8 @@ class Checkpoint:
     step: int
     world_size: int
     files: Mapping[str, RankFile]
+    serial: int = 0
+    saved_at: float = 0.0
 
     def __fspath__(self) -> str:
         """Return the directory, so that ``load`` takes a checkpoint for a path."""
@@ -178,10 +191,29 @@ def old_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
-def encode_commit(step: int, files: Mapping[str, RankFile]) -> bytes:
+def encode_commit(step: int, files: Mapping[str, RankFile], serial: int) -> bytes:
     """Return the marker of a checkpoint, as readable JSON."""
-    commit = Commit(step=step, world_size=len(files), files=dict(files))
+    commit = Commit(serial=serial, step=step, world_size=len(files), files=dict(files))
     return msgspec.json.format(msgspec.json.encode(commit), indent=2) + b"\n"
+
+
+def next_serial(directory: Path) -> int:
+    """Return a serial number higher than those of all checkpoints in a directory.
+
+    Two savers that commit at the same time may get the same number.
+    """
+    found = (_serial_in(each) for each in _names_in(directory))
+    return min(1 + max(found, default=0), _MAX_SERIAL)
+
+
+def _serial_in(place: Path) -> int:
+    # Only the start is read: a marker of many ranks is long.
+    for each in (place, old_of(place)):
+        with suppress(OSError):
+            with os.fdopen(open_regular(each / MARKER), "rb", buffering=0) as file:
+                said = _SERIAL.match(os.pread(file.fileno(), _MARKER_HEAD, 0))
+            return int(said[1]) if said else 0
+    return 0
 
 
 def checkpoint_at(path: StrPath) -> Checkpoint:
@@ -222,18 +254,25 @@ def find_checkpoint(path: StrPath) -> Checkpoint | None:
 
 
 def list_checkpoints(directory: StrPath) -> list[Checkpoint]:
-    """Return the complete checkpoints in a directory, by ascending step.
+    """Return the complete checkpoints in a directory, in the order of their commits.
 
+    If two savers have committed at the same time, the higher step is the later one.
+    Checkpoints without a serial number come first, in the order of their file times.
     A checkpoint whose marker cannot be read is left out, and a warning is logged. A
     directory that does not exist has no checkpoints.
 
     Raises:
         StorageError: the directory cannot be read.
     """
-    found = [
-        each for each in map(_readable, _names_in(Path(expanded(directory)))) if each
-    ]
-    return sorted(found, key=lambda each: (each.step, each.name))
+    names = _names_in(Path(expanded(directory)))
+    return sorted((each for each in map(_readable, names) if each), key=_order)
+
+
+def _order(checkpoint: Checkpoint) -> tuple[int, float, int, str]:
+    """Return the key that sorts checkpoints by their commits."""
+    serial = checkpoint.serial
+    time = 0.0 if serial else checkpoint.saved_at
+    return serial, time, checkpoint.step, checkpoint.name
 
 
 def _readable(path: Path) -> Checkpoint | None:
@@ -247,7 +286,11 @@ def _readable(path: Path) -> Checkpoint | None:
 
 
 def latest(directory: StrPath) -> Checkpoint | None:
-    """Return the complete checkpoint with the highest step in a directory, or None."""
+    """Return the complete checkpoint that was committed last, or None.
+
+    After a rollback, this is the newest checkpoint of the new branch, even if the old
+    branch has higher steps.
+    """
     return next(reversed(list_checkpoints(directory)), None)
 
 
@@ -265,13 +308,22 @@ def _names_in(directory: Path) -> Iterator[Path]:
 
 def _checkpoint_in(place: Path, name: str) -> Checkpoint | None:
     """Return the checkpoint in a directory if its marker and all files are there."""
-    commit = _read_marker(place / MARKER)
-    if commit is None:
+    found = _read_marker(place / MARKER)
+    if found is None:
         return None
+    commit, saved_at = found
     _check_files(place / MARKER, commit)
     if any(_size(place / file) != said.bytes for file, said in commit.files.items()):
         return None
-    return Checkpoint(place, name, commit.step, commit.world_size, commit.files)
+    return Checkpoint(
+        path=place,
+        name=name,
+        step=commit.step,
+        world_size=commit.world_size,
+        files=commit.files,
+        serial=commit.serial,
+        saved_at=saved_at,
+    )
 
 
 def _check_files(path: Path, commit: Commit) -> None:
@@ -289,15 +341,18 @@ def _size(path: Path) -> int:
     return -1
 
 
-def _read_marker(path: Path) -> Commit | None:
+def _read_marker(path: Path) -> tuple[Commit, float] | None:
+    """Return the content of a marker and its file time; None if it is not there."""
     with named(path):
         try:
-            with path.open("rb") as file:
-                text = file.read(_MARKER_LIMIT)
+            fd = open_regular(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        with os.fdopen(fd, "rb") as file:
+            saved_at = os.fstat(fd).st_mtime
+            text = file.read(_MARKER_LIMIT)
     try:
-        return _decode(text)
+        return _decode(text), saved_at
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise StorageError(str(path), f"it is not a valid marker: {error}") from error
 
@@ -308,10 +363,15 @@ class _Versioned(msgspec.Struct):
 
 def _decode(text: bytes) -> Commit:
     version = msgspec.json.decode(text, type=_Versioned).aiockpt
-    if version != _VERSION:
-        detail = f"format version {version}; this library knows version {_VERSION}"
+    if version not in _VERSIONS:
+        known = " and ".join(map(str, _VERSIONS))
+        detail = f"format version {version}; this library knows versions {known}"
         raise msgspec.ValidationError(detail)
-    return msgspec.json.decode(text, type=Commit)
+    commit = msgspec.json.decode(text, type=Commit)
+    if (commit.serial > 0) is not (version > 1):
+        detail = f"serial number {commit.serial} in a marker of version {version}"
+        raise msgspec.ValidationError(detail)
+    return commit
 
 
 def _what_is_at(place: Path) -> str:

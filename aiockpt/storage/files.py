@@ -12,6 +12,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,14 +30,15 @@ __all__ = [
     "move_directory",
     "named",
     "open_locked",
+    "open_regular",
     "read_at",
-    "remove_tree",
     "rename_to_new",
     "reserve",
     "saying_what_is_free",
+    "set_aside",
     "start_writeback",
     "sync_directory",
-    "trash",
+    "unlock",
     "write_at",
 ]
 
@@ -167,17 +169,17 @@ def move_directory(one: Path, other: Path) -> None:
 
 
 def _copy_directory(path: Path) -> Path:
-    """Copy a directory to a trash name beside it, synced; return the copy.
+    """Copy a directory to a name of our own beside it, synced; return the copy.
 
     The copy has the same files, as further links, where the file system allows that.
     """
-    copy = _trash_name(path)
+    copy = _aside(path, "part")
     try:
         shutil.copytree(path, copy, symlinks=True, copy_function=_link_or_copy)
         for directory, _, _ in os.walk(copy):
             sync_directory(Path(directory))
     except BaseException:
-        remove_tree(copy)
+        shutil.rmtree(copy, ignore_errors=True)
         raise
     return copy
 
@@ -195,22 +197,6 @@ def _link_or_copy(source: str, target: str) -> None:
         os.close(fd)
 
 
-def trash(path: Path) -> Path:
-    """Rename a directory to a trash name in one step; return the path to remove.
-
-    A directory of an overlay's lower layer, which cannot be renamed, is removed at
-    once, its marker first.
-    """
-    unused = _trash_name(path)
-    try:
-        os.rename(path, unused)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        _remove_in_place(path)
-    return unused
-
-
 def _remove_in_place(path: Path) -> None:
     with suppress(FileNotFoundError):
         os.unlink(path / MARKER)
@@ -218,16 +204,23 @@ def _remove_in_place(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def _trash_name(path: Path) -> Path:
-    name, suffix = path.name.removeprefix("."), f".{secrets.token_hex(4)}.trash"
+def set_aside(path: Path, suffix: str, *, like: Path | None = None) -> Path:
+    """Rename to a name of our own in one step; return it.
+
+    The name is ``.NAME.`` with eight random hexadecimal digits and ``suffix``. NAME is
+    that of ``like``, or of the path. No other process knows the name, so nobody else
+    touches what is there.
+    """
+    aside = _aside(like or path, suffix)
+    os.rename(path, aside)
+    return aside
+
+
+def _aside(path: Path, suffix: str) -> Path:
+    name, end = path.name.removeprefix("."), f".{secrets.token_hex(4)}.{suffix}"
     if len(name) > _LONG:  # or the new name might be too long for the file system
-        name = name[: -len(f".{suffix}")]
-    return path.with_name(f".{name}{suffix}")
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a directory as far as possible; a sweep removes the rest."""
-    shutil.rmtree(path, ignore_errors=True)
+        name = name[: -len(f".{end}")]
+    return path.with_name(f".{name}{end}")
 
 
 def sync_directory(path: Path) -> None:
@@ -253,17 +246,23 @@ def lock(fd: int) -> bool:
     return True
 
 
-def open_locked(
-    path: Path, *, busy: str, empty: bool = False, patience: float = 0.0
-) -> int:
+def unlock(fd: int) -> None:
+    """Unlock and close a file. Never raises."""
+    with suppress(OSError):
+        # A mapping, or a process that was forked meanwhile, has a duplicate.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    with suppress(OSError):
+        os.close(fd)
+
+
+def open_locked(path: Path, *, busy: str, patience: float = 0.0) -> int:
     """Open or create a file, and lock it; return its descriptor.
 
-    Closing the descriptor unlocks the file.
+    `unlock` closes it.
 
     Args:
         path: The file; a symbolic link is refused.
         busy: The error's detail if another process has locked the file.
-        empty: Truncate the file.
         patience: Seconds to retry for.
 
     Raises:
@@ -277,8 +276,6 @@ def open_locked(
         try:
             locked = lock(fd)
             if locked and is_at(path, fd):
-                if empty:
-                    os.ftruncate(fd, 0)
                 ours, fd = fd, -1
                 return ours
         finally:
@@ -289,6 +286,26 @@ def open_locked(
             if time.monotonic() >= until:
                 raise StorageError(str(path), busy)
             time.sleep(_LOCK_PAUSE)
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading; return its descriptor.
+
+    Raises:
+        StorageError: it is something else, such as a FIFO, which would block.
+        OSError: it cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise StorageError(str(path), "it is not a regular file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def is_at(path: Path, fd: int) -> bool:

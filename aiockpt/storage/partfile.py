@@ -11,7 +11,6 @@ Everything here blocks.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import stat
@@ -20,22 +19,30 @@ from pathlib import Path
 from typing import Final
 
 from aiockpt.errors import StorageError
-from aiockpt.format.header import LENGTH_BYTES, PREFIX
 from aiockpt.format.manifest import Manifest
 from aiockpt.storage.checkpoint_file import digest_of
 from aiockpt.storage.files import (
+    is_at,
     named,
     open_locked,
     rename_to_new,
     reserve,
     saying_what_is_free,
     sync_directory,
+    unlock,
 )
+from aiockpt.storage.ours import begins_as_ours
 
 __all__ = ["TAKEN", "PartFile", "check_target"]
 
 TAKEN: Final = "it is there already; choose another name, or replace it by --overwrite"
 """The detail of the error for a file that a command may not replace."""
+
+_BUSY: Final = (
+    "another process is receiving into it; wait until it has finished, or choose "
+    "another file"
+)
+_FOREIGN: Final = "it is no part of a checkpoint; remove it or choose another file"
 
 _PERMISSIONS = 0o777
 _OURS = stat.S_IRUSR | stat.S_IWUSR
@@ -100,9 +107,10 @@ class PartFile:
         target = check_target(target)
         path = target.with_name(f"{target.name}.part")
         with named(path):
-            fd = open_locked(path, busy="another process is receiving into it")
+            fd = open_locked(path, busy=_BUSY)
             try:
-                _check_ours(path, fd)
+                if not begins_as_ours(fd):
+                    raise StorageError(str(path), _FOREIGN)
                 # Set before the first byte, which only the file's readers may see.
                 _permit(fd, _permissions(target), added=_OURS)
                 known = os.fstat(fd).st_size
@@ -141,6 +149,9 @@ class PartFile:
                 # The next receive may read pages that the kernel failed to write.
                 self.discard()
                 raise
+            if not is_at(self.path, self._fd):
+                detail = "another process has replaced or removed it; fetch again"
+                raise StorageError(str(self.path), detail)
             permissions = _permissions(self._target)
             _permit(self._fd, permissions, added=_OURS)
             if replace:
@@ -152,37 +163,25 @@ class PartFile:
             sync_directory(self._target.parent)
 
     def discard(self) -> None:
-        """Remove the part file."""
+        """Remove the part file, if it is still this one."""
         with suppress(OSError):
-            self.path.unlink()
+            if is_at(self.path, self._fd):
+                self.path.unlink()
 
     def close(self) -> None:
         """Unmap and unlock; the part file stays for the next receive. Idempotent."""
         with suppress(BufferError):  # a view that is still in use keeps its pages
             self._map.close()
-        if self._fd >= 0:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
             # The mapping has a duplicate, which would keep the lock while it lives.
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            os.close(self._fd)
-            self._fd = -1
+            unlock(fd)
 
 
 def _chunks_within(manifest: Manifest, size: int) -> int:
     """Return how many chunks a file of ``size`` bytes may hold, the last cut short."""
     present = min(size - manifest.header_bytes, manifest.segment_bytes)
     return -(-present // manifest.chunk_bytes) if present > 0 else 0
-
-
-def _check_ours(path: Path, fd: int) -> None:
-    """Refuse to overwrite another program's file of the same name."""
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise StorageError(str(path), "it is not a regular file")
-    start = os.pread(fd, LENGTH_BYTES + len(PREFIX), 0)
-    # Only zeros: the process was killed after reserving, before writing the header.
-    known = start[LENGTH_BYTES:]
-    if any(start) and not (known and PREFIX.startswith(known)):
-        detail = "it is no part of a checkpoint; remove it or choose another file"
-        raise StorageError(str(path), detail)
 
 
 def _permissions(target: Path) -> int | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -16,16 +17,29 @@ from aiockpt.storage.directory import (
     MARKER,
     Checkpoint,
     StrPath,
+    find_checkpoint,
     list_checkpoints,
     resolve_target,
 )
-from aiockpt.storage.files import is_at, lock, named, remove_tree, trash
+from aiockpt.storage.files import (
+    is_at,
+    lock,
+    named,
+    rename_to_new,
+    set_aside,
+    unlock,
+)
+from aiockpt.storage.lock import SaveLock, holder_of, lock_of, temporary_of
+from aiockpt.storage.ours import is_ours, move_along, others_in, remove_ours
 
 __all__ = ["retire", "superfluous", "sweep"]
 
-_LEFTOVER = re.compile(r"\.(.+)\.(part|old|[0-9a-f]{8}\.trash)", re.DOTALL)
+logger = logging.getLogger("aiockpt")
 
-_OURS = re.compile(r"(checkpoint_[0-9]+\.safetensors|commit\.json)(\.tmp)?")
+_LEFTOVER = re.compile(
+    r"\.(?P<name>.+?)(?P<aside>\.[0-9a-f]{8})?\.(?P<kind>part|old|trash|lock)",
+    re.DOTALL,
+)
 
 # Where other hosts do not see this host's locks, only age tells what is abandoned.
 _ABANDONED: Final = 3600.0
@@ -38,7 +52,7 @@ def superfluous(
     keep_every: int | None,
     spare: Collection[Path],
 ) -> list[Checkpoint]:
-    """Return the checkpoints that may be removed, from a list by ascending step.
+    """Return the checkpoints that may be removed, from a list in the order of commits.
 
     These are kept: the last ``keep_last`` (at least one), those whose step is a
     multiple of ``keep_every``, and those at ``spare``.
@@ -62,9 +76,11 @@ def retire(
 ) -> list[Checkpoint]:
     """Remove the `superfluous` checkpoints of a directory, each in one step.
 
-    A process that reads a removed checkpoint can finish. A checkpoint that a symbolic
-    link in the directory names is kept. Checkpoints in other directories do not count
-    and are not touched.
+    The order is that of the commits. A process that reads a removed checkpoint can
+    finish. A checkpoint that a symbolic link in the directory names is kept, and so is
+    one that a process is replacing. Checkpoints in other directories do not count
+    and are not touched. What no checkpointer wrote beside a removed checkpoint stays
+    where it is.
 
     Raises:
         StorageError: one cannot be removed; the others are removed nevertheless.
@@ -77,23 +93,79 @@ def retire(
         keep_every=keep_every,
         spare=linked if spare is None else {spare, *linked},
     )
+    removed: list[Checkpoint] = []
     failures: list[StorageError] = []
     for checkpoint in found:
         try:
-            _remove(checkpoint.path)
+            if _remove(checkpoint):
+                removed.append(checkpoint)
         except StorageError as error:  # the others are removed all the same
             failures.append(error)
     for failure in failures:
         raise failure
-    return found
+    return removed
 
 
-def _remove(path: Path) -> None:
-    with named(path):
+def _remove(checkpoint: Checkpoint) -> bool:
+    """Remove a checkpoint; return False if a process is replacing it, or did."""
+    path = checkpoint.path
+    with named(path), ExitStack() as stack:
         # Without this right, the files would stay in the trash.
+        if path.is_symlink() or not path.exists():
+            return False
         if not os.access(path, os.W_OK | os.X_OK):
             raise StorageError(str(path), os.strerror(errno.EACCES))
-        remove_tree(trash(path))
+        try:
+            stack.enter_context(SaveLock(path.with_name(checkpoint.name), wait=0))
+        except StorageError:
+            return False
+        except OSError:
+            pass  # perhaps the disk is full, and needs this removal
+        try:
+            unused = set_aside(path, "trash")
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            _empty(path)  # a directory of an overlay's lower layer cannot be renamed
+            return True
+        # Where locks do not work, it may have been replaced just now.
+        found = find_checkpoint(unused)
+        if found is None or (found.serial, found.files) != (
+            checkpoint.serial,
+            checkpoint.files,
+        ):
+            rename_to_new(unused, path)
+            return False
+        _remove_from_trash(unused, path)
+    return True
+
+
+def _remove_from_trash(unused: Path, path: Path) -> None:
+    """Remove a checkpoint; what is not ours gets its old name again.
+
+    The marker stays with it, so that a later save may replace the directory.
+    """
+    if not _empty(unused):
+        try:
+            rename_to_new(unused, path)
+        except OSError as error:
+            why = error.strerror or error
+            logger.warning("%s keeps files of others: %s", unused, why)
+
+
+def _empty(directory: Path) -> bool:
+    """Remove what is ours; return False if files of others stay, with the marker."""
+    if not others_in(directory):
+        (directory / MARKER).unlink(missing_ok=True)  # first: it is no checkpoint then
+        remove_ours(directory)
+        return True
+    for each in sorted(directory.iterdir()):
+        if each.name != MARKER and is_ours(each):
+            with suppress(OSError):
+                each.unlink()
+    return False
 
 
 def _linked_from(directory: StrPath) -> Iterator[Path]:
@@ -108,48 +180,108 @@ def _linked_from(directory: StrPath) -> Iterator[Path]:
 def sweep(directory: StrPath, *, shared: bool) -> list[Path]:
     """Remove what dead saves left behind; return the removed paths.
 
-    Directories with other files in them stay, whatever their name. What a process of
-    this host is writing is locked, and stays. With ``shared``, other hosts may be
-    writing, whose locks this one cannot see: what is younger than an hour stays.
+    Files that no checkpointer wrote stay, whatever their directory is called. What a
+    process of this host is writing is locked, and stays. Other hosts may not see this
+    host's locks. So what is younger than an hour stays, unless its lock names a process
+    of this host that has ended. With ``shared``, several ranks write into one
+    directory, and only the hour counts.
     """
     place = Path(directory)
     with suppress(OSError):
         names = [each.name for each in os.scandir(place) if each.name.startswith(".")]
-        return [*_swept(place, names, _ABANDONED if shared else 0.0)]
+        found = [match for each in names if (match := _LEFTOVER.fullmatch(each))]
+        # Before the first one is removed, as a lock goes with what it protected.
+        dead = {name for name in names if _left_by_the_dead(place / name)}
+        # The locks come last, as they tell other sweeps whose the rest is.
+        found.sort(key=lambda match: match["kind"] == "lock")
+        swept = (_swept(place, each, dead, shared=shared) for each in found)
+        return [path for path in swept if path is not None]
     return []
 
 
-def _swept(place: Path, names: Iterable[str], age: float) -> Iterable[Path]:
-    for name in names:
-        found = _LEFTOVER.fullmatch(name)
-        path = place / name
-        if found is None or path.is_symlink() or not path.is_dir():
-            continue
-        if found[2] == "part":
-            _sweep_part(path, age)
-        elif found[2] != "old":
-            remove_tree(path)
-        elif (path / MARKER).exists() and (place / found[1] / MARKER).exists():
-            # If the new one were not there, this would be the checkpoint.
-            with suppress(OSError):
-                remove_tree(trash(path))
-        if not path.exists():
-            yield path
+def _swept(
+    place: Path, found: re.Match[str], locks: Collection[str], *, shared: bool
+) -> Path | None:
+    path, kind = place / found[0], found["kind"]
+    if path.is_symlink():
+        return None
+    target = place / found["name"]
+    whole = place / f"{found['name']}{found['aside'] or ''}"  # it may end in a number
+    dead = any(lock_of(each).name in locks for each in (target, whole))
+    age = 0.0 if dead and not shared else _ABANDONED
+    with suppress(OSError):
+        if kind == "lock":
+            _sweep_lock(path, age)
+        elif not path.is_dir():
+            return None
+        elif kind == "part":
+            _sweep_part(path, target if found["aside"] else None, age, dead=dead)
+        elif kind == "trash" and found["aside"]:
+            remove_ours(path)
+        elif kind == "old" and (whole / MARKER).exists() and is_ours(path / MARKER):
+            _sweep_old(path, whole)
+    return None if path.exists() else path
 
 
-def _sweep_part(path: Path, age: float) -> None:
-    """Remove what a dead save has written, if no process writes any of it."""
-    with suppress(OSError), ExitStack() as stack:
+def _left_by_the_dead(path: Path) -> bool:
+    """Say whether this is the lock of a process of this host that has ended."""
+    holder = holder_of(path) if path.name.endswith(".lock") else None
+    return holder is not None and holder.is_dead()
+
+
+def _is_young(paths: Collection[Path], age: float) -> bool:
+    newest = max(each.stat(follow_symlinks=False).st_mtime for each in paths)
+    return time.time() - newest < age
+
+
+def _sweep_lock(path: Path, age: float) -> None:
+    """Remove the lock of a dead process."""
+    holder = holder_of(path)
+    if holder is None or _is_young([path], age):
+        return
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if lock(fd) and is_at(path, fd):
+            temporary_of(path, holder.nonce).unlink(missing_ok=True)
+            path.unlink()
+    finally:
+        unlock(fd)
+
+
+def _sweep_old(path: Path, target: Path) -> None:
+    """Remove the predecessor of a whole checkpoint, unless it is being replaced."""
+    with suppress(StorageError), SaveLock(target, wait=0):
+        # If the new one were not there, this would be the checkpoint.
+        if (target / MARKER).exists():
+            move_along(path, target)
+            remove_ours(set_aside(path, "trash"))
+
+
+def _sweep_part(path: Path, target: Path | None, age: float, *, dead: bool) -> None:
+    """Remove what a dead save has written, if no process writes any of it.
+
+    Args:
+        path: The directory.
+        target: The checkpoint that it may have been, before a save replaced it.
+        age: How many seconds it must be old.
+        dead: Whether a lock says that a dead process has left it.
+    """
+    with ExitStack() as stack:
+        others = others_in(path)
         files: dict[Path, int] = {}
-        for each in sorted(path.iterdir()):
-            if not _OURS.fullmatch(each.name):
-                return
-            files[each] = os.open(each, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            stack.callback(os.close, files[each])
-        newest = max(each.stat().st_mtime for each in (path, *files))
-        young = time.time() - newest < age
-        if young or not all(map(lock, files.values())):
+        for each in sorted({*path.iterdir()}.difference(others)):
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            files[each] = os.open(each, flags)
+            stack.callback(unlock, files[each])
+        known = bool(files) or dead or target is not None
+        if not known or (others and target is None):
             return
+        if _is_young([path, *files], age):
+            return
+        if not all(lock(fd) for fd in files.values()):
+            return
+        if others and target is not None and is_ours(target / MARKER):
+            move_along(path, target)
         for each, fd in files.items():
             if is_at(each, fd):  # and not a new file that has taken its place
                 each.unlink()

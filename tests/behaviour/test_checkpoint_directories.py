@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -24,7 +27,7 @@ from aiockpt.storage.directory import (
 )
 from aiockpt.storage.retention import retire, sweep
 from tests.support.proofs import proves
-from tests.support.saving import load, names, save, sync_checkpointer
+from tests.support.saving import load, names, save, save_by_two, sync_checkpointer
 
 FILE = "checkpoint_0.safetensors"
 
@@ -74,7 +77,9 @@ class TestWhole:
         [
             ("{", "", "not a valid marker"),
             ('"aiockpt"', "\xff", "not a valid marker"),
-            ('t": 1', 't": 2', "format version 2; this library knows version 1"),
+            ('t": 2', 't": 3', "format version 3; this library knows versions 1 and 2"),
+            ('t": 2', 't": 1', "serial number 1 in a marker of version 1"),
+            ('"serial": 1', '"serial": 0', "serial number 0 in a marker of version 2"),
             ('step": 7', 'step": -1', "not a valid marker"),
             ('size": 1', 'size": 2', "names 1 files for 2 ranks"),
             ('size": 1', f'size": {10**18}', f"names 1 files for {10**18} ranks"),
@@ -122,8 +127,8 @@ class TestWhole:
         assert latest(tmp_path / "missing") is None
         assert list_checkpoints(tmp_path) == []
 
-    def test_lists_go_by_the_step(self, tmp_path) -> None:
-        """Which was given, or ends the name."""
+    def test_lists_go_by_the_commit(self, tmp_path) -> None:
+        """The step was given, or ends the name; it is not the age."""
         found = [step_of(f"/c/{name}") for name in ("step-12", "7", "best", "v2-final")]
         assert found == [12, 7, 0, 0]
         for step in (10, 9, 100):
@@ -132,10 +137,60 @@ class TestWhole:
             checkpointer.save({"a": 1}, tmp_path / "best", step=55)
         (tmp_path / "other").mkdir()
         (tmp_path / "file").touch()
-        assert steps(tmp_path) == [9, 10, 55, 100]
+        assert steps(tmp_path) == [10, 9, 100, 55]
         newest = latest(tmp_path)
         assert newest is not None
-        assert newest.step == 100
+        assert (newest.step, newest.serial) == (55, 4)
+        save(tmp_path / "step-9", {"a": 9})
+        assert steps(tmp_path) == [10, 100, 55, 9]
+
+    def test_two_that_were_committed_at_once(self, tmp_path, monkeypatch) -> None:
+        """The higher step is the later one; the next commit is later than both."""
+        monkeypatch.setattr(commit, "next_serial", lambda _: 5)
+        for step in (3, 8, 4):
+            save(tmp_path / f"step-{step}", {"a": step})
+        monkeypatch.undo()
+        assert steps(tmp_path) == [3, 4, 8]
+        save(tmp_path / "step-1", {"a": 1})
+        assert steps(tmp_path) == [3, 4, 8, 1]
+
+    def test_older_markers_have_no_serial_number(self, tmp_path) -> None:
+        """They come first, in the order of their file times, and can be loaded."""
+        for step in (30, 10, 20):
+            marker = save(tmp_path / f"step-{step}", {"a": step}) / MARKER
+            lines = marker.read_text().replace('aiockpt": 2', 'aiockpt": 1')
+            marker.write_text(re.sub(r' *"serial": \d+,\n', "", lines))
+            os.utime(marker, (1e9 - step, 1e9 - step))
+        assert steps(tmp_path) == [30, 20, 10]
+        assert load(tmp_path / "step-20") == {"a": 20}
+        save(tmp_path / "step-5", {"a": 5})
+        assert steps(tmp_path) == [30, 20, 10, 5]
+        assert checkpoint_at(tmp_path / "step-5").serial == 1
+
+    def test_the_highest_serial_number(self, tmp_path) -> None:
+        """A marker that has it makes no later one invalid."""
+        marker = save(tmp_path / "step-1", {"a": 1}) / MARKER
+        text = marker.read_text()
+        marker.write_text(text.replace('"serial": 1', f'"serial": {2**63 - 1}'))
+        save(tmp_path / "step-2", {"a": 2})
+        assert steps(tmp_path) == [1, 2]
+
+    def test_a_fifo_in_the_place_of_a_file(self, tmp_path) -> None:
+        """It is named, and nobody waits for what may never come."""
+        for name in ("step-1", ".step-2.part"):
+            (tmp_path / name).mkdir()
+        os.mkfifo(tmp_path / "step-1" / MARKER)
+        os.mkfifo(tmp_path / ".step-2.part" / FILE)
+        os.mkfifo(tmp_path / ".step-3.lock")
+        for step in (1, 2, 3):
+            with pytest.raises(StorageError):
+                save(tmp_path / f"step-{step}", {"a": 1})
+        with pytest.raises(StorageError, match="not a regular file"):
+            load(tmp_path / "step-1")
+        assert list_checkpoints(tmp_path) == []
+        assert latest(tmp_path) is None
+        save(tmp_path / "step-4", {"a": 4})
+        assert steps(tmp_path) == [4]
 
 
 class TestReplacing:
@@ -144,11 +199,52 @@ class TestReplacing:
     def test_a_second_save_replaces_the_first(self, tmp_path) -> None:
         """All of it; the directories above are made."""
         path = save(tmp_path / "above" / "it" / "last", {"a": 1}, fsync=True)
-        (path / "notes.txt").touch()
         save(path, {"a": 2})
         assert load(path) == {"a": 2}
         assert names(path) == [FILE, MARKER]
         assert names(path.parent) == ["last"]
+
+    @pytest.mark.parametrize("exchange", [True, False])
+    def test_what_others_put_there_moves_along(
+        self, tmp_path, monkeypatch, exchange: bool
+    ) -> None:
+        """Files, directories, and what is only called like a rank's file."""
+        if not exchange:
+            monkeypatch.setattr(commit, "exchange", lambda *_: False)
+        path = save_by_two(tmp_path / "last")
+        (path / "tokenizer.json").write_text("{}")
+        (path / "logs").mkdir()
+        (path / "logs" / "events").write_text("seen")
+        (path / "checkpoint_7.safetensors").write_text("another tool's")
+        (path / "link").symlink_to("tokenizer.json")
+        for value in (2, 3):
+            save(path, {"a": value})
+            assert load(path) == {"a": value}
+            assert (path / "link").read_text() == "{}"
+            assert (path / "logs" / "events").read_text() == "seen"
+            assert (path / "checkpoint_7.safetensors").read_text() == "another tool's"
+            assert len(names(path)) == 6
+            assert names(tmp_path) == ["last"]
+
+    def test_what_cannot_move_along_stays(self, tmp_path, caplog) -> None:
+        """Beside the new checkpoint, and a warning says where."""
+        path = save(tmp_path / "last", {"a": 1})
+        (path / "checkpoint_1.safetensors").write_text("precious")
+        save_by_two(path)
+        (left,) = [each for each in names(tmp_path) if each != "last"]
+        for _ in range(2):
+            file = tmp_path / left / "checkpoint_1.safetensors"
+            assert file.read_text() == "precious"
+            assert str(tmp_path / left)[:-15] in caplog.text
+            save(tmp_path / "other", {"a": 1})
+
+    def test_the_marker_of_another_tool(self, tmp_path) -> None:
+        """A directory is a checkpoint of ours only if we wrote its marker."""
+        (tmp_path / "repository").mkdir()
+        (tmp_path / "repository" / MARKER).write_text('{"sha": "0123"}')
+        with pytest.raises(StorageError, match="choose a new directory"):
+            save(tmp_path / "repository", {"a": 1})
+        assert names(tmp_path / "repository") == [MARKER]
 
     def test_where_names_cannot_be_exchanged(self, tmp_path, monkeypatch) -> None:
         """Two renames do, and the old one is found between them."""
@@ -198,10 +294,19 @@ class TestReplacing:
 
     def test_two_processes_with_one_name(self, tmp_path) -> None:
         """The second one is told; the first one goes on."""
-        with Draft(tmp_path / "s", 0, durable=False) as draft:
-            with pytest.raises(StorageError, match="another process is writing it"):
-                Draft(tmp_path / "s", 0, durable=False)
-            assert draft.temporary.exists()
+        for rank in (0, 1):
+            with Draft(tmp_path / "s", rank, durable=False) as draft:
+                for kept in (False, True):
+                    if kept:
+                        draft.keep_file()
+                    with pytest.raises(StorageError) as caught:
+                        Draft(tmp_path / "s", rank, durable=False)
+                    assert "another process is writing it" in str(caught.value)
+                    assert "save to another path" in str(caught.value)
+                    assert caught.value.path == str(tmp_path / "s")
+                    assert (draft.path if kept else draft.temporary).exists()
+                draft.discard()
+        assert names(tmp_path) == []
 
     def test_a_commit_looks_at_the_files_of_all_ranks(self, tmp_path, path) -> None:
         """One that is not there, of another step, or no checkpoint is named."""
@@ -260,11 +365,53 @@ class TestRetention:
         for step in range(1, 8):
             save(tmp_path / f"s-{step}", {"a": step}, keep_last=2, keep_every=3)
         assert names(tmp_path) == ["s-3", "s-6", "s-7"]
-        save(tmp_path / "s-4", {"a": 4}, keep_last=1)
-        assert steps(tmp_path) == [4, 7]
+        save(tmp_path / "s-4", {"a": 4}, keep_last=1, keep_every=3)
+        assert steps(tmp_path) == [3, 6, 4]
         for option in ("keep_last", "keep_every"):
             with pytest.raises(ValueError, match=option):
                 sync_checkpointer(**{option: 0})
+
+    def test_after_a_rollback_the_old_branch_goes(self, tmp_path) -> None:
+        """From 300 to 200: its steps are higher, and it is older."""
+        for step in (100, 200, 300):
+            save(tmp_path / f"s-{step}", {"a": step}, keep_last=3)
+        for step in (210, 220):
+            save(tmp_path / f"s-{step}", {"a": step}, keep_last=2)
+        assert steps(tmp_path) == [210, 220]
+        newest = latest(tmp_path)
+        assert newest is not None
+        assert newest.step == 220
+
+    def test_what_others_put_there_stays(self, tmp_path) -> None:
+        """Where it is; a later save to that name is not refused."""
+        path = save(tmp_path / "s-1", {"a": 1})
+        (path / "scores.json").write_text("{}")
+        save(tmp_path / "s-2", {"a": 2}, keep_last=1)
+        assert steps(tmp_path) == [2]
+        assert names(path) == [MARKER, "scores.json"]
+        save(path, {"a": 3}, keep_last=1)
+        assert load(path) == {"a": 3}
+        assert names(path) == [FILE, MARKER, "scores.json"]
+        assert names(tmp_path) == ["s-1"]
+
+    def test_one_that_is_being_replaced_stays(self, tmp_path) -> None:
+        """Its saver would lose what it was told that it has saved."""
+        for step in (1, 2):
+            save(tmp_path / f"s-{step}", {"a": step})
+        with Draft(tmp_path / "s-1", 0, durable=False):
+            assert retire(tmp_path, keep_last=1) == []
+        assert steps(tmp_path) == [1, 2]
+        assert [each.step for each in retire(tmp_path, keep_last=1)] == [1]
+
+    def test_one_that_was_just_replaced_stays(self, tmp_path, monkeypatch) -> None:
+        """Also where no lock says that."""
+        for step in (1, 2):
+            save(tmp_path / f"s-{step}", {"a": step})
+        found = list_checkpoints(tmp_path)
+        save(tmp_path / "s-1", {"a": 3})
+        monkeypatch.setattr(retention, "list_checkpoints", lambda _: found)
+        assert retire(tmp_path, keep_last=1) == []
+        assert load(tmp_path / "s-1") == {"a": 3}
 
     def test_unfinished_ones_do_not_count(self, tmp_path) -> None:
         """The last whole one stays, however many broken ones there are."""
@@ -280,14 +427,14 @@ class TestRetention:
         """The save is well, and a warning says what stays."""
         for step in (1, 2, 3):
             save(tmp_path / f"s-{step}", {"a": step})
-        trash = _files.trash
+        set_aside = _files.set_aside
 
-        def stuck(path: Path) -> Path:
+        def stuck(path: Path, suffix: str) -> Path:
             if path.name == "s-1":
                 raise PermissionError(1, "not yours")
-            return trash(path)
+            return set_aside(path, suffix)
 
-        monkeypatch.setattr(retention, "trash", stuck)
+        monkeypatch.setattr(retention, "set_aside", stuck)
         save(tmp_path / "s-4", {"a": 4}, keep_last=1)
         assert names(tmp_path) == ["s-1", "s-4"]
         assert "old checkpoints are not removed" in caplog.text
@@ -322,7 +469,31 @@ class TestSweep:
         (tmp_path / ".s-1.part" / MARKER).touch()  # as it is being written
         sweep(tmp_path, shared=False)
         assert names(tmp_path / ".s-1.part") == [f"{FILE}.tmp", MARKER]
-        draft.close()  # as the end of a process does
+        save(tmp_path / "s-2", {"a": 1})
+        assert ".s-1.part" in names(tmp_path)
+        draft.discard()
+        draft.close()
+
+    @pytest.mark.parametrize("until", ["opened", "kept", "marked"])
+    def test_what_a_killed_process_has_left_is_removed(self, tmp_path, until) -> None:
+        """At once, as its lock says that it has died."""
+        program = (
+            "import os, sys; from pathlib import Path\n"
+            "from aiockpt.storage import commit\n"
+            "draft = commit.Draft(Path(sys.argv[1]), 0, durable=False)\n"
+            "if sys.argv[2] != 'opened': draft.keep_file()\n"
+            "if sys.argv[2] == 'marked':\n"
+            "    commit._described = lambda *_: commit.RankFile(0, '')\n"
+            "    commit.Draft._put_in_place = lambda *_: os.kill(os.getpid(), 9)\n"
+            "    draft.commit(1, 1)\n"
+            "os.kill(os.getpid(), 9)\n"
+        )
+        command = [sys.executable, "-c", program, str(tmp_path / "s-1"), until]
+        done = subprocess.run(command, check=False, capture_output=True)
+        assert done.returncode == -9, done.stderr
+        found = names(tmp_path)
+        assert ".s-1.lock" in found
+        assert len(found) == 2
         save(tmp_path / "s-2", {"a": 1})
         assert names(tmp_path) == ["s-2"]
 
@@ -345,7 +516,11 @@ class TestSweep:
         assert names(tmp_path) == [".hidden", "step-7"]
 
     @pytest.mark.parametrize(
-        "name", [".photos.part", ".config.old", ".mail.trash", ".s-1.part"]
+        "name",
+        [
+            *(".photos.part", ".config.old", ".mail.trash", ".s-1.part"),
+            *(".notes.deadbeef.trash", ".notes.deadbeef.part"),
+        ],
     )
     def test_what_others_call_so_stays(self, tmp_path, name: str) -> None:
         """A checkpointer removes what it has made."""
@@ -354,6 +529,34 @@ class TestSweep:
         (tmp_path / "config").mkdir()
         save(tmp_path / "s-2", {"a": 1})
         assert names(tmp_path / name) == ["precious"]
+
+    @pytest.mark.parametrize("file", [FILE, f"{FILE}.tmp", MARKER, "x"])
+    @pytest.mark.parametrize("place", [".s-1.part", ".s-1.0123abcd.trash", ".s-1.old"])
+    def test_what_is_only_called_like_ours_stays(self, tmp_path, place, file) -> None:
+        """How a file begins says who wrote it."""
+        (tmp_path / place).mkdir()
+        (tmp_path / place / file).write_text("precious")
+        save(tmp_path / "s-2", {"a": 1})
+        assert (tmp_path / place / file).read_text() == "precious"
+
+    @pytest.mark.parametrize("kind", ["file", "directory", "in it", "lock", "old"])
+    def test_a_name_that_is_taken_by_others(self, tmp_path, monkeypatch, kind) -> None:
+        """The error names it, and what to do."""
+        path = save(tmp_path / "s", {"a": 1})
+        taken = tmp_path / (f".s.{kind}" if kind in ("lock", "old") else ".s.part")
+        if kind in ("file", "lock"):
+            taken.write_text("precious")
+        else:
+            taken.mkdir()
+            (taken / f"{FILE}.tmp").mkdir()
+        monkeypatch.setattr(commit, "exchange", lambda *_: False)
+        for _ in range(2):
+            with pytest.raises(StorageError, match="move it away") as caught:
+                save(path, {"a": 2})
+            assert caught.value.path == str(taken)
+        assert taken.exists()
+        assert load(path) == {"a": 1}
+        assert len(names(tmp_path)) == 2
 
     def test_a_new_save_goes_on_in_the_directory_of_a_dead_one(self, tmp_path) -> None:
         """What the dead one, of more ranks, has left there is not committed."""

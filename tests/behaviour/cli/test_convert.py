@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import shlex
 import stat
 import subprocess
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from aiockpt.cli import convert, main
 from aiockpt.storage.directory import checkpoint_at
+from aiockpt.storage.lock import SaveLock
 from aiockpt.testing import assert_same
 from tests.support.commandline import ENVIRONMENT, Commands
 from tests.support.saving import flip, load, names, save, save_by_two, training_state
@@ -311,22 +313,53 @@ class TestInTheWay:
     def test_a_temporary_file(
         self, cli: Commands, tmp_path: Path, source: Path
     ) -> None:
-        """A link is not followed, a dead conversion's goes, a live one's stays."""
-        temporary, target = tmp_path / ".m.pt.tmp", tmp_path / "m.pt"
+        """A link is not followed, and what others call so is not touched."""
+        lock, target = tmp_path / ".m.pt.lock", tmp_path / "m.pt"
         (tmp_path / "victim").write_text("precious")
-        temporary.symlink_to("victim")
-        cli.error("convert", source, target)
+        lock.symlink_to("victim")
+        assert f"{lock}: no checkpointer wrote it" in cli.error(
+            "convert", source, target
+        )
         assert (tmp_path / "victim").read_text() == "precious"
-        temporary.unlink()
-        with temporary.open("w") as other:
-            fcntl.flock(other, fcntl.LOCK_EX)
+        lock.unlink()
+        with SaveLock(target, wait=0):
             error = cli.error("convert", source, target)
-            assert "another process is writing it" in error
-            assert temporary.exists()
-        temporary.write_bytes(b"x" * 100_000)
+            assert f"{target}: another process is writing it" in error
+        (tmp_path / ".m.pt.tmp").write_text("precious")
+        (tmp_path / ".m.pt.0123abcd.tmp").write_text("precious")
         cli("convert", source, target)
         assert load(target)["a"].sum() == 3
-        assert names(tmp_path) == ["m.pt", "s-1", "victim"]
+        found = [".m.pt.0123abcd.tmp", ".m.pt.tmp", "m.pt", "s-1", "victim"]
+        assert names(tmp_path) == found
+
+    @pytest.mark.parametrize("lock_works", [True, False])
+    def test_two_at_once(
+        self,
+        cli: Commands,
+        tmp_path: Path,
+        source: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        lock_works: bool,
+    ) -> None:
+        """The second one is told; without locks, each writes a file of its own."""
+        if not lock_works:
+            monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+        other = save(tmp_path / "o-1", {"a": torch.zeros(7)})
+        target, compare = tmp_path / "m.pt", convert._compare
+        said: list[str] = []
+
+        def beside(*args: Any) -> None:
+            compare(*args)
+            if not said:
+                said.append("begun")
+                command = ("convert", other, target)
+                said.append(cli.error(*command) if lock_works else str(cli(*command)))
+
+        monkeypatch.setattr(convert, "_compare", beside)
+        cli("convert", source, target, "--overwrite")
+        assert ("another process is writing it" in said[1]) is lock_works
+        assert load(target)["a"].sum() == 3
+        assert names(tmp_path) == ["m.pt", "o-1", "s-1"]
 
     @pytest.mark.parametrize("call", ["fsync", "renameat2"])
     def test_its_own_death(
@@ -338,7 +371,9 @@ class TestInTheWay:
         fault = SystemCallFault(call, "KILL")
         fault.run(command, env=ENVIRONMENT)
         assert fault.struck
-        assert names(tmp_path) == [".m.pt.tmp", "s-1"]
+        temporary, lock, _ = names(tmp_path)
+        assert re.fullmatch(r"\.m\.pt\.[0-9a-f]{8}\.tmp", temporary)
+        assert lock == ".m.pt.lock"
         cli("convert", source, target)
         assert load(target)["a"].sum() == 3
         assert names(tmp_path) == ["m.pt", "s-1"]

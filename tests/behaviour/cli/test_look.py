@@ -209,7 +209,7 @@ class TestLs:
 
     def test_whole_and_unfinished_ones(self, cli: Commands, tmp_path: Path) -> None:
         """The whole ones on stdout, the others on stderr."""
-        for step in (20, 3):
+        for step in (20, 3):  # as after a rollback
             save(tmp_path / f"step-{step}", {"a": torch.zeros(1000)})
         (save(tmp_path / "step-4", {}) / MARKER).unlink()
         (tmp_path / "logs").mkdir()
@@ -218,8 +218,8 @@ class TestLs:
         rows = [line.split() for line in out.splitlines()]
         assert rows[0] == ["NAME", "STEP", "RANKS", "SIZE", "SAVED"]
         assert [row[:3] for row in rows[1:]] == [
-            ["step-3", "3", "1"],
             ["step-20", "20", "1"],
+            ["step-3", "3", "1"],
         ]
         assert err == ".step-5.part: not whole\nstep-4: not whole\n"
 

@@ -1,0 +1,173 @@
+"""The lock of a checkpoint's path: one saver at a time, from opening to rename.
+
+The lock is a file beside the checkpoint, ``.step-100.lock``. It exists while a process
+saves to the path, or removes what is there. It says which process that is. A save of a
+single file, such as ``model.pt``, has such a lock, too. Its lock also names the
+temporary file, which a later save removes if the process dies.
+
+Everything here blocks, and needs no tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Final, Self
+
+import msgspec
+from msgspec import Meta
+
+from aiockpt.errors import StorageError
+from aiockpt.storage.files import is_at, open_locked, open_regular, unlock
+
+__all__ = ["Holder", "SaveLock", "holder_of", "lock_of", "temporary_of"]
+
+_MAX_BYTES: Final = 4096
+
+
+class Holder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of a lock: the process that made it."""
+
+    aiockpt_lock: int
+    process: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    host: str
+    kernel: str
+    nonce: Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}\Z")]
+
+    def is_dead(self) -> bool:
+        """Say whether the process ran under this kernel, and has ended."""
+        if self.kernel != _kernel():
+            return False
+        try:
+            os.kill(self.process, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return False
+
+
+def lock_of(target: Path) -> Path:
+    """Return the name of a checkpoint's lock."""
+    return target.with_name(f".{target.name}.lock")
+
+
+def temporary_of(path: Path, nonce: str) -> Path:
+    """Return the temporary file of a single file that is saved under a lock."""
+    return path.with_name(f"{path.name.removesuffix('.lock')}.{nonce}.tmp")
+
+
+def holder_of(path: Path) -> Holder | None:
+    """Return what a lock says; None if it is not there, or not a checkpointer's."""
+    with suppress(OSError), os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        return _said(file.fileno())
+    return None
+
+
+class SaveLock:
+    """The right to save to a path, or to remove what is there.
+
+    Args:
+        target: The checkpoint's final path.
+        wait: Seconds to wait for another process.
+
+    Attributes:
+        path: The lock.
+        temporary: Where a single file is written before it gets its name. No other
+            process has this name.
+
+    Raises:
+        StorageError: another process has it, or the name belongs to something else.
+        OSError: the lock cannot be made.
+    """
+
+    def __init__(self, target: Path, *, wait: float) -> None:
+        self.path = lock_of(target)
+        nonce = secrets.token_hex(4)
+        self.temporary = temporary_of(self.path, nonce)
+        try:
+            self._fd = open_locked(self.path, busy="", patience=wait)
+        except StorageError:
+            raise StorageError(str(target), _busy(self.path)) from None
+        except OSError as error:
+            if error.errno in (errno.EISDIR, errno.ELOOP):
+                raise StorageError(str(self.path), _FOREIGN) from None
+            raise
+        try:
+            found = os.fstat(self._fd)
+            empty = stat.S_ISREG(found.st_mode) and not found.st_size
+            dead = None if empty else _said(self._fd)
+            if not empty and dead is None:
+                raise StorageError(str(self.path), _FOREIGN)
+        except BaseException:
+            self._close()
+            raise
+        with suppress(OSError):  # a full disk: it locks without saying whose it is
+            if dead is not None and dead.is_dead():
+                temporary_of(self.path, dead.nonce).unlink(missing_ok=True)
+            text = _own(nonce)
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, text, 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"<SaveLock {self.path}>"
+
+    def release(self) -> None:
+        """Remove and unlock it. Idempotent. Never raises."""
+        if self._fd >= 0:
+            with suppress(OSError):
+                if is_at(self.path, self._fd):
+                    self.path.unlink()
+            self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        unlock(fd)
+
+
+_FOREIGN: Final = "no checkpointer wrote it; move it away, or save to another path"
+
+
+def _busy(path: Path) -> str:
+    holder = holder_of(path)
+    who = f" (process {holder.process} on {holder.host})" if holder else ""
+    return (
+        f"another process is writing it{who}; wait until it has finished, or save to "
+        "another path"
+    )
+
+
+def _said(fd: int) -> Holder | None:
+    with suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(os.pread(fd, _MAX_BYTES, 0), type=Holder)
+    return None
+
+
+def _own(nonce: str) -> bytes:
+    name = os.uname().nodename
+    return msgspec.json.encode(Holder(1, os.getpid(), name, _kernel(), nonce)) + b"\n"
+
+
+@functools.cache
+def _kernel() -> str:
+    """Return what tells this running kernel from every other one."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return os.uname().nodename

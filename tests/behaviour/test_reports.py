@@ -1,0 +1,257 @@
+"""What a save reports is what is on the disk, whoever dies or hangs, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.checkpointers.config import (
+    CheckpointerConfig,
+    CheckpointProcessConfig,
+    CheckpointWriterConfig,
+)
+from aiockpt.checkpointers.writer import WriterHook
+from aiockpt.errors import StorageError, WorkerError
+from aiockpt.events import TransferEvent, add_hook
+from aiockpt.storage import commit, files
+from aiockpt.storage.directory import list_checkpoints
+from tests.support.saving import Gate, load, pass_gate, sync_checkpointer
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Troubled(WriterHook):
+    """Does at one of its calls what the keywords of the save say."""
+
+    def _meet(self, when: str, at: str, trouble: str, gate: str) -> None:
+        if when != at:
+            return
+        if trouble == "hang":
+            Path(f"{gate}.reached").touch()
+            pass_gate(gate)
+        elif trouble == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif trouble == "raise":
+            raise ZeroDivisionError("on purpose")
+
+    def pre_commit(
+        self, path: str, at: str = "", trouble: str = "", gate: str = "", **_: Any
+    ) -> None:
+        self._meet("pre", at, trouble, gate)
+
+    def post_commit(
+        self, path: str, at: str = "", trouble: str = "", gate: str = "", **_: Any
+    ) -> None:
+        self._meet("post", at, trouble, gate)
+
+
+def state(value: int) -> dict[str, Any]:
+    """Return what is saved."""
+    return {"v": value, "w": torch.full((9,), float(value))}
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """Return where a writer hangs."""
+    made = Gate(tmp_path / "gate")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def events():
+    """Return what hooks hear, as it comes."""
+    found: list[TransferEvent] = []
+    remove = add_hook(found.append)
+    yield found
+    remove()
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """Return the directory of the checkpoints."""
+    return tmp_path / "c"
+
+
+def does(at: str, trouble: str, gate: str = "") -> Any:
+    """Return the keywords of a save whose hook does that."""
+    return {"at": at, "trouble": trouble, "gate": gate}
+
+
+CONFIG = CheckpointerConfig(
+    writer_config=CheckpointWriterConfig(keep_last=1, fsync=False)
+)
+
+
+async def outcome(handle: Any) -> str:
+    """Say what the handle says."""
+    try:
+        return f"written {await handle.written()}"
+    except aiockpt.AiockptError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def check_committed(made, handle, said: str, events, log, place: Path) -> None:
+    """Check that everything says that the second save is committed."""
+    assert said == "written True"
+    assert "written" in repr(handle)
+    now = made.statistics()
+    assert (now.saves, now.written, now.failed) == (2, 2, 0)
+    last = [each for each in events if each.stop == "write"][-1]
+    assert (last.step, last.level) == (2, logging.WARNING)
+    assert "step-2 is committed, but" in last.detail
+    assert not [each for each in log.messages if "saved" in each]
+    assert [each.step for each in list_checkpoints(place)] == [2]  # keep_last
+    assert load(place / "step-2")["v"] == 2
+
+
+def check_failed(made, said: str, events, log, place: Path) -> None:
+    """Check that everything says that the second save is not there."""
+    assert said.startswith("WorkerError: ")
+    now = made.statistics()
+    assert (now.saves, now.written, now.failed) == (2, 1, 1)
+    last = [each for each in events if each.stop == "write"][-1]
+    assert (last.step, last.level) == (2, logging.ERROR)
+    assert "step-2 is not saved: WorkerError" in last.detail
+    assert [each.step for each in list_checkpoints(place)] == [1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.allow_error_logs
+@pytest.mark.parametrize("at", ["pre", "post"])
+async def test_a_process_that_dies(place, events, caplog, at: str) -> None:
+    """Before the commit, or after it and before its report."""
+    async with aiockpt.make_async_checkpointer(CONFIG, commit_hook=Troubled()) as made:
+        first = await made.save(state(1), place / "step-1")
+        assert await first.written()
+        handle = await made.save(state(2), place / "step-2", **does(at, "die"))
+        said = await outcome(handle)
+        if at == "post":
+            check_committed(made, handle, said, events, caplog, place)
+        else:
+            check_failed(made, said, events, caplog, place)
+        third = await made.save(state(3), place / "step-3")
+        assert await third.written()
+    assert os.listdir(place) == ["step-3"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.allow_error_logs
+@pytest.mark.parametrize("at", ["pre", "post"])
+@pytest.mark.parametrize("how", ["killed", "write", "shutdown"])
+async def test_a_process_that_hangs(
+    place, gate, events, caplog, at: str, how: str
+) -> None:
+    """It is killed while it hangs, by somebody or by a timeout."""
+    limits = CheckpointProcessConfig(
+        write_timeout_secs=3 if how == "write" else 600,
+        subprocess_shutdown_timeout_secs=0.3 if how == "shutdown" else 60,
+    )
+    config = replace(CONFIG, process_config=limits)
+    made = aiockpt.make_async_checkpointer(config, commit_hook=Troubled())
+    first = await made.save(state(1), place / "step-1")
+    assert await first.written()
+    options = does(at, "hang", gate.path)
+    handle = await made.save(state(2), place / "step-2", **options)
+    while not os.path.exists(f"{gate.path}.reached"):  # noqa: ASYNC110, ASYNC240
+        await asyncio.sleep(0.01)
+    if how == "killed":
+        os.kill(made._writer.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    elif how == "shutdown":
+        await made.close()
+    said = await outcome(handle)
+    if at == "post":
+        check_committed(made, handle, said, events, caplog, place)
+    elif how == "killed":
+        check_failed(made, said, events, caplog, place)
+    else:
+        assert said.startswith("WorkerTimeoutError: ")
+        assert [each.step for each in list_checkpoints(place)] == [1]
+    await made.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.allow_error_logs
+@pytest.mark.parametrize("process", [True, False])
+async def test_a_hook_that_raises_after_the_commit(
+    place, events, caplog, process: bool
+) -> None:
+    """Its error is reported, and the save is a success."""
+    config = replace(CONFIG, use_process=process)
+    async with aiockpt.make_async_checkpointer(config, commit_hook=Troubled()) as made:
+        assert await (await made.save(state(1), place / "step-1")).written()
+        handle = await made.save(state(2), place / "step-2", **does("post", "raise"))
+        said = await outcome(handle)
+        check_committed(made, handle, said, events, caplog, place)
+        assert "ZeroDivisionError" in events[-1].detail
+        assert "on purpose" in events[-1].detail
+
+
+def test_a_hook_that_raises_in_the_foreground(place, events) -> None:
+    """Its error is the caller's own; it is counted as written."""
+    with sync_checkpointer(Troubled(), keep_last=1) as made:
+        made.save(state(1), place / "step-1")
+        with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
+            made.save(state(2), place / "step-2", **does("post", "raise"))
+        assert any("is committed" in each for each in caught.value.__notes__)
+        now = made.statistics()
+        assert (now.saves, now.written, now.failed, now.under_way) == (2, 2, 0, 0)
+    assert [each.step for each in events] == [1, 2]
+    assert [each.step for each in list_checkpoints(place)] == [2]
+
+
+@pytest.mark.asyncio
+@pytest.mark.allow_error_logs
+@pytest.mark.parametrize("at", ["pre", "post"])
+async def test_a_thread_that_hangs(place, gate, events, caplog, at: str) -> None:
+    """It cannot be ended: what is not committed yet may still be."""
+    limits = CheckpointProcessConfig(subprocess_shutdown_timeout_secs=0.3)
+    config = replace(CONFIG, use_process=False, process_config=limits)
+    made = aiockpt.make_async_checkpointer(config, commit_hook=Troubled())
+    assert await (await made.save(state(1), place / "step-1")).written()
+    options = does(at, "hang", gate.path)
+    handle = await made.save(state(2), place / "step-2", **options)
+    while not os.path.exists(f"{gate.path}.reached"):  # noqa: ASYNC110, ASYNC240
+        await asyncio.sleep(0.01)
+    await made.close()
+    said = await outcome(handle)
+    if at == "post":
+        check_committed(made, handle, said, events, caplog, place)
+    else:
+        assert isinstance(handle.error, WorkerError)
+        assert handle.error.may_be_committed
+        assert "step-2 may not be saved" in events[-1].detail
+        assert not [each for each in caplog.messages if "is not saved" in each]
+    before = threading.active_count()
+    gate.open()
+    wait_until(lambda: threading.active_count() < before, "the end of the thread")
+    assert load(place / "step-2")["v"] == 2
+
+
+def test_a_disk_that_does_not_confirm_the_name(tmp_path, monkeypatch) -> None:
+    """The checkpoint is in its place, and the error says so."""
+    sync = files.sync_directory
+
+    def failing(path: Path) -> None:
+        if path == tmp_path and (tmp_path / "s").exists():
+            raise OSError(5, "Input/output error")
+        sync(path)
+
+    monkeypatch.setattr(commit, "sync_directory", failing)
+    with sync_checkpointer(fsync=True) as made:
+        with pytest.raises(StorageError, match="the disk did not confirm it") as caught:
+            made.save(state(1), tmp_path / "s")
+        assert caught.value.may_be_committed
+        assert made.statistics().failed == 1
+    assert load(tmp_path / "s")["v"] == 1

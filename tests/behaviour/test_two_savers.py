@@ -1,0 +1,278 @@
+"""Two savers of one path: one is told that it has saved, the other one why not."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.checkpointers.config import RankInfo
+from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
+from aiockpt.errors import StorageError
+from aiockpt.storage import commit
+from aiockpt.storage.retention import sweep
+from tests.support.saving import (
+    Gate,
+    Nobody,
+    config,
+    load,
+    names,
+    pass_gate,
+    save,
+    sync_checkpointer,
+)
+from tests.support.waiting import wait_until
+
+BUSY = "another process is writing it"
+
+
+class Held(WriterHook):
+    """Waits before the commit until it may go on."""
+
+    def __init__(self, gate: str) -> None:
+        self._gate = gate
+
+    def pre_commit(self, path: str, **kwargs: Any) -> None:
+        Path(f"{self._gate}.reached").touch()
+        pass_gate(self._gate)
+
+    def post_commit(self, path: str, **kwargs: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """Return where a saver waits before its commit."""
+    made = Gate(tmp_path / "gate")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    """Return a checkpoint that will be replaced."""
+    return save(tmp_path / "c" / "step-1", state(0))
+
+
+def state(value: float) -> dict[str, Any]:
+    """Return what a saver saves."""
+    return {"w": torch.full((1000,), float(value))}
+
+
+def value_at(path: Path) -> float:
+    """Return what is there, all of it the same saver's."""
+    (found,) = load(path)["w"].unique().tolist()
+    return float(found)
+
+
+def reached(gate: Gate) -> None:
+    """Wait until the saver waits before its commit."""
+    wait_until(Path(f"{gate.path}.reached").exists, "the end of the writing")
+
+
+PROGRAM = """
+import sys
+import torch, aiockpt
+from tests.behaviour.test_two_savers import Held, state
+if __name__ == "__main__":
+    with aiockpt.make_sync_checkpointer(commit_hook=Held(sys.argv[2])) as saver:
+        saver.save(state(1), sys.argv[1])
+"""
+
+
+def begun(kind: str, path: Path, gate: Gate, pool: ThreadPoolExecutor) -> Future[Any]:
+    """Begin a save of 1 that waits before its commit."""
+
+    def save_it() -> None:
+        if kind == "thread":
+            with sync_checkpointer(Held(gate.path)) as saver:
+                saver.save(state(1), path)
+        elif kind == "background":
+            hook = Held(gate.path)
+            with aiockpt.make_background_checkpointer(commit_hook=hook) as made:
+                made.save(state(1), path).result()
+        else:
+            command = [sys.executable, "-c", PROGRAM, str(path), gate.path]
+            root = Path(__file__).parents[2]
+            subprocess.run(command, check=True, cwd=root, timeout=120)
+
+    future = pool.submit(save_it)
+    reached(gate)
+    return future
+
+
+@pytest.mark.parametrize("kind", ["thread", "process", "background"])
+def test_the_second_one_is_told(tmp_path, path, gate, kind: str) -> None:
+    """While the first one waits in a hook, with its file already complete."""
+    with ThreadPoolExecutor(1) as pool:
+        first = begun(kind, path, gate, pool)
+        with pytest.raises(StorageError) as caught:
+            save(path, state(2))
+        assert caught.value.path == str(path)
+        assert f"{BUSY} (process " in str(caught.value)
+        assert "save to another path" in str(caught.value)
+        other = save(path.parent / "step-2", state(2), keep_last=1)  # and sweeps
+        assert value_at(path) == 0
+        gate.open()
+        first.result(60)
+    assert value_at(path) == 1
+    assert value_at(other) == 2
+    assert names(path.parent) == ["step-1", "step-2"]
+
+
+def test_the_second_one_of_several_ranks_is_told(tmp_path, path, gate) -> None:
+    """Each of its ranks: the first one's files are its own until they are committed."""
+    with ThreadPoolExecutor(1) as pool:
+        first = begun("thread", path, gate, pool)
+        writer = CheckpointWriter(config(), RankInfo(0, 2), Nobody())
+        with pytest.raises(StorageError, match=BUSY):
+            writer.write(path, state(2))
+        with commit.Draft(path, 1, durable=False) as other:
+            with pytest.raises(StorageError, match=BUSY):
+                commit.Draft(path, 1, durable=False)
+            other.keep_file()
+            with pytest.raises(StorageError, match=BUSY):
+                commit.Draft(path, 1, durable=False)
+        gate.open()
+        first.result(60)
+    assert value_at(path) == 1
+    assert names(path.parent) == ["step-1"]
+
+
+@pytest.mark.parametrize("at", ["_remove_others", "next_serial", "encode_commit"])
+def test_nor_in_the_middle_of_the_commit(path, monkeypatch, at: str) -> None:
+    """The lock is one, from opening to rename."""
+    real, inside, go_on = getattr(commit, at), threading.Event(), threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        inside.set()
+        assert go_on.wait(60)
+        return real(*args, **options)
+
+    monkeypatch.setattr(commit, at, slow)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(save, path, state(1))
+        assert inside.wait(60)
+        with pytest.raises(StorageError, match=BUSY):
+            save(path, state(2))
+        go_on.set()
+        first.result(60)
+    assert value_at(path) == 1
+
+
+def no_locks(*_: Any) -> None:
+    """Refuse, as a file system without locks does."""
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def silent(*_: Any) -> None:
+    """Say that it is locked, as a host does whose locks do not reach another one."""
+
+
+@pytest.mark.parametrize("flock", [no_locks, silent])
+class TestWithoutLocks:
+    """Nothing is torn, and the one whose save is not there is told."""
+
+    def test_the_one_that_was_overtaken_is_told(
+        self, path, gate, monkeypatch, flock
+    ) -> None:
+        """It has waited before its commit while another one has saved."""
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with ThreadPoolExecutor(1) as pool:
+            first = begun("thread", path, gate, pool)
+            save(path, state(2))
+            assert value_at(path) == 2
+            gate.open()
+            with pytest.raises(StorageError, match="another process is saving to it"):
+                first.result(60)
+        assert value_at(path) == 2
+        assert names(path.parent) == ["step-1"]
+
+    @pytest.mark.parametrize("at", ["_described", "next_serial", "encode_commit"])
+    def test_two_commits_at_once(self, path, monkeypatch, flock, at: str) -> None:
+        """Each is whole, one after the other, and none has a file of the other one."""
+        monkeypatch.setattr(fcntl, "flock", flock)
+        real, inside, go_on = getattr(commit, at), threading.Event(), threading.Event()
+        calls: list[int] = []
+
+        def slow(*args: Any) -> Any:
+            calls.append(0)
+            if len(calls) == 1:
+                inside.set()
+                assert go_on.wait(60)
+            return real(*args)
+
+        monkeypatch.setattr(commit, at, slow)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(save, path, state(1))
+            assert inside.wait(60)
+            save(path, state(2))
+            assert value_at(path) == 2
+            go_on.set()
+            first.result(60)
+        assert value_at(path) == 1
+        assert names(path.parent) == ["step-1"]
+
+    def test_a_rank_whose_file_was_replaced_is_told(
+        self, path, monkeypatch, flock
+    ) -> None:
+        """Rank 0 commits what is there; the other rank looks for its own file."""
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with commit.Draft(path, 1, durable=False) as mine:
+            mine.keep_file()
+            with commit.Draft(path, 1, durable=False) as other:
+                other.keep_file()
+                assert not mine.is_committed()
+                with pytest.raises(StorageError, match="is saving to it"):
+                    mine.commit(1, 1)
+
+    def test_a_sweep_leaves_what_lives(self, path, monkeypatch, flock) -> None:
+        """The lock names a living process, and nothing is an hour old."""
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with commit.Draft(path.parent / "step-2", 0, durable=False) as draft:
+            sweep(path.parent, shared=False)
+            save(path.parent / "step-3", state(3), keep_last=1)
+            assert draft.temporary.exists()
+            draft.keep_file()
+            sweep(path.parent, shared=False)
+            assert draft.path.exists()
+            draft.discard()
+
+
+def test_many_rounds(path, monkeypatch) -> None:
+    """Two threads with a slow disk: who was told that it has saved has."""
+    fsync, lock = os.fsync, threading.Lock()
+    counted = iter(range(10_000))
+
+    def slow(fd: int) -> None:
+        with lock:
+            number = next(counted)
+        threading.Event().wait(number % 5 / 500)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", slow)
+
+    def saver(value: float) -> bool:
+        with suppress(StorageError):
+            save(path, state(value), fsync=True)
+            return True
+        return False
+
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(0, 40, 2):
+            values = number + 1.0, number + 2.0
+            told = [*pool.map(saver, values)]
+            saved = [v for v, ok in zip(values, told, strict=True) if ok]
+            assert value_at(path) in saved
+            assert names(path.parent) == ["step-1"]
