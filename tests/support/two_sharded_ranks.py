@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 
 import torch
@@ -13,9 +14,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import aiockpt
 
 
-def save(rank: int, directory: str) -> None:
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def save(rank: int, directory: str, port: int) -> None:
     """Save as one of the two ranks."""
-    store = f"file://{directory}.store"
+    store = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     tensor = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
@@ -26,7 +33,8 @@ def save(rank: int, directory: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    port = free_port()
     child = os.fork()
-    save(1 if child else 0, sys.argv[1])
+    save(1 if child else 0, sys.argv[1], port)
     if child:
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
