@@ -1,6 +1,8 @@
 """``aiockpt convert``: a checkpoint as another kind of file, exactly or not at all.
 
-What was written is read back and compared before it gets its name.
+What was written is read back and compared before it gets its name. A plain safetensors
+file has no place for strides, ties and flags, so it gets the values: each name with its
+dtype, its logical shape and its elements.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import io
 import os
 import shlex
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,8 +27,12 @@ from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.paths import one_file, pointing_below
 from aiockpt.cli.text import printable
 from aiockpt.errors import DeviceMeshError, StateDictError, StorageError
+from aiockpt.format.dtypes import CODES, DTYPES
+from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.memory.arena import ArenaPool
 from aiockpt.state.equality import assert_same
+from aiockpt.state.flatten import describe
+from aiockpt.state.leaves import DTYPE_NAMES
 from aiockpt.storage.directory import MARKER, find_checkpoint
 from aiockpt.storage.files import named, rename_to_new, sync_directory
 from aiockpt.storage.lock import SaveLock
@@ -36,6 +43,8 @@ from aiockpt.transfer.live import LiveState
 __all__ = ["run"]
 
 _ALONE = RankInfo(0, 1)
+_CODES = {name: code for code, name in CODES.items()}
+_BYTES_ONLY = {code for code, name in CODES.items() if DTYPES[name][1] is None}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,7 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         file = check_target(target, replace=replace)
         try:
-            _write_file(file, _load(source, rank), write, replace=replace)
+            state = _load(source, rank)
+            if write is _write_plain:
+                state = _logical(state)
+            _write_file(file, state, write, replace=replace)
         except StateDictError as error:
             command = ["aiockpt", "convert", str(source), str(target.with_suffix(""))]
             command += [] if rank is None else ["--rank", str(rank)]
@@ -159,12 +171,78 @@ def _write_torch(path: Path, fd: int, state: Any) -> None:
             raise StateDictError(f"torch cannot save it: {error}") from error
 
 
-def _write_plain(path: Path, fd: int, state: Any) -> None:
+def _logical(state: Any) -> dict[str, torch.Tensor]:
+    """Return a dense tensor with memory of its own for each name.
+
+    Only tensors that are not dense, or share memory with another one, are copied.
+
+    Raises:
+        StateDictError: a value is no tensor that a plain file can hold.
+    """
+    describe(state, limits=FILE_LIMITS)  # refuses a cycle and the like
+    if type(state) not in (dict, OrderedDict):
+        kind = type(state).__name__
+        detail = f"a plain safetensors file holds a dict of tensors, this is a {kind}"
+        raise StateDictError(detail)
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        _check_plain(name, value)
+        found[name] = _dense(value.detach())
+    reach = changed = 0
+    for name, tensor in sorted(found.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.nbytes and tensor.data_ptr() < reach:
+            found[name] = tensor.clone()
+        reach = max(reach, tensor.data_ptr() + tensor.nbytes)
+        given = state[name]
+        changed += found[name].data_ptr() != given.data_ptr()
+        changed += given.requires_grad or type(given) is torch.nn.Parameter
+    if changed:
+        print(
+            "aiockpt: a plain safetensors file says nothing of strides, Parameters and "
+            "tensors that share memory: it gets the values alone",
+            file=sys.stderr,
+        )
+    return found
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    if DTYPES[DTYPE_NAMES[tensor.dtype]][1] is None:  # torch may lack a copy of it
+        return tensor.view(torch.uint8).contiguous().view(tensor.dtype)
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _check_plain(name: object, value: object) -> None:
+    fault = ""
+    if type(name) is not str:
+        fault = f"the key {name!r} has the type {type(name).__name__}, not str"
+    elif type(value) not in (torch.Tensor, torch.nn.Parameter):
+        fault = f"{name!r} has the type {type(value).__name__}, not Tensor"
+    if fault:
+        raise StateDictError(f"{fault}: a plain safetensors file has no place for it")
+    assert isinstance(value, torch.Tensor)
+    dtype = DTYPE_NAMES.get(value.dtype, "")
+    if dtype not in _CODES or (_CODES[dtype] == "F4" and not value.dim()):
+        detail = f"{name!r} has the dtype {value.dtype} and the shape "
+        detail += f"{[*value.shape]}, which safetensors cannot say"
+        raise StateDictError(detail)
+
+
+def _write_plain(path: Path, fd: int, state: dict[str, torch.Tensor]) -> None:
+    codes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    tensors = dict(state)
+    for name, tensor in state.items():
+        code = _CODES[DTYPE_NAMES[tensor.dtype]]
+        if code in _BYTES_ONLY:
+            shape = tuple(tensor.shape)
+            if code == "F4":  # two elements in a byte, of which torch makes one
+                shape = (*shape[:-1], 2 * shape[-1])
+            codes[name] = code, shape
+            tensors[name] = tensor.view(torch.uint8)
     pool = ArenaPool(keep=0)
     with LiveState(
-        state, step=0, chunk_bytes=1 << 20, allow_pickle=False, pool=pool
+        tensors, step=0, chunk_bytes=1 << 20, allow_pickle=False, pool=pool
     ) as live:
-        write_file(path, fd, PlainFile(live, state), durable=False)
+        write_file(path, fd, PlainFile(live, tensors, codes), durable=False)
 
 
 _FORMS = {".pt": _write_torch, ".safetensors": _write_plain}

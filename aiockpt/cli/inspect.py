@@ -26,6 +26,7 @@ from aiockpt.format.manifest import (
     REQUIRES_GRAD,
     ForeignHeader,
     Manifest,
+    TensorSpec,
 )
 from aiockpt.format.paths import Node, format_path
 from aiockpt.format.references import tensor_leaves
@@ -89,6 +90,7 @@ class _Tensor:
     bytes: int
     entry: str
     flags: tuple[str, ...] = ()
+    other_readers: str = ""
 
 
 def _as_text(name: str, header: Manifest | ForeignHeader) -> str:
@@ -96,7 +98,19 @@ def _as_text(name: str, header: Manifest | ForeignHeader) -> str:
     parts = [_heading(name, header)]
     if isinstance(header, Manifest):
         parts += [_tree(header), _digests(header)]
-    return "\n\n".join([*parts, _table(header)])
+    parts.append(_table(header))
+    odd = [tensor for tensor in _tensors(header) if tensor.other_readers]
+    if odd:
+        lines = ["Other readers of safetensors see these in another form:"]
+        for tensor in odd[:_MAX_LINES]:
+            seen = tensor.other_readers
+            if seen == "absent":
+                seen += f", only {printable(tensor.entry)} is there"
+            lines.append(f"  {printable(tensor.path) or '(the whole)'}: {seen}")
+        if len(odd) > _MAX_LINES:
+            lines.append(f"  ... and {len(odd) - _MAX_LINES} more (--json)")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def _as_json(name: str, header: Manifest | ForeignHeader) -> dict[str, object]:
@@ -105,7 +119,7 @@ def _as_json(name: str, header: Manifest | ForeignHeader) -> dict[str, object]:
         "source": name,
         "header_bytes": header.header_bytes,
         "segment_bytes": header.segment_bytes,
-        "tensors": [asdict(tensor) for tensor in _tensors(header)],
+        "tensors": [_told(tensor) for tensor in _tensors(header)],
     }
     if isinstance(header, ForeignHeader):
         return {"format": "safetensors", **report, "metadata": header.metadata}
@@ -118,6 +132,14 @@ def _as_json(name: str, header: Manifest | ForeignHeader) -> dict[str, object]:
         "tree": header.tree,
     }
     return {"format": "aiockpt", **report, **facts}
+
+
+def _told(tensor: _Tensor) -> dict[str, object]:
+    """Return a tensor as a JSON object; ``other_readers`` only if they see another."""
+    found = asdict(tensor)
+    if not tensor.other_readers:
+        del found["other_readers"]
+    return found
 
 
 def _tensors(header: Manifest | ForeignHeader) -> Iterator[_Tensor]:
@@ -137,7 +159,21 @@ def _described(manifest: Manifest, index: int, path: str) -> _Tensor:
     nbytes = math.prod(spec.shape) * itemsize(spec.dtype)
     entry = manifest.names[spec.storage]
     flags = tuple(word for flag, word in _FLAGS.items() if spec.flags & flag)
-    return _Tensor(path, spec.dtype, spec.shape, nbytes, entry, flags)
+    foreign = _foreign(manifest, spec, path)
+    return _Tensor(path, spec.dtype, spec.shape, nbytes, entry, flags, foreign)
+
+
+def _foreign(manifest: Manifest, spec: TensorSpec, path: str) -> str:
+    """Return what other safetensors readers get instead of a tensor; "" if they do."""
+    entry = manifest.entries[spec.storage]
+    if manifest.names[spec.storage] != path:
+        return "absent"
+    if CODES[entry.dtype] != spec.dtype:
+        return f"{CODES[entry.dtype]} {[*entry.shape]}"
+    if entry.shape != spec.shape:
+        return f"shape {[*entry.shape]}"
+    words = [_FLAGS[flag] for flag in (CONJ, NEG) if spec.flags & flag]
+    return f"values without {' and '.join(words)}" if words else ""
 
 
 def _heading(name: str, header: Manifest | ForeignHeader) -> str:

@@ -2,7 +2,8 @@
 
 A dtype without a code travels as ``U8`` bytes, and a view in the manifest names the
 real dtype. Newer safetensors releases have two codes that their own ``load(bytes)``
-cannot read: ``F8_E8M0`` and ``F4``. Files with these codes are read but never written.
+cannot read: ``F8_E8M0`` and ``F4``. Files with these codes are read, but no checkpoint
+is written with them. For the codes ``F6_E2M3`` and ``F6_E3M2`` torch has no dtype.
 """
 
 from __future__ import annotations

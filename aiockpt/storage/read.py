@@ -157,10 +157,16 @@ def manifest_of_file(path: Path, fd: int, *, limits: Limits) -> Manifest:
 
 
 def _adopted(path: Path, header: ForeignHeader) -> Manifest:
-    for name, code in zip(header.names, header.entries.dtypes, strict=True):
-        if CODE_BITS[code] % 8 or code not in CODES:
-            detail = f"tensor {name} has dtype {code}, which is not supported"
+    shapes = header.entries.shapes
+    for number, code in enumerate(header.entries.dtypes):
+        packed = CODE_BITS[code] == 4
+        if code not in CODES or (packed and (shapes[number] or (1,))[-1] % 2):
+            detail = f"tensor {header.names[number]} has dtype {code} and the shape "
+            detail += f"{[*shapes[number]]}, for which torch has no tensor"
             raise StorageError(str(path), detail)
+        if packed:  # two elements in a byte, of which torch makes one
+            *above, last = shapes[number]
+            shapes[number] = (*above, last // 2)
     names: list[Node] = [*header.names]
     numbers: list[Node] = [*range(len(names))]
     return Manifest(

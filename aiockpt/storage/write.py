@@ -13,16 +13,15 @@ tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from aiockpt.errors import StateDictError
 from aiockpt.format.chunks import ChunkHasher
 from aiockpt.format.entries import encode_entries
 from aiockpt.format.header import LENGTH_BYTES, with_digests
 from aiockpt.format.manifest import ForeignHeader, Manifest
-from aiockpt.format.references import tensor_paths
 from aiockpt.memory.snapshot import MappedSnapshot, Snapshot
 from aiockpt.storage.files import (
     named,
@@ -118,23 +117,35 @@ class PlainFile:
     """A flat state dict as a safetensors file without our metadata.
 
     Args:
-        writable: The state dict to be written; it can be sealed already.
-        state: The state dict.
+        writable: Dense tensors by name; it can be sealed already.
+        codes: The code and shape that the header says for some of them, whose bytes
+            are there as ``U8``.
 
     Raises:
-        StateDictError: the state dict is not a dict from names to tensors, or a tensor
-            is more than a dtype, a shape and bytes of its own.
+        StateDictError: a name cannot be that of a tensor in such a file.
     """
 
-    def __init__(self, writable: Writable, state: Any) -> None:
+    def __init__(
+        self,
+        writable: Writable,
+        names: Iterable[str],
+        codes: Mapping[str, tuple[str, tuple[int, ...]]],
+    ) -> None:
         manifest = writable.seal()
         assert isinstance(manifest, Manifest)
-        _check_plain(manifest, state)
+        entries = manifest.entries
+        if odd := sorted({*names} ^ {*entries.names}):
+            raise StateDictError(
+                f"{odd[0]!r} cannot be the name of a tensor in a plain safetensors file"
+            )
+        for number, name in enumerate(entries.names):
+            if name in codes:
+                entries.dtypes[number], entries.shapes[number] = codes[name]
         text = b'{"__metadata__":{"format":"pt"}'
-        text += b"".join(encode_entries(manifest.entries)) + b"}"
+        text += b"".join(encode_entries(entries)) + b"}"
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(LENGTH_BYTES, "little") + text
-        self._header = ForeignHeader(manifest.entries, {"format": "pt"}, header)
+        self._header = ForeignHeader(entries, {"format": "pt"}, header)
         self.header_bytes = self._header.header_bytes
         self.segment_bytes = writable.segment_bytes
         self.views = writable.views
@@ -145,32 +156,6 @@ class PlainFile:
     def seal(self) -> ForeignHeader:
         """Return the header."""
         return self._header
-
-
-def _check_plain(manifest: Manifest, state: Any) -> None:
-    if type(state) is not dict:
-        kind = type(state).__name__
-        detail = f"a plain safetensors file holds a dict of tensors, this is a {kind}"
-        raise StateDictError(detail)
-    for name, value in state.items():
-        if type(name) is not str or not hasattr(value, "dtype"):
-            kind = type(value).__name__
-            fault = f"{name!r} has the type {kind}, not Tensor"
-            if type(name) is not str:
-                fault = f"the key {name!r} has the type {type(name).__name__}, not str"
-            raise StateDictError(
-                f"{fault}: a plain safetensors file has no place for it"
-            )
-    paths = tensor_paths(manifest.tree)
-    entries = len(manifest.entries)
-    for number, path in paths.items():
-        if number >= entries:
-            raise StateDictError(
-                f"{path} shares memory, is a parameter, or is not contiguous, which a "
-                "plain safetensors file cannot say"
-            )
-    if sorted(manifest.names) != sorted(state):
-        raise StateDictError("a plain safetensors file cannot hold all of its names")
 
 
 def write_file(

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import zipfile
+from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,54 @@ from tests.support.saving import flip, load, names, save, save_by_two, training_
 from tests.support.shortages import SystemCallFault, small_disk
 
 FORMS = ["m.pt", "m.safetensors", "m-1"]
+
+
+BASE = torch.arange(24.0)
+
+
+def below(dtype: str, *shape: int) -> torch.Tensor:
+    """Return a tensor of a dtype of one byte, with all kinds of bits."""
+    raw = torch.arange(torch.Size(shape).numel(), dtype=torch.uint8) * 7
+    return raw.view(getattr(torch, dtype)).view(shape)
+
+
+ODD: dict[str, torch.Tensor] = {
+    "whole": BASE,
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "square": torch.arange(9.0).view(3, 3).t(),
+    "channels": torch.randn(1, 2, 3, 4).to(memory_format=torch.channels_last),
+    "expanded": torch.ones(1).expand(5),
+    "tied": BASE,
+    "tied.view": BASE.view(4, 6),
+    "offset": BASE[3:7],
+    "stepped": BASE[1::3],
+    "scalar": torch.tensor(3.5),
+    "empty": torch.ones(0, 3),
+    "flags": torch.tensor([True, False]),
+    "bfloat": torch.randn(3).bfloat16(),
+    "complex": torch.randn(3, dtype=torch.complex64),
+    "conj": torch.randn(3, dtype=torch.complex64).conj(),
+    "neg": torch._neg_view(torch.randn(3)),
+    "imag": torch.randn(3, dtype=torch.complex64).conj().imag,
+    "parameter": torch.nn.Parameter(torch.randn(2)),
+    "wide": torch.arange(3).to(torch.uint64),
+    **{
+        name: below(name, 3, 4)
+        for name in (
+            "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+            "float8_e8m0fnu", "float4_e2m1fn_x2",
+        )
+    },
+    "scales": below("float8_e8m0fnu", 3, 4).t(),
+}  # fmt: skip
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of the elements, in logical order."""
+    if tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool:
+        return tensor.detach().view(torch.uint8).reshape(-1)
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.reshape(-1).view(torch.uint8)
 
 
 @pytest.fixture
@@ -67,15 +116,59 @@ class TestForms:
         assert checkpoint_at(tmp_path / "s-2").step == 77
         assert_same(load(tmp_path / "s-2", dict.fromkeys(state)), state)
 
+    def test_a_plain_file_has_all_values_for_other_readers(
+        self, cli: Commands, tmp_path: Path
+    ) -> None:
+        """Logical shapes and all names, whatever lies below; the original says more."""
+        target = tmp_path / "m.safetensors"
+        cli("convert", save(tmp_path / "s-1", OrderedDict(ODD)), target)
+        found = load_file(target)
+        assert found.keys() == ODD.keys()
+        for name, value in ODD.items():
+            assert found[name].dtype == value.dtype, name
+            assert found[name].shape == value.shape, name
+            assert found[name].is_contiguous(), name
+            assert torch.equal(bits(found[name]), bits(value)), name
+        assert_same(load(target)["transposed"], ODD["transposed"].contiguous())
+        (tmp_path / "again").mkdir()
+        cli("convert", target, tmp_path / "again" / "n.safetensors")
+        assert (
+            tmp_path / "again" / "n.safetensors"
+        ).read_bytes() == target.read_bytes()
+
+    def test_inspect_says_what_other_readers_get(
+        self, cli: Commands, tmp_path: Path
+    ) -> None:
+        """Of each tensor; and that is what safetensors' own reader does get."""
+        path = save(tmp_path / "s-1", ODD)
+        report = json.loads(cli("inspect", path, "--json")[0])
+        theirs = load_file(path / "checkpoint_0.safetensors")
+        for tensor in report["tensors"]:
+            name, said = tensor["path"], tensor.get("other_readers", "")
+            if said == "absent":
+                assert name not in theirs
+                continue
+            got, value = theirs[name], ODD[name]
+            same = got.dtype == value.dtype and got.shape == value.shape
+            same = same and torch.equal(bits(got), bits(value))
+            assert same == (said == ""), name
+            if said.startswith("shape "):
+                assert said == f"shape {[*got.shape]}"
+        text, _ = cli("inspect", path)
+        assert "  tied: absent, only whole is there\n" in text
+        assert "  transposed: shape [6]\n" in text
+        plain, _ = cli("inspect", save(tmp_path / "p", {"a": BASE}))
+        assert "Other readers" not in plain
+
     @pytest.mark.parametrize(
         ("state", "reason"),
         [
             ({"a": {"b": torch.ones(2)}}, "'a' has the type dict, not Tensor"),
             ({"a": 1}, "'a' has the type int, not Tensor"),
             ([torch.ones(2)], "this is a list"),
-            ({"a": torch.ones(2, 3).t()}, "a shares memory"),
-            ({"a": torch.nn.Parameter(torch.ones(2))}, "a shares memory"),
-            (dict.fromkeys("ab", torch.ones(2)), "all of its names"),
+            ({"": torch.ones(2)}, "'' cannot be the name of a tensor"),
+            ({"a": torch.ones(2).to(torch.complex128)}, "dtype torch.complex128"),
+            ({"a": torch.ones(2).to(torch.complex32)}, "which safetensors cannot say"),
             ({"a": torch.ones(4), 3: torch.ones(1)}, "key 3 has the type int, not str"),
         ],
         ids=str,
