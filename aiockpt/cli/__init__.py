@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="aiockpt: %(message)s", level=logging.WARNING)
     try:
         given = parse(sys.argv[1:] if arguments is None else arguments)
+        for module in getattr(given, "imports", ()):
+            _import(module)
         # Now, so that no other command's frameworks are loaded.
         code: int = import_module(f"{__name__}.{given.command}").run(given)
         sys.stdout.flush()  # now, while a reader that went away is still an answer
@@ -48,6 +50,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain(f"aiockpt: error: {_sentence(error)}")
         return 2 if isinstance(error, UsageError) else 1
     return code
+
+
+def _import(module: str) -> None:
+    """Import a module of the user's, which may be in this directory.
+
+    Raises:
+        UsageError: it cannot be imported.
+    """
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        import_module(module)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--import {module} failed: {why}") from error
 
 
 def _complain(line: str) -> None:

@@ -145,6 +145,13 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "--step N": {"type": _step},
     "--rank N": {"type": _step},
     "--json": _FLAG,
+    "--import MODULE": {
+        "dest": "imports",
+        "action": "append",
+        "default": [],
+        "help": "import this module first, from here or the environment: it calls "
+        "aiockpt.register_leaf for types of your own; may be given several times",
+    },
     "--output FILE": {"type": _path, "required": True},
     "--output DIR": {"type": _local_path, "required": True},
     "--overwrite": {
@@ -260,6 +267,7 @@ _COMMANDS: Final = {
             *("--host HOST", "--port PORT", "--advertise HOST", "--interface NAME"),
             ("--token TOKEN", "your own token (default: a random one)"),
             *("--insecure", "--tls-cert FILE", "--tls-key FILE", "--digest NAME"),
+            "--import MODULE",
         ),
     ),
     "fetch": _Command(
@@ -312,6 +320,7 @@ _COMMANDS: Final = {
             ("--rank N", "the rank, for a directory"),
             ("--step N", "the step at a peer"),
             ("--json", "print one JSON document"),
+            "--import MODULE",
             *_PEER,
         ),
     ),
@@ -338,6 +347,7 @@ _COMMANDS: Final = {
             *("source FROM", "target TO", "--overwrite"),
             ("--rank N", "the rank whose file to convert"),
             ("--step N", "the step (default: the number in the directory's name)"),
+            "--import MODULE",
         ),
     ),
     "bench": _Command(

@@ -28,8 +28,11 @@ from aiockpt.format.manifest import (
     Manifest,
     TensorSpec,
 )
-from aiockpt.format.paths import Node, format_path
+from aiockpt.format.paths import PYTREE, Node, format_path, format_received
+from aiockpt.format.paths import Path as TreePath
 from aiockpt.format.references import tensor_leaves
+from aiockpt.format.registry import REGISTRY
+from aiockpt.format.tree import children_of, rebuilding
 from aiockpt.storage.checkpoint_file import read_header
 
 __all__ = ["outline", "run"]
@@ -41,6 +44,7 @@ _FLAGS = {
     NEG: "neg",
     COMPACTED: "compacted",
 }
+_ALWAYS_KNOWN = ("torch.", "numpy.", f"{PYTREE}torch.return_types.")
 _DIGESTS_SHOWN = 8
 _MAX_LINES = 30
 
@@ -97,7 +101,7 @@ def _as_text(name: str, header: Manifest | ForeignHeader) -> str:
     """Return the report as lines."""
     parts = [_heading(name, header)]
     if isinstance(header, Manifest):
-        parts += [_tree(header), _digests(header)]
+        parts += [_tree(header), *_strangers(header), _digests(header)]
     parts.append(_table(header))
     odd = [tensor for tensor in _tensors(header) if tensor.other_readers]
     if odd:
@@ -194,6 +198,34 @@ def _heading(name: str, header: Manifest | ForeignHeader) -> str:
 def _tree(manifest: Manifest) -> str:
     lines = [printable(line) for line in outline(manifest.tree)]
     return "\n".join(["Tree", *(f"  {line}" for line in lines)])
+
+
+def _strangers(manifest: Manifest) -> list[str]:
+    """Return what to register before a load, as one part; none if all is known."""
+    found: dict[str, str] = {}
+    stack: list[tuple[TreePath, Node]] = [((), manifest.tree)]
+    while stack:
+        path, node = stack.pop()
+        match node:
+            case ["ext", str(tag), _] if _is_unknown(tag):
+                found.setdefault(tag, format_received(path))
+        below = [
+            ((*path, *steps), child)
+            for steps, child in children_of(node)
+            if type(child) is list
+        ]
+        stack += reversed(below)
+    if not found:
+        return []
+    lines = ["Types that a load needs to know (see --import):"]
+    for tag, where in list(found.items())[:_MAX_LINES]:
+        lines.append(f"  {printable(where)}: {printable(rebuilding(tag))}")
+    return ["\n".join(lines)]
+
+
+def _is_unknown(tag: str) -> bool:
+    # Asked without torch, which a header does not need.
+    return REGISTRY.named(tag) is None and not tag.startswith(_ALWAYS_KNOWN)
 
 
 def _digests(manifest: Manifest) -> str:

@@ -70,7 +70,9 @@ _TRIES: Final = 10  # while others replace it
 _MARKER_LIMIT: Final = 64 << 20
 _MARKER_HEAD: Final = 128
 _MAX_SERIAL: Final = 2**63 - 1
-_STEP = re.compile(r"([0-9]{1,18})$")
+# "step-12" and "epoch=0-step=10-loss=0.25.ckpt"; else a whole number at the end.
+_NAMED_STEP = re.compile(r"(?<![a-z])step[=_-]?([0-9]{1,18})(?![0-9])", re.IGNORECASE)
+_STEP = re.compile(r"(?<![0-9]\.)(?<![0-9])([0-9]{1,18})(\.[a-z_]+)?$", re.IGNORECASE)
 _OLD = re.compile(r"\.(.+)\.old", re.DOTALL)
 _SERIAL = re.compile(rb'\{\s*"aiockpt": [0-9]+,\s*"serial": ([0-9]{1,19}),')
 
@@ -144,8 +146,13 @@ def rank_file(rank: int) -> str:
 
 
 def step_of(path: StrPath) -> int:
-    """Return the number at the end of a checkpoint's name; 0 if there is none."""
-    found = _STEP.search(Path(path).name)
+    """Return the step in a checkpoint's name; 0 if there is none.
+
+    That is the number behind the word ``step``, else the whole number at the end, or
+    before a suffix such as ``.ckpt``.
+    """
+    name = Path(path).name
+    found = _NAMED_STEP.search(name) or _STEP.search(name)
     return int(found[1]) if found else 0
 
 

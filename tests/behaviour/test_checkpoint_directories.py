@@ -43,6 +43,15 @@ def path(tmp_path) -> Path:
     return save(tmp_path / "step-7", {"a": 1})
 
 
+NAMES = {
+    "epoch=0-step=10.ckpt": 10, "epoch=3-step=120-val_loss=0.25.ckpt": 120,
+    "step_7": 7, "Step12.pt": 12, "global_step400": 400, "checkpoint-500": 500,
+    "epoch=3.ckpt": 3, "timestep-9": 9, "loss=0.25": 0, "loss=0.25.ckpt": 0,
+    "step-12-5": 12, "footstep3-4": 4, "v2-final": 0, "best.ckpt": 0,
+}  # fmt: skip
+"""Names, and the steps that they say."""
+
+
 class TestWhole:
     """A checkpoint is there when its marker and its files are."""
 
@@ -131,6 +140,8 @@ class TestWhole:
         """The step was given, or ends the name; it is not the age."""
         found = [step_of(f"/c/{name}") for name in ("step-12", "7", "best", "v2-final")]
         assert found == [12, 7, 0, 0]
+        for name, step in NAMES.items():
+            assert step_of(f"/c-5/{name}") == step, name
         for step in (10, 9, 100):
             save(tmp_path / f"step-{step}", {"a": step})
         with sync_checkpointer() as checkpointer:

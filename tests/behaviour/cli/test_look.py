@@ -6,13 +6,17 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from aiockpt import register_leaf
+from aiockpt.format.registry import REGISTRY
 from aiockpt.storage.commit import Draft
 from aiockpt.storage.directory import MARKER, checkpoint_at
 from tests.support.commandline import CHUNK, Commands, Serving
@@ -246,3 +250,34 @@ class TestLs:
         assert counted == ["2 checkpoints", "1 checkpoint"]
         command = rest[0].partition(": ")[2].removeprefix("aiockpt ")
         assert "step-2" in cli(*shlex.split(command))[0]
+
+
+def test_types_of_ones_own(
+    cli: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--import`` names a module that registers them; without it, they are listed."""
+    for table in ("_by_type", "_by_tag"):
+        monkeypatch.setattr(REGISTRY, table, dict(getattr(REGISTRY, table)))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    point: Any = type("Point", (), {"__module__": "elsewhere"})
+    register_leaf(point, encode=lambda _: 5, decode=lambda _: point())
+    path = save(tmp_path / "s-1", {"at": {"x": point()}, "w": torch.ones(1)})
+    del REGISTRY._by_tag["elsewhere.Point"], REGISTRY._by_type[point]
+    line = "at.x: call aiockpt.register_leaf(Point, tag='elsewhere.Point', encode="
+    assert line in cli("inspect", path)[0]
+    assert "Point" in cli.error("convert", path, tmp_path / "t-2")
+    (tmp_path / "own_types.py").write_text(
+        "import aiockpt\n"
+        "@lambda kind: aiockpt.register_leaf(kind, tag='elsewhere.Point',\n"
+        "    encode=lambda _: 5, decode=lambda _: kind())\n"
+        "class Point:\n"
+        "    def __eq__(self, other):\n"
+        "        return type(other) is Point\n"
+    )
+    monkeypatch.delitem(sys.modules, "own_types", raising=False)
+    cli("convert", path, tmp_path / "t-2", "--import", "own_types")
+    assert (tmp_path / "t-2").is_dir()
+    assert "to know" not in cli("inspect", path, "--import", "own_types")[0]
+    said = cli.error("inspect", path, "--import", "nowhere.at_all", code=2)
+    assert "--import nowhere.at_all failed: ModuleNotFoundError" in said
