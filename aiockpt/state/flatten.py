@@ -32,14 +32,20 @@ from aiockpt.format.paths import Node, Path, format_path
 from aiockpt.format.references import renumber
 from aiockpt.format.registry import REGISTRY, register_leaf
 from aiockpt.format.tree import Refusals, encode_tree
-from aiockpt.memory.copies import Backings, Part, column, numbers
+from aiockpt.memory.copies import Backings, Part
 from aiockpt.memory.device import PortFor, port_for, settle
 from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused, is_programs
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.leaves import DTYPE_NAMES, extension
 from aiockpt.state.nodes import is_known, opened
-from aiockpt.state.overlaps import CODES, Group, Member, group_members
+from aiockpt.state.overlaps import (
+    CODES,
+    Group,
+    Member,
+    group_members,
+    overlapping,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -461,7 +467,7 @@ def _draft(
                 continue
             members[number], sizes[number] = member, member.stop - member.start
     refused.raise_if_any()
-    for number in _overlapping(held.addresses, sizes) - members.keys():
+    for number in overlapping(held.addresses, sizes) - members.keys():
         members[number] = Member(tensors[number], names[number], number)
         codes[number] = None
     groups = group_members(members.values(), writing=writing)
@@ -543,23 +549,6 @@ def _plain_code(tensor: torch.Tensor, address: int, nbytes: int) -> str | None:
         return None
     stop = tensor.storage_offset() * _ITEMSIZES[code] + nbytes
     return code if stop <= tensor.untyped_storage().nbytes() else None
-
-
-def _overlapping(starts: array[int], sizes: array[int]) -> set[int]:
-    """Return the numbers of tensors whose memory overlaps that of another one."""
-    order = torch.argsort(numbers(starts), stable=True)
-    ascending = numbers(starts)[order]
-    if bool((ascending + numbers(sizes)[order])[:-1].le(ascending[1:]).all()):
-        return set()
-    found: set[int] = set()
-    reach, reaching = -1, -1
-    for number in column(order):
-        start, size = starts[number], sizes[number]
-        if size and start < reach:
-            found |= {number, reaching}
-        if start + size > reach:
-            reach, reaching = start + size, number
-    return found
 
 
 def _backings(held: HeldMemory, sizes: array[int], groups: Sequence[Group]) -> Backings:

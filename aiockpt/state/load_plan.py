@@ -24,8 +24,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import zip_longest
-from typing import Any, Final, NoReturn, Protocol, TypeAlias
+from itertools import chain, zip_longest
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 
@@ -49,6 +50,7 @@ from aiockpt.state.containers import DICTS, Containers, apart, children, left_em
 from aiockpt.state.contents import PLAIN, Contents, Entry, is_noted
 from aiockpt.state.distributed import has_version, take_apart
 from aiockpt.state.nodes import decoders_for, opened
+from aiockpt.state.overlaps import Member, overlapping, runs, share_elements
 from aiockpt.state.rebuild import (
     Frame,
     OnDevice,
@@ -451,6 +453,52 @@ class _Want:
         return self.start, self.stop, home
 
 
+class _Fill(NamedTuple):
+    """A tensor of a template, and the tensor of the checkpoint that it gets."""
+
+    path: str
+    target: torch.Tensor
+    source: torch.Tensor
+
+    @property
+    def shift(self) -> tuple[object, ...]:
+        """A key that is equal for two fills that agree on the bytes they share."""
+        target, source = self.target, self.source
+        if target.stride() == source.stride():
+            return (target.data_ptr() - source.data_ptr(),)
+        ends = ((each.data_ptr(), each.stride()) for each in (target, source))
+        return (*ends, target.shape)
+
+
+def _check_apart(fills: Sequence[_Fill]) -> None:
+    """Refuse two tensors of a checkpoint for the same memory: one would be lost.
+
+    Raises:
+        TemplateMismatchError: there are two, which is no matter of their values.
+    """
+    starts = array("Q", (fill.target.data_ptr() for fill in fills))
+    sizes = array("Q", (_span(fill.target) for fill in fills))
+    by_device: dict[torch.device, list[Member]] = {}
+    for number in sorted(overlapping(starts, sizes)):
+        path, target, _ = fills[number]
+        member = Member(target, path, number)
+        by_device.setdefault(target.device, []).append(member)
+    for run in chain.from_iterable(map(runs, by_device.values())):
+        shifts = {each.number: fills[each.number].shift for each in run}
+        if len({*shifts.values()}) == 1:
+            continue
+        for at, one in enumerate(run):
+            for other in run[:at]:
+                differ = shifts[one.number] != shifts[other.number]
+                if differ and share_elements([other], one):
+                    first, second = sorted((one, other), key=attrgetter("number"))
+                    raise TemplateMismatchError(
+                        second.name,
+                        expected="memory of its own",
+                        actual=f"memory shared with {first.name}",
+                    )
+
+
 class LoadPlanner:
     """Records which tensors of some data segments a load needs, and where.
 
@@ -471,6 +519,7 @@ class LoadPlanner:
         self._segments = segments
         self._wants: list[dict[int, list[_Want]]] = [{} for _ in segments]
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._fills: list[_Fill] = []
         self._bases: dict[int, torch.Tensor] = {}
         self._replicas: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -497,12 +546,14 @@ class LoadPlanner:
         self,
         target: torch.Tensor,
         source: torch.Tensor,
+        path: str,
         *,
         whole: torch.Tensor | None = None,
     ) -> None:
         """Load the elements of a segment's tensor into one of the template's."""
         if not source.numel():
             return
+        self._fills.append(_Fill(path, target, source))
         self.changed.append(target)
         if whole is not None and has_version(whole):
             self.changed.append(whole)
@@ -512,7 +563,12 @@ class LoadPlanner:
             self._copies.append((target, source))
 
     def plans(self) -> list[LoadPlan]:
-        """Return the plan of each segment."""
+        """Return the plan of each segment.
+
+        Raises:
+            TemplateMismatchError: two tensors go to the same memory of the template.
+        """
+        _check_apart(self._fills)
         return [*map(self._plan, self._segments, self._wants)]
 
     def finish(self) -> None:
@@ -881,7 +937,7 @@ class ValueWalk(Containers):
             _check_tensor(target, value, path)
         if mine is None and theirs is None:
             _check_layout(target, path)
-            self._planner.fill(target, value)
+            self._planner.fill(target, value, path)
             return target
         if mine is None or theirs is None or not _same_layout(mine, theirs):
             kinds = [
@@ -893,7 +949,7 @@ class ValueWalk(Containers):
             raise TemplateMismatchError(path, expected=expected, actual=actual)
         for own, part in zip(mine.tensors, theirs.tensors, strict=True):
             _check_tensor(own, part, path)
-            self._planner.fill(own, part, whole=target)
+            self._planner.fill(own, part, path, whole=target)
         return target
 
 

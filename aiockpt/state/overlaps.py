@@ -26,6 +26,7 @@ This module decides only. It copies nothing.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from math import gcd
 from operator import attrgetter
@@ -44,10 +45,18 @@ from aiockpt.format.manifest import (
     TensorSpec,
     dense_stride,
 )
-from aiockpt.memory.copies import Backing, Part
+from aiockpt.memory.copies import Backing, Part, column, numbers
 from aiockpt.state.leaves import DTYPE_NAMES
 
-__all__ = ["CODES", "Group", "Member", "group_members"]
+__all__ = [
+    "CODES",
+    "Group",
+    "Member",
+    "group_members",
+    "overlapping",
+    "runs",
+    "share_elements",
+]
 
 CODES: Final = {dtype: DTYPES[name][1] for dtype, name in DTYPE_NAMES.items()}
 """The safetensors code of each torch dtype, or None."""
@@ -118,6 +127,23 @@ def by_view(members: Iterable[Member]) -> list[list[Member]]:
     for member in members:
         views.setdefault(member.view(), []).append(member)
     return list(views.values())
+
+
+def overlapping(starts: array[int], sizes: array[int]) -> set[int]:
+    """Return the numbers of tensors whose memory overlaps that of another one."""
+    order = torch.argsort(numbers(starts), stable=True)
+    ascending = numbers(starts)[order]
+    if bool((ascending + numbers(sizes)[order])[:-1].le(ascending[1:]).all()):
+        return set()
+    found: set[int] = set()
+    reach, reaching = -1, -1
+    for number in column(order):
+        start, size = starts[number], sizes[number]
+        if size and start < reach:
+            found |= {number, reaching}
+        if start + size > reach:
+            reach, reaching = start + size, number
+    return found
 
 
 def runs(members: Iterable[Member]) -> list[list[Member]]:

@@ -243,6 +243,22 @@ class Template:
                 expected, actual = (str(each or nothing) for each in (one, other))
                 raise mismatch(path, expected=expected, actual=actual)
 
+    def _first_of(self, manifest: Manifest, places: Places, place: int) -> int | None:
+        """Return the place before that shares memory here, and not there; or None."""
+        owners = self._drafts.owners
+
+        def entries(at: int) -> tuple[int, int]:
+            own = places.own[at]
+            first = owners[own][0].first if own in owners else own
+            return first, manifest.storage_of(places.theirs[at])
+
+        own, theirs = entries(place)
+        for at in range(place):
+            mine, storage = entries(at)
+            if mine == own and storage != theirs:
+                return at
+        return None
+
     def _pair(self, manifest: Manifest, places: Places) -> Pairing:
         pairing = Pairing(manifest, self._tensors, self._drafts)
         if pairing.add_all(places.theirs, places.own):
@@ -252,6 +268,13 @@ class Template:
             if misfit is not None:
                 expected, actual = misfit
                 path = path_of(manifest.tree, place)
+                # Two of theirs for one memory of ours: that says more than a stride.
+                if (first := self._first_of(manifest, places, place)) is not None:
+                    other = format_path(path_of(manifest.tree, first))
+                    expected, actual = (
+                        "memory of its own",
+                        f"memory shared with {other}",
+                    )
                 raise mismatch(path, expected=expected, actual=actual)
         return pairing
 

@@ -144,7 +144,7 @@ class TestMismatch:
         """The second would overwrite the first."""
         one = torch.ones(2)
         error = mismatch({"a": torch.ones(2), "b": torch.ones(2)}, {"a": one, "b": one})
-        assert (error.path, error.actual) == ("b", "memory that is shared")
+        assert (error.path, error.actual) == ("b", "memory shared with a")
 
     def test_tied_there_and_not_here(self) -> None:
         """Only one of the two would be filled."""

@@ -23,7 +23,7 @@ from aiockpt import (
 from aiockpt.checkpointers import CheckpointStagerConfig, DefaultStager
 from aiockpt.errors import MissingKeysError, RemoteProtocolError
 from aiockpt.testing import assert_same
-from tests.support.groups import moved, transports
+from tests.support.groups import both, transports
 from tests.support.saving import flip, load, save
 from tests.support.transports import (
     MIB,
@@ -65,7 +65,11 @@ async def fill(way: str, state: Any, template: Any, path: Path) -> Any:
     options = WAYS[way]
     if way.startswith("group"):
         async with transports() as (sender, receiver):
-            return await moved(sender, receiver, state, into=template, **options)
+            sent, got = await both(sender, receiver, state, into=template, **options)
+        if isinstance(got, BaseException):
+            raise got
+        assert sent is None, sent
+        return got
     if way.startswith("http"):
         async with pair() as (sender, receiver):
             await sender.send_checkpoint([], 1, state)
@@ -144,6 +148,63 @@ async def test_places_are_found_by_key(way: str, tmp_path: Path) -> None:
     assert got is template
     assert got["a"] is got["b"]["again"] is groups
     assert groups == [new]
+
+
+def overlaps() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return two tensors that share memory, in several ways."""
+    whole = torch.zeros(6)
+    grid = torch.zeros(4, 4)
+    return {
+        "one tensor": (whole, whole),
+        "a view of it": (whole, whole.view(6)),
+        "another shape": (whole, whole.view(2, 3)),
+        "some elements": (whole[:4], whole[2:]),
+        "a part": (whole, whole[2:4]),
+        "turned": (grid, grid.t()),
+    }
+
+
+@ANY
+@pytest.mark.parametrize("kind", overlaps())
+@pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
+async def test_two_tensors_for_one_memory_are_refused(
+    way: str, kind: str, tmp_path: Path, *, equal: bool
+) -> None:
+    """Whatever their values are: the last one would win."""
+    one, other = overlaps()[kind]
+    template: State = {"a": {"one": one}, "b": other, "c": torch.zeros(2)}
+    sent: State = {
+        "a": {"one": torch.ones(one.shape)},
+        "b": torch.full(other.shape, 1.0 if equal else 2.0),
+        "c": torch.ones(2),
+    }
+    with pytest.raises(TemplateMismatchError) as caught:
+        await fill(way, sent, template, tmp_path)
+    assert "a.one" in str(caught.value)
+    assert caught.value.path == "b"
+    assert not any(bool(each.any()) for each in (one, other, template["c"]))
+
+
+@ANY
+async def test_memory_that_is_shared_on_both_sides_is_filled(
+    way: str, tmp_path: Path
+) -> None:
+    """In the same way; so are tensors whose spans interleave, but not the elements."""
+
+    def state(fill: float) -> State:
+        whole, grid = torch.arange(6.0) * fill, torch.full((4, 4), fill)
+        return {
+            "a": whole,
+            "tied": whole,
+            "part": whole[2:4],
+            "even": grid[:, ::2],
+            "odd": grid[:, 1::2],
+        }
+
+    template, sent = state(0.0), state(2.0)
+    got = await fill(way, sent, template, tmp_path)
+    assert_same(got, sent)
+    assert got is template
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "http, selected"])
