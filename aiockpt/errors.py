@@ -41,7 +41,9 @@ An exception carries its facts as attributes and composes its message from them.
 
 from __future__ import annotations
 
-from typing import Any
+import traceback
+from pathlib import PurePath
+from typing import Any, Final, TypeVar, cast
 
 __all__ = [
     "AiockptError",
@@ -78,6 +80,15 @@ __all__ = [
     "WorldSizeMismatchError",
 ]
 
+E = TypeVar("E", bound=BaseException)
+
+_PLAIN: Final = (str, bytes, int, float, complex, type(None), PurePath)
+_MOST: Final = 8 << 10
+"""How many characters of frames are kept, and how many values of a container."""
+
+_DEEPEST: Final = 16
+"""How many errors of a chain are kept, and how many containers in each other."""
+
 
 def revive(cls: type[AiockptError], facts: dict[str, Any]) -> AiockptError:
     """Return an error of a class with these attributes, from another process."""
@@ -86,6 +97,85 @@ def revive(cls: type[AiockptError], facts: dict[str, Any]) -> AiockptError:
     error = new(cls)
     error.__dict__.update(facts)
     return error
+
+
+def kept(error: E) -> E:
+    """Return a copy of an error that may be kept: it refers to no frame and no value.
+
+    A traceback refers to the frames that the error has passed, and these to everything
+    in their variables, such as a state dict. The copy has the frames as text, in a
+    note. Each raise adds frames, so whoever keeps the copy raises a copy of it.
+    """
+    return cast("E", _copied(error, {}))
+
+
+def _copied(error: BaseException, seen: dict[int, BaseException]) -> BaseException:
+    copy = seen[id(error)] = _alike(error, seen)
+    for name in ("__cause__", "__context__"):
+        other = getattr(error, name)
+        if other is not None and id(other) in seen:
+            setattr(copy, name, seen[id(other)])
+        elif other is not None and len(seen) < _DEEPEST:
+            setattr(copy, name, _copied(other, seen))
+    copy.__suppress_context__ = error.__suppress_context__
+    for note in getattr(error, "__notes__", ()):
+        copy.add_note(str(note))
+    if frames := "".join(traceback.format_tb(error.__traceback__)):
+        copy.add_note(f"it was raised here:\n{frames[-_MOST:].rstrip()}")
+    return copy
+
+
+def _alike(error: BaseException, seen: dict[int, BaseException]) -> BaseException:
+    """Return a new error of the same class and text, or one that has the text."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.derive([_copied(each, seen) for each in error.exceptions])
+    cls = type(error)
+    try:
+        copy = _blank(error)
+        facts = {name: _plain(value) for name, value in vars(error).items()}
+        facts.pop("__notes__", None)
+        vars(copy).update(facts)
+        if str(copy) == str(error):
+            return copy
+    except Exception:  # noqa: BLE001, S110 - a caller's class may refuse anything
+        pass
+    return RuntimeError(f"{cls.__qualname__}: {_text_of(error)}")
+
+
+def _blank(error: BaseException) -> BaseException:
+    """Return a new error with the same arguments, which an own class does not see."""
+    cls, args = type(error), tuple(_plain(each) for each in error.args)
+    if cls.__module__ == "builtins":
+        copy = cls(*args)
+    else:
+        # Where RuntimeError precedes OSError in the bases, cls.__new__ is wrong.
+        new = OSError.__new__ if issubclass(cls, OSError) else cls.__new__
+        copy = new(cls, *args)
+    if isinstance(copy, OSError):
+        for name in ("errno", "strerror", "filename", "filename2"):
+            if (value := getattr(error, name)) is not None:
+                setattr(copy, name, _plain(value))
+    return copy
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - as above
+        return "its text cannot be made"
+
+
+def _plain(value: object, depth: int = 0) -> object:
+    """Return a value that refers to nothing of the caller's."""
+    if isinstance(value, _PLAIN):
+        return value
+    items: Any = value
+    if depth < _DEEPEST and type(value) in (list, tuple, set, frozenset):
+        if len(items) <= _MOST:
+            return type(items)(_plain(each, depth + 1) for each in items)
+    elif depth < _DEEPEST and type(value) is dict and len(items) <= _MOST:
+        return {_plain(k, depth + 1): _plain(v, depth + 1) for k, v in items.items()}
+    return f"<{type(value).__qualname__}>"
 
 
 class AiockptError(Exception):

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
@@ -43,6 +44,7 @@ from aiockpt.errors import (
     SaveInProgressError,
     StateDictError,
     TransferTimeoutError,
+    kept,
 )
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.memory.device import Marks, PortFor, port_for
@@ -57,6 +59,7 @@ __all__ = ["AsyncCheckpointer", "SaveHandle", "check_policy"]
 _SLOTS: Final = 2  # one save is being written, one waits
 _SLOTS_TO_REPLACE: Final = 3  # the waiting one stays until its successor is staged
 _CLOSING: Final = 5.0
+_KEPT: Final = 64  # failed saves whose errors nobody has looked at
 
 # What no retry saves: the state dict or a keyword of the call is wrong.
 _NEVER_SAVED: Final = (StateDictError, LimitExceededError)
@@ -107,9 +110,11 @@ class SaveHandle:
 
     @property
     def error(self) -> BaseException | None:
-        """Return why the save failed, or None."""
-        self.observed = self.observed or self._error is not None
-        return self._error
+        """Return why the save failed, or None; each time another copy of the error."""
+        if self._error is None:
+            return None
+        self.observed = True
+        return kept(self._error)  # a raise adds the caller's frames
 
     async def written(self) -> bool:
         """Wait until the checkpoint is durable, and committed by all ranks.
@@ -158,7 +163,7 @@ class SaveHandle:
 
     def end(self, error: BaseException | None = None) -> None:
         """Record the end. Only the checkpointer calls this, on its loop."""
-        self._error = error
+        self._error = None if error is None else kept(error)
         self._ended.set()
         self._ended_for_threads.set()
 
@@ -208,7 +213,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         self._lifetime = Lifetime("the checkpointer")
         self._bridge = Bridge(threads=2, name="aiockpt-load")
         self._account = Account()
-        self._failures: list[SaveHandle] = []
+        self._failures: deque[SaveHandle] = deque(maxlen=_KEPT)
         self._turn = asyncio.Lock()
         self._under_way: dict[Submission, SaveHandle] = {}
 
@@ -367,7 +372,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         continues in the background.
 
         Returns:
-            The errors of failed saves that no handle has raised.
+            The errors of failed saves that no handle has raised; of the last 64.
         """
         await self._end(self._writer.close)
         if self._raises:
@@ -487,8 +492,8 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
     def _note_failed(self, handle: SaveHandle, error: BaseException) -> None:
         """Log the error, and keep it until a handle raises it."""
         self._account.count("failed", *([] if handle.staged else ["saves"]))
-        self._failures = [one for one in self._failures if not one.observed]
-        self._failures.append(handle)
+        unseen = [one for one in self._failures if not one.observed]
+        self._failures = deque([*unseen, handle], maxlen=_KEPT)
         how = "may not be" if getattr(error, "may_be_committed", False) else "is not"
         detail = f"{handle.path} {how} saved: {type(error).__name__}: {error}"
         stop = "write" if handle.staged else "stage"

@@ -55,7 +55,13 @@ from aiockpt.checkpointers.writer import (
     configured_writer,
     default_subprocess_init_fn,
 )
-from aiockpt.errors import AiockptError, ClosedError, WorkerError, WorkerTimeoutError
+from aiockpt.errors import (
+    AiockptError,
+    ClosedError,
+    WorkerError,
+    WorkerTimeoutError,
+    kept,
+)
 from aiockpt.events import TransferEvent, emit
 from aiockpt.runtime.bridge import Bridge, Future
 from aiockpt.runtime.children import Child, Pauses
@@ -184,7 +190,7 @@ class CheckpointProcess(BackgroundWriter):
             running = await self._reach()
             await running.settled.wait()
             if running.failure is not None:
-                raise running.failure
+                raise kept(running.failure)  # a raise adds the caller's frames
 
     async def write(
         self, state_dict: Any, path: str | os.PathLike[str], **kwargs: Any
@@ -364,7 +370,11 @@ class CheckpointProcess(BackgroundWriter):
                 starting = self._starting = self._start()
             try:
                 child = await self._bridge.run(starting.result)
-            except OSError as error:
+            except Exception as error:
+                if self._starting is starting:  # it would keep the frames of its error
+                    self._starting = None
+                if not isinstance(error, OSError):
+                    raise
                 detail = f"the checkpoint process cannot be started: {error}"
                 raise WorkerError(detail) from error
             if self._starting is starting:  # no other call has taken it meanwhile

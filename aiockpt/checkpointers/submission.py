@@ -26,7 +26,7 @@ from aiockpt.checkpointers.config import (
 from aiockpt.checkpointers.messages import encode_keywords
 from aiockpt.checkpointers.stager import StagedState, stager_of
 from aiockpt.checkpointers.writer import remove_old
-from aiockpt.errors import AiockptError, LocalProtocolError, StorageError
+from aiockpt.errors import AiockptError, LocalProtocolError, StorageError, kept
 from aiockpt.events import call_guarded
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, obtain
@@ -155,7 +155,7 @@ class Submission:
         if self.ended.done():
             return
         if isinstance(outcome, BaseException):
-            self.ended.set_exception(outcome)
+            self.ended.set_exception(kept(outcome))
             # Mark it as retrieved: the checkpointer reports failures itself.
             self.ended.exception()
         else:
@@ -163,6 +163,7 @@ class Submission:
         self.snapshot.release()
         if isinstance(outcome, Written):
             self.advance(self.nbytes)
+        self._progress = None  # it may refer to anything
 
     async def written(self) -> Written | None:
         """Wait for the end; return what ``ended`` resolves to.
@@ -173,6 +174,8 @@ class Submission:
         If cancelled, the write goes on.
         """
         await asyncio.wait({self.ended})
+        if (error := self.ended.exception()) is not None:
+            raise kept(error)  # a raise adds the caller's frames
         return self.ended.result()
 
 

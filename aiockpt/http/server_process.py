@@ -31,6 +31,7 @@ from aiockpt.errors import (
     LocalProtocolError,
     StepNotFoundError,
     WorkerError,
+    kept,
 )
 from aiockpt.events import emit
 from aiockpt.http.handlers import CheckpointService, ServerConfig, ServerStatistics
@@ -219,7 +220,7 @@ class ServerProcess:
             raise ClosedError("the transport")
         if self._state is _State.BROKEN:
             assert self._error is not None, "broken with a reason"
-            raise self._error
+            raise kept(self._error)  # a raise adds the caller's frames
 
     async def _supervise(self, sockets: Sequence[socket]) -> None:
         """Launch processes until the store is closed, or too many die at once."""
@@ -233,7 +234,7 @@ class ServerProcess:
                 served = await self._live(started[0], sockets)
                 cause = None
             except (OSError, AiockptError) as error:
-                how, cause = str(error), error
+                how, cause = str(error), kept(error)
             finally:
                 for child in started:
                     ended = await self._end_of(child)

@@ -13,7 +13,7 @@ from contextlib import (
 )
 from types import TracebackType
 
-from aiockpt.errors import ClosedError, LocalProtocolError, TransferTimeoutError
+from aiockpt.errors import ClosedError, LocalProtocolError, TransferTimeoutError, kept
 
 __all__ = ["Deadline", "Lifetime"]
 
@@ -97,7 +97,7 @@ class Lifetime:
         self._pid = 0
         self._calls = 0
         self._idle = asyncio.Event()
-        self._ending: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[Exception | None] | None = None
 
     def __repr__(self) -> str:
         closed = " closed" if self.closed else ""
@@ -170,10 +170,16 @@ class Lifetime:
             self.closed = True
             self._ending = loop.create_task(_all(steps))
         await asyncio.wait({self._ending})
-        self._ending.result()
+        if (error := self._ending.result()) is not None:
+            raise kept(error)  # a raise adds the caller's frames
 
 
-async def _all(steps: Sequence[Callable[[], Awaitable[None]]]) -> None:
-    async with AsyncExitStack() as stack:
-        for step in reversed(steps):
-            stack.push_async_callback(step)
+async def _all(steps: Sequence[Callable[[], Awaitable[None]]]) -> Exception | None:
+    """Await the steps; return an error that they raise, without its frames."""
+    try:
+        async with AsyncExitStack() as stack:
+            for step in reversed(steps):
+                stack.push_async_callback(step)
+    except Exception as error:  # noqa: BLE001 - each caller raises it
+        return kept(error)
+    return None

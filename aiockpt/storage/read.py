@@ -238,8 +238,14 @@ class _Reading:
                 for _ in range(helpers):
                     bridge.post(self._work, remaining)
             self._work(remaining)
-        for failure in self._failures:
-            raise failure
+        if self._failures:
+            failure = self._failures[0]
+            try:
+                raise failure
+            finally:
+                # Its traceback has this: a cycle would keep what was read into.
+                self._failures.clear()
+                del failure
 
     def _work(self, remaining: Iterator[_Span]) -> None:
         try:

@@ -28,6 +28,7 @@ from aiockpt.errors import (
     StepNotFoundError,
     StorageError,
     TransportError,
+    kept,
 )
 from aiockpt.http.options import Auth, Receive, Server
 from aiockpt.http.protocol import parse_metadata
@@ -101,7 +102,7 @@ class HostMirror:
                 await asyncio.sleep(_PAUSE)
         except AiockptError as error:
             logger.warning("%s: %s", self, error)
-            self._error = error
+            self._error = kept(error)
         finally:
             self._state = None
             self._news.notify()
@@ -119,7 +120,7 @@ class HostMirror:
         async with Deadline(timeout, stop="recv", what=f"step {step}") as deadline:
             while True:
                 if self._error is not None:
-                    raise self._error
+                    raise kept(self._error)  # a raise adds the caller's frames
                 if self.step == step and self._state is not None:
                     return self._state
                 if self.step is not None and self.step > step:
