@@ -66,7 +66,7 @@ class CheckpointThread(BackgroundWriter):
         self._staging = Bridge(threads=1, name="aiockpt-stage")
         self._handover = Handover(self._staging, staging_config, shared=False)
         self._count = 0
-        self._at_work: Any = None  # the writer of the last write
+        self._at_work: Any = None  # the writer of the write that is under way
         self._waiting: dict[Submission, asyncio.Task[None]] = {}
         self._lock = threading.Lock()
         self._queued: set[Submission] = set()  # not begun by the thread yet
@@ -224,15 +224,18 @@ class CheckpointThread(BackgroundWriter):
     ) -> Written:
         snapshot = submission.snapshot
         self._at_work = self._writers.of(ranks)
-        return write_by(
-            self._at_work,
-            submission.path,
-            snapshot,
-            keywords,
-            memory=partial(_memory, snapshot),
-            report=lambda done: _tell(loop, submission.advance, done),
-            on_kept=partial(setattr, submission, "kept"),
-        )
+        try:
+            return write_by(
+                self._at_work,
+                submission.path,
+                snapshot,
+                keywords,
+                memory=partial(_memory, snapshot),
+                report=lambda done: _tell(loop, submission.advance, done),
+                on_kept=partial(setattr, submission, "kept"),
+            )
+        finally:
+            self._at_work = None
 
 
 def _travelled(keywords: Mapping[str, Any]) -> dict[str, Any]:

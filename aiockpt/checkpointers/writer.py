@@ -526,6 +526,9 @@ def write_by(
             raise
         said = f"{Path(path).name} is committed, but {type(error).__name__} came after"
         return written._replace(warning=f"{said} the commit: {_reason(error)}")
+    finally:
+        if isinstance(writer, CheckpointWriter):
+            writer._on_kept = None  # noqa: SLF001 - or it would keep the snapshot
 
 
 def _write_by(
