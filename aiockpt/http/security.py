@@ -21,7 +21,14 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from aiockpt.errors import LocalProtocolError
 
-__all__ = ["CheckedResolver", "Reach", "check_peers", "endpoint", "plain_address"]
+__all__ = [
+    "CheckedResolver",
+    "Reach",
+    "check_peers",
+    "endpoint",
+    "network_of",
+    "plain_address",
+]
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -48,6 +55,7 @@ _SERVICES: Final = frozenset(
 )
 """Where clouds hand out the credentials of a host to any process on it."""
 
+_OF_HOST: Final = 64  # bits of an IPv6 address that one host cannot choose
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -176,6 +184,21 @@ def plain_address(text: str) -> str:
         return str(_plain(ipaddress.ip_address(text.partition("%")[0])))
     except ValueError:
         return text
+
+
+def network_of(address: str) -> str:
+    """Return what limits count as one host: an IPv4 address, or an IPv6 network of 64.
+
+    A host that has one address of such a network has all of them.
+    """
+    text = plain_address(address)
+    try:
+        found = ipaddress.ip_address(text)
+    except ValueError:
+        return text
+    if found.version == 4:
+        return text
+    return str(ipaddress.IPv6Network((found, _OF_HOST), strict=False))
 
 
 def endpoint(url: str) -> tuple[str, int]:

@@ -18,8 +18,9 @@ import asyncio
 import hmac
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, NamedTuple, Protocol, Self
 
 from aiockpt.errors import (
@@ -33,6 +34,7 @@ from aiockpt.http.protocol import Lease
 from aiockpt.http.relay import Relay
 from aiockpt.http.tracker import Tracker
 from aiockpt.memory.arena import Lendable
+from aiockpt.runtime.deadlines import Deadlines
 from aiockpt.runtime.rwlock import RWLock
 
 __all__ = [
@@ -44,7 +46,7 @@ __all__ = [
 ]
 
 _MOST_LEASES: Final = 4096  # of one publication; a further receive gets no lease
-_CHECK_EVERY: Final = 0.25  # seconds between two looks at whether a wait makes sense
+_CHECK_EVERY: Final = 0.5  # seconds between two checks of all waits
 _MAX_REASON: Final = 300  # characters of a failure's text
 _FAILURE_LASTS: Final = 10.0  # seconds; a replica takes longer to come back
 
@@ -148,7 +150,6 @@ class _HeldLease:
         until: The latest time at which the receive ends.
         patience: Seconds without a request after which the receive has stalled.
         seen: When its last request began or ended.
-        joins: Whether the receiver can join a swarm.
         requests: How many of its requests are being answered now.
     """
 
@@ -156,7 +157,6 @@ class _HeldLease:
     until: float
     patience: float
     seen: float
-    joins: bool = False
     requests: int = 0
 
     @property
@@ -180,6 +180,8 @@ class Publication:
     """
 
     __slots__ = (
+        "_ends",
+        "_joining",
         "_kept",
         "_leases",
         "deltas",
@@ -194,10 +196,12 @@ class Publication:
         servable.acquire()
         self.tracker = Tracker(len(servable.manifest.grid))
         self._kept = True
-        self._leases: dict[str, _HeldLease] = {}
+        self._leases: dict[str, _HeldLease] = {}  # the oldest first
+        self._ends = Deadlines[str]()  # of the leases
+        self._joining = set[str]()  # the leases of receivers that can join a swarm
         self.servable = servable
         self.lock = RWLock()
-        self.reads: set[_Read] = set()
+        self.reads: dict[_Read, None] = {}  # the oldest first
         self.deltas: dict[int, bytes | None] = {}
         self.lost: PeerFailedError | None = None
 
@@ -226,26 +230,32 @@ class Publication:
         Requests that are being answered keep references of their own.
         """
         self._leases.clear()
+        self._joining.clear()
+        self._ends = Deadlines()
         if self._kept:
             self._kept = False
             self.servable.release()
 
     def take_lease(self, lease: Lease, *, patience: float) -> None:
         """Take or renew a lease, unless the publication has the most of them."""
-        held, now = self._leases.get(lease.id), _now()
+        now = _now()
+        self._forget_expired(now)
+        held = self._leases.get(lease.id)
         if held is not None:
             held.until, held.seen = lease.until, now
             held.patience = max(held.patience, patience)
+        elif len(self._leases) < _MOST_LEASES:
+            held = self._leases[lease.id] = _HeldLease(now, lease.until, patience, now)
+            if lease.joins:
+                self._joining.add(lease.id)
+        else:
             return
-        if len(self._leases) >= _MOST_LEASES:
-            self._forget_expired(now)
-        if len(self._leases) < _MOST_LEASES:
-            held = _HeldLease(now, lease.until, patience, now, joins=lease.joins)
-            self._leases[lease.id] = held
+        self._ends.set(lease.id, held.expires)
 
     def end_lease(self, lease: Lease) -> None:
         """End a lease; requests that are being answered go on."""
-        self._leases.pop(lease.id, None)
+        self._drop_lease(lease.id)
+        self._ends.forget(lease.id)
 
     def has_lease(self, lease: Lease) -> bool:
         """Return whether this lease still holds."""
@@ -260,44 +270,50 @@ class Publication:
         """
         held = None if lease is None else self._leases.get(lease.id)
         read = _Read(_now(), evict)
-        self.reads.add(read)
-        if held is not None:
-            held.requests += 1
+        self.reads[read] = None
+        self._count_request(lease, held, 1)
         self.servable.acquire()
         try:
             yield
         finally:
             self.servable.release()
-            self.reads.discard(read)
-            if held is not None:
-                held.requests -= 1
-                held.seen = _now()
+            del self.reads[read]
+            self._count_request(lease, held, -1)
+
+    def _count_request(
+        self, lease: Lease | None, held: _HeldLease | None, more: int
+    ) -> None:
+        if lease is None or held is None:
+            return
+        held.requests, held.seen = held.requests + more, _now()
+        if self._leases.get(lease.id) is held:
+            self._ends.set(lease.id, held.expires)
 
     def has_others(self, lease: Lease) -> bool:
         """Return whether another receive than this one is in the swarm, or can join."""
         if len(self.tracker) > self.tracker.has(lease.id):
             return True
-        now = _now()
-        return any(
-            held.joins and key != lease.id and held.expires > now
-            for key, held in self._leases.items()
-        )
+        self._forget_expired(_now())
+        return len(self._joining) > (lease.id in self._joining)
 
     def read_since(self) -> float | None:
         """Return since when it has been read; None if it is not read any more."""
         self._forget_expired(_now())
-        since = [held.since for held in self._leases.values()]
-        since += [read.since for read in self.reads]
+        since = [held.since for held in islice(self._leases.values(), 1)]
+        since += [read.since for read in islice(self.reads, 1)]
         return min(since, default=None)
 
     def next_expiry(self) -> float:
         """Return when the next lease ends by itself; infinity without a lease."""
-        return min((held.expires for held in self._leases.values()), default=math.inf)
+        return self._ends.first()
 
     def _forget_expired(self, now: float) -> None:
-        expired = [key for key, held in self._leases.items() if held.expires <= now]
-        for key in expired:
-            del self._leases[key]
+        for key in self._ends.expired(now):
+            self._drop_lease(key)
+
+    def _drop_lease(self, key: str) -> None:
+        self._leases.pop(key, None)
+        self._joining.discard(key)
 
 
 class Store:
@@ -320,7 +336,8 @@ class Store:
         self._relays: dict[Relay, Publication] = {}
         self._failure: Failure | None = None
         self._expiry: asyncio.TimerHandle | None = None
-        self._news = asyncio.Event()
+        self._waits: dict[asyncio.Future[None], Callable[[], None]] = {}
+        self._checks: asyncio.TimerHandle | None = None
         self._evicted = 0
         self._closed = False
 
@@ -492,7 +509,7 @@ class Store:
                 raise self._missing(step)
             return None
 
-        found = await self._wait(look, wait, check, every=_CHECK_EVERY)
+        found = await self._wait(look, wait, check)
         if found is None:
             raise self._missing(step)
         return found
@@ -519,8 +536,7 @@ class Store:
                 raise self._missing(None)
             return None
 
-        # Followers wait nearly always, and there may be thousands of them.
-        found = await self._wait(look, wait, check, every=2 * _CHECK_EVERY)
+        found = await self._wait(look, wait, check)
         if found is None:
             raise self._missing(None)
         return found
@@ -530,34 +546,52 @@ class Store:
         look: Callable[[], Publication | None],
         wait: float,
         check: Callable[[], None],
-        *,
-        every: float,
     ) -> Publication | None:
         """Wait until ``look`` finds something; None after ``wait`` seconds.
 
-        It looks when something has changed; it checks ``every`` so many seconds.
+        Followers wait nearly always, and there may be thousands of them. So a wait
+        wakes only for news. One timer makes the checks of all.
         """
-        deadline = _now() + wait
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait
         while True:
             if self._closed:
                 raise ClosedError("the store")
-            found, left = look(), deadline - _now()
-            if found is not None or left <= 0:
+            found = look()
+            if found is not None or loop.time() >= deadline:
                 return found
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(left, every)):
-                    await self._news.wait()
+            waiter = loop.create_future()
+            timer = loop.call_at(deadline, _wake, waiter)
+            self._waits[waiter] = check
+            if self._checks is None:
+                self._checks = loop.call_later(_CHECK_EVERY, self._check_waits)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                del self._waits[waiter]
             check()
+
+    def _check_waits(self) -> None:
+        """End each wait whose check fails, for example because its client has left."""
+        self._checks = None
+        for waiter, check in self._waits.items():
+            try:
+                check()
+            except Exception as error:  # noqa: BLE001 - belongs to the one who waits
+                if not waiter.done():
+                    waiter.set_exception(error)
+        if self._waits:
+            loop = asyncio.get_running_loop()
+            self._checks = loop.call_later(_CHECK_EVERY, self._check_waits)
 
     def _missing(self, step: int | None) -> StepNotFoundError:
         now = self._current
         return StepNotFoundError(step, serving=now.step if now else None)
 
     def _announce(self) -> None:
-        # Each waiter sleeps on the event of its time, so that none misses a
-        # publication that another one follows at once.
-        self._news.set()
-        self._news = asyncio.Event()
+        for waiter in self._waits:
+            _wake(waiter)
 
     # ---------------------------------------------------- leases and reading
 
@@ -630,9 +664,6 @@ class Store:
 
     def _tidy(self) -> None:
         """Let go of superseded snapshots that nobody reads, or that are too many."""
-        if self._expiry is not None:
-            self._expiry.cancel()
-            self._expiry = None
         read = dict[Publication, float]()
         for each in tuple(self._outgoing):
             since = each.read_since()
@@ -650,10 +681,22 @@ class Store:
                 one.evict()
             if not each.reads:
                 self._outgoing.discard(each)
-        expiry = min((each.next_expiry() for each in read), default=math.inf)
-        if expiry < math.inf:
+        self._look_again(min((each.next_expiry() for each in read), default=math.inf))
+
+    def _look_again(self, when: float) -> None:
+        """Tidy when the next lease ends. A timer that fires too early is left alone."""
+        if self._expiry is not None:
+            if self._expiry.when() <= when < math.inf:
+                return
+            self._expiry.cancel()
+            self._expiry = None
+        if when < math.inf:
             loop = asyncio.get_running_loop()
-            self._expiry = loop.call_at(expiry, self._tidy)
+            self._expiry = loop.call_at(when, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        self._tidy()
 
     async def _drain(self, publications: list[Publication], grace: float) -> None:
         deadline = _now() + grace
@@ -667,3 +710,8 @@ class Store:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

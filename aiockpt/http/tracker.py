@@ -8,11 +8,10 @@ an answer at each change of the membership would cost the square of their number
 from __future__ import annotations
 
 import asyncio
-import heapq
 import random
 import secrets
 from collections.abc import Sequence
-from math import inf
+from itertools import islice
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -27,7 +26,7 @@ from aiockpt.http.protocol import (
     MemberInfo,
     url_fault,
 )
-from aiockpt.http.security import endpoint
+from aiockpt.http.security import endpoint, network_of
 from aiockpt.http.swarm import (
     LEASE,
     Member,
@@ -37,6 +36,7 @@ from aiockpt.http.swarm import (
     next_chunk,
     patience,
 )
+from aiockpt.runtime.deadlines import Deadlines
 
 __all__ = ["MemberStatistics", "Tracker"]
 
@@ -65,7 +65,6 @@ class _Member(msgspec.Struct, array_like=True):
     zone: str
     have: int
     named: int
-    until: float
     promised: int = _NOTHING
     turn: int = 0
 
@@ -94,8 +93,9 @@ class Tracker:
 
     def __init__(self, chunks: int) -> None:
         self._chunks = chunks
-        self._members: dict[int, bytes] = {}  # by lease
-        self._sweeps_at = inf  # when to look next for leases that have ended
+        self._members: dict[int, bytes] = {}  # by lease; those that came first, first
+        self._ends = Deadlines[int]()  # of the leases
+        self._leases: list[int] = []  # of them, and of some that have left since
         # Another start of the source numbers its members anew, and they meet these.
         self._suffix = f"-{secrets.token_hex(3)}"
         self._complaints = _Complaints()
@@ -148,13 +148,14 @@ class Tracker:
         if member is None:
             self._admit(url)
             self._numbers += 1
-            member = _Member(self._numbers, url, said.zone, 0, 0, 0.0)
+            member = _Member(self._numbers, url, said.zone, 0, 0)
         member.url, member.zone = url, said.zone
         member.have = min(said.have, self._chunks)
         is_complete = member.have == self._chunks
         seconds = LEASE * heartbeat(len(self._members))
-        member.until = now + seconds
-        self._sweeps_at = min(self._sweeps_at, member.until)
+        self._ends.set(key, now + seconds)
+        if key not in self._members:
+            self._leases.append(key)
         self._members[key] = _pack(member)
         bad = [number for each in said.bad if (number := self._number(each))]
         self._complaints.add(address, bad)
@@ -167,9 +168,7 @@ class Tracker:
 
     def leave(self, lease: str) -> None:
         """Forget a member."""
-        packed = self._members.pop(int(lease, 16), None)
-        if packed is not None:
-            self._forget(_unpack(packed))
+        self._forget(int(lease, 16))
 
     def promise(self, lease: str, taken: range = range(0)) -> int | None:
         """Return the chunk that a member should request next; None if there is none.
@@ -267,21 +266,19 @@ class Tracker:
                 each.have,
                 len(self._complaints.about(each)),
             )
-            for each in heapq.nsmallest(most, members, key=lambda one: one.number)
+            for each in islice(members, most)
         ]
 
     def _name(self, asker: _Member, known: Sequence[str]) -> tuple[MemberInfo, ...]:
         numbers = {self._number(each) for each in known} | {asker.number}
-        leases = [*self._members]
-        if len(leases) > _SAMPLE:
-            leases = self._chance.sample(leases, _SAMPLE)
+        leases = [*self._members] if len(self._members) <= _SAMPLE else self._some()
         others = dict[int, _Member]()
         for lease in leases:
             each = _unpack(self._members[lease])
             is_bad = len(self._complaints.about(each)) >= _ENOUGH
             if each.number not in numbers and not is_bad:
                 others[lease] = each
-        leases = [*others]
+        leases = [*others]  # those that may be named
         seen = [*map(_seen, others.values())]
         found = []
         for at in neighbours(_seen(asker), seen, known=len(known), chance=self._chance):
@@ -290,6 +287,13 @@ class Tracker:
             self._members[leases[at]] = _pack(each)
             found.append(MemberInfo(self._id(each), each.url, each.zone, each.have))
         return tuple(found)
+
+    def _some(self) -> list[int]:
+        """Return the leases of some members; about as many as a sample."""
+        count = min(2 * _SAMPLE, len(self._leases))
+        drawn = self._chance.sample(self._leases, count)
+        found = (lease for lease in dict.fromkeys(drawn) if lease in self._members)
+        return [*islice(found, _SAMPLE)]
 
     def _admit(self, url: str) -> None:
         """Count another member at the host of this URL, or raise if there is no room.
@@ -303,26 +307,22 @@ class Tracker:
             raise PeerBusy(retry_after=_RETRY_AFTER)
         self._crowds[bucket] += 1
 
-    def _forget(self, member: _Member) -> None:
+    def _forget(self, lease: int) -> None:
         """Undo what a member that leaves has taken; complaints outlive it."""
+        packed = self._members.pop(lease, None)
+        if packed is None:
+            return
+        self._ends.forget(lease)
+        if len(self._leases) > 2 * len(self._members) + _SAMPLE:
+            self._leases = [*self._members]
+        member = _unpack(packed)
         self._take_back(member)
         self._complaints.about(member)  # so that they are filed by its server
         self._crowds[_bucket(member.url)] -= 1
 
     def _forget_expired(self) -> None:
-        now = _now()
-        if now < self._sweeps_at:
-            return
-        first = inf
-        for lease, packed in [*self._members.items()]:
-            member = _unpack(packed)
-            if member.until > now:
-                first = min(first, member.until)
-            else:
-                del self._members[lease]
-                self._forget(member)
-        # A look takes time for each member, so there are at most two in a heartbeat.
-        self._sweeps_at = max(first, now + heartbeat(len(self._members)) / 2)
+        for lease in self._ends.expired(_now()):
+            self._forget(lease)
 
     def _id(self, member: _Member) -> str:
         return f"m{member.number}{self._suffix}"
@@ -383,7 +383,7 @@ def _seen(member: _Member) -> Member:
 
 
 def _bucket(url: str) -> int:
-    return hash(endpoint(url)[0]) % _BUCKETS
+    return hash(network_of(endpoint(url)[0])) % _BUCKETS
 
 
 def _reachable(url: str, host: str | None) -> str:
