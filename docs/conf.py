@@ -25,6 +25,7 @@ nitpick_ignore_regex = [
     ),
     (r"py:(class|obj)", r"(aiockpt\..*\.)?[BCT]"),  # type variables
     (r"py:class", r"aiockpt\.checkpointers\.writer\.Writers"),  # for the factories
+    (r"py:class", r"aiockpt\.memory\.device\.Port"),  # for tests
 ]
 
 autodoc_member_order = "bysource"
