@@ -21,7 +21,11 @@ from aiockpt import (
     register_leaf,
 )
 from aiockpt.checkpointers import CheckpointStagerConfig, DefaultStager
-from aiockpt.errors import MissingKeysError, RemoteProtocolError
+from aiockpt.errors import (
+    MissingKeysError,
+    RemoteProtocolError,
+    UnsupportedLeafError,
+)
 from aiockpt.testing import assert_same
 from tests.support.groups import both, transports
 from tests.support.saving import flip, load, save
@@ -438,7 +442,7 @@ async def test_others_need_a_template_or_a_registration(
         await sender.send_checkpoint([], 1, sent)
         with pytest.raises(RemoteProtocolError, match=rf"{key}.*template"):
             await receive(sender, receiver)
-    with pytest.raises(RemoteProtocolError, match=rf"{key}.*register_leaf"):
+    with pytest.raises(UnsupportedLeafError, match=rf"{key}.*register_leaf"):
         load(save(tmp_path / "s", sent))
 
 

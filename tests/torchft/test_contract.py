@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from fractions import Fraction
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,11 +38,14 @@ from aiockpt.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
+from aiockpt.memory.device import Event
 from aiockpt.runtime.sync_facade import SyncFacade
+from aiockpt.state.flatten import ready_for_threads
 from aiockpt.testing import FaultProxy, Refuse, StallAfter, assert_same
 from aiockpt.testing.faults import Fault
 from aiockpt.torchft import HTTPTransport, PGTransport, adapt
 from aiockpt.torchft.http import HTTPOptions
+from tests.support.accelerators import FakeAccelerator
 from tests.support.commandline import until
 from tests.support.proofs import proves
 from tests.support.torchft_job import stuck_reader
@@ -78,6 +83,12 @@ def beside(call: Callable[..., Any], *args: Any) -> Iterator[Any]:
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(call, *args)
         yield lambda: work.result(30)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, device: FakeAccelerator) -> None:
+    """Let the adapter find this device in use."""
+    ready = partial(ready_for_threads, ports=device.port_for)
+    monkeypatch.setattr("aiockpt.torchft.adapter.ready_for_threads", ready)
 
 
 def waiting(source: Transport) -> int:
@@ -436,8 +447,8 @@ class TestPoint9Result:
     ) -> None:
         """Nothing is unpickled by default."""
         source, heir = make(allow_pickle=True), make(allow_pickle=True)
-        send(source, 1, {"limit": LIMIT})
-        assert receive(heir, source.metadata(), 1) == {"limit": LIMIT}
+        send(source, 1, {"part": Fraction(1, 3)})
+        assert receive(heir, source.metadata(), 1) == {"part": Fraction(1, 3)}
         with pytest.raises(AiockptError, match="pickle"):
             receive(make(), source.metadata(), 1)
 
@@ -449,12 +460,12 @@ def test_point_10_the_caller_s_stream_is_waited_for(
     source = make()
     settled: list[object] = []
 
-    class Stream:
-        def synchronize(self) -> None:
+    class Device(FakeAccelerator):
+        def marker(self) -> Callable[[], Event]:
             settled.append((threading.current_thread(), source.statistics().step))
+            return super().marker()
 
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+    watch(monkeypatch, Device(held=False))
     send(source, 1, state())
     assert settled == [(threading.current_thread(), None)]
 
@@ -506,13 +517,12 @@ class TestPoint12FailedSource:
     ) -> None:
         """What it was to compute can never be sent."""
 
-        class Stream:
-            def synchronize(self) -> None:
+        class Broken(FakeAccelerator):
+            def marker(self) -> Callable[[], Event]:
                 raise RuntimeError("an illegal memory access was encountered")
 
         source, heir = pair
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-        monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+        watch(monkeypatch, Broken())
         with beside(receive, heir, source.metadata(), 1, 60) as result:
             until(lambda: waiting(source))
             with pytest.raises(StagingError, match="illegal memory access") as caught:

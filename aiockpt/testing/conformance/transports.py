@@ -491,6 +491,10 @@ def _tie(state: dict[str, Any]) -> None:
     state["other"] = state["weight"]
 
 
+def _rename_below(state: dict[str, Any]) -> None:
+    state["nested"][0]["factor"] = state["nested"][0].pop("scale")
+
+
 def _conjugated() -> torch.Tensor:
     return torch.zeros(4, dtype=torch.complex64).conj()
 
@@ -501,7 +505,8 @@ MISMATCHES: Final[dict[str, tuple[str, Change]]] = {
     "rank": ("bias", lambda state: state.update(bias=state["bias"][None])),
     "stride": ("other", lambda state: state.update(other=state["other"].t())),
     "missing": ("bias", lambda state: state.pop("bias")),
-    "missing below": ("nested[0].scale", lambda state: state["nested"][0].clear()),
+    "missing below": ("nested[0].scale", _rename_below),
+    "empty below": ("nested[0]", lambda state: state["nested"][0].clear()),
     "left over": ("more", lambda state: state.update(more=torch.ones(1))),
     "no tensor": ("bias", lambda state: state.update(bias="text")),
     "not tied": ("tied", _untie),
