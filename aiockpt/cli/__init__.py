@@ -18,6 +18,7 @@ from importlib import import_module
 from aiockpt.cli.arguments import UsageError, parse
 from aiockpt.cli.text import printable
 from aiockpt.errors import AiockptError
+from aiockpt.runtime.system import raise_descriptor_limit
 
 __all__ = ["main"]
 
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     What went wrong is one line on stderr; only a bug shows a traceback.
     """
     _replace_closed_streams()
+    if arguments is None:  # no other program calls this, so the process is ours
+        raise_descriptor_limit()
     logging.basicConfig(format="aiockpt: %(message)s", level=logging.WARNING)
     try:
         given = parse(sys.argv[1:] if arguments is None else arguments)

@@ -51,6 +51,7 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import Parent, leave_terminal
 from aiockpt.runtime.ipc import unpack
 from aiockpt.runtime.secrets import Token
+from aiockpt.runtime.system import raise_descriptor_limit
 
 __all__ = ["ServerMain", "main"]
 
@@ -70,6 +71,7 @@ class _RetractedError(Exception):
 def main(fd: int, trainer: int) -> None:
     """Serve what the trainer publishes, until its end; see `Parent`."""
     leave_terminal()
+    raise_descriptor_limit()
     # The trainer may die while it has paused this process.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)

@@ -36,6 +36,7 @@ from aiockpt.errors import (
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http import protocol as http
 from aiockpt.http import sockets
+from aiockpt.http.acceptor import Caller
 from aiockpt.http.audit import STATUS, VISIT, Auditor
 from aiockpt.http.auth import admit, bearer
 from aiockpt.http.body_writer import BodySender, Outcome
@@ -176,7 +177,6 @@ class CheckpointService:
         store: What is served.
         config: How.
         lender: Lends the memory to processes of this host.
-        own_sockets: Whether `listen.open_sockets` made the listening sockets.
     """
 
     def __init__(
@@ -184,13 +184,10 @@ class CheckpointService:
         store: Store,
         config: ServerConfig,
         lender: Lender | None = None,
-        *,
-        own_sockets: bool = False,
     ) -> None:
         self.store = store
         self.config = config
         self._lender = lender
-        self._own_sockets = own_sockets
         self._tuned = WeakSet[asyncio.BaseTransport]()
         self._threads = Bridge(threads=sockets.IO_THREADS, name="aiockpt-serve")
         self._deltas = Deltas(self._threads)
@@ -251,10 +248,12 @@ class CheckpointService:
     ) -> web.StreamResponse:
         """Admit a request and handle it; turn errors into responses; audit it."""
         self._counts["requests"] += 1
-        with self._auditor.visit(request) as visit:
+        with _being_handled(request) as caller, self._auditor.visit(request) as visit:
             try:
                 await self._rounds.begin()
-                self._admit(request, public=public)
+                is_public = self._admit(request, public=public)
+                if caller is not None and not is_public:
+                    caller.know()
                 response = await handle(request)
             except ConnectionError:
                 # Nobody reads this, but aiohttp wants a response.
@@ -269,7 +268,8 @@ class CheckpointService:
 
     # -------------------------------------------------------------- admitting
 
-    def _admit(self, request: web.Request, *, public: bool) -> None:
+    def _admit(self, request: web.Request, *, public: bool) -> bool:
+        """Check a request; return whether it is answered without any token."""
         if self._closed:
             raise ClosedError("the server")
         config, token = self.config, self.config.token
@@ -298,8 +298,9 @@ class CheckpointService:
             sockets.tune(
                 transport,
                 dead_after=2 * config.stall_timeout,
-                began_classic=self._own_sockets,
+                began_classic=isinstance(request.protocol, Caller),
             )
+        return public and "Authorization" not in request.headers
 
     # --------------------------------------------------------------- handling
 
@@ -813,6 +814,20 @@ async def _ignore_expect(_: web.Request) -> None:
     aiohttp writes its ``100 Continue`` before any handler, to clients that may have
     left, and logs that as an error.
     """
+
+
+@contextmanager
+def _being_handled(request: web.Request) -> Iterator[Caller | None]:
+    """Keep a connection of our own open during the block, and return it."""
+    caller = request.protocol
+    if not isinstance(caller, Caller):
+        yield None
+        return
+    caller.begin()
+    try:
+        yield caller
+    finally:
+        caller.end()
 
 
 class _Rounds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from socket import socket
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from aiohttp import http_parser, web
 from aiohttp.http import HttpProcessingError
 
 from aiockpt.errors import ClosedError, LocalProtocolError
+from aiockpt.http.acceptor import Acceptor
 from aiockpt.http.handlers import (
     CheckpointService,
     ServerConfig,
@@ -27,7 +28,7 @@ from aiockpt.http.responses import COMMON_HEADERS
 from aiockpt.http.sockets import descriptor_of
 from aiockpt.http.store import Store, StoreStatistics
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.children import close_in_forks, cut_off_in_forks
+from aiockpt.runtime.children import cut_off_in_forks
 
 __all__ = ["CheckpointServer", "Counters"]
 
@@ -85,6 +86,7 @@ class CheckpointServer:
             self._lender = Lender(self.store, bridge, most=config.options.readers)
         self._services: list[CheckpointService] = []
         self._runner: web.AppRunner | None = None
+        self._acceptor: Acceptor | None = None
         self._turn = anyio.Lock()
         self._closed = False
         cut_off_in_forks(self)
@@ -120,7 +122,7 @@ class CheckpointServer:
             raise LocalProtocolError(
                 "the transport serves on its own already: mount it before it is used"
             )
-        return self._service(own_sockets=False)
+        return self._service()
 
     async def start(self, sockets: Sequence[socket]) -> None:
         """Serve on ``sockets``, which stay the caller's; idempotent.
@@ -134,48 +136,46 @@ class CheckpointServer:
             if self._closed:
                 raise ClosedError("the server")
             if self._runner is None:
-                self._runner = await self._serve(sockets)
+                self._runner, self._acceptor = await self._serve(sockets)
 
-    async def _serve(self, sockets: Sequence[socket]) -> web.AppRunner:
+    async def _serve(self, sockets: Sequence[socket]) -> tuple[web.AppRunner, Acceptor]:
         if http_parser.HttpRequestParser is http_parser.HttpRequestParserPy:
             logger.warning(
                 "aiohttp has no C parser here; the other one reads more than "
                 "HTTP allows, which matters behind a proxy"
             )
-        service = self._service(own_sockets=True)
+        service = self._service()
         app = web.Application()
         app.add_routes(routes(service, PREFIX))
         app.router.add_get("/healthz", _healthz)
         app.on_response_prepare.append(_hide_versions)
+        options: dict[str, Any] = {
+            "access_log": None,
+            "logger": logger,
+            "keepalive_timeout": _KEEPALIVE,
+            "lingering_time": _LINGERING,
+        }
         runner = web.AppRunner(
-            app,
-            access_log=None,
-            logger=logger,
-            handler_cancellation=True,
-            keepalive_timeout=_KEEPALIVE,
-            lingering_time=_LINGERING,
-            shutdown_timeout=_SHUTDOWN,
+            app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN, **options
         )
-        mine = [each.dup() for each in sockets]  # aiohttp closes what it serves on
-        close_in_forks(mine)
         try:
             await runner.setup()
-            for each in mine:
-                site = web.SockSite(runner, each, ssl_context=self._ssl_context)
-                await _wholly(site.start())
+            assert runner.server is not None, "it is set up"
+            acceptor = Acceptor(
+                [each.dup() for each in sockets],
+                runner.server,
+                ssl_context=self._ssl_context,
+                options=options,
+            )
         except BaseException:
             self._services.remove(service)
             service.close()
             await _clean_up(runner)
-            for each in mine:
-                each.close()
             raise
-        return runner
+        return runner, acceptor
 
-    def _service(self, *, own_sockets: bool) -> CheckpointService:
-        service = CheckpointService(
-            self.store, self._config, self._lender, own_sockets=own_sockets
-        )
+    def _service(self) -> CheckpointService:
+        service = CheckpointService(self.store, self._config, self._lender)
         self._services.append(service)
         return service
 
@@ -193,6 +193,9 @@ class CheckpointServer:
             service.close()
         async with self._turn:  # a start that is under way ends first
             runner, self._runner = self._runner, None
+            acceptor, self._acceptor = self._acceptor, None
+        if acceptor is not None:
+            await acceptor.aclose()
         if runner is not None:
             await _clean_up(runner)
 
@@ -214,24 +217,6 @@ def _transports(runner: web.AppRunner) -> list[asyncio.Transport]:
     connections = runner.server.connections if runner.server else []
     transports = [each.transport for each in connections]
     return [transport for transport in transports if transport is not None]
-
-
-async def _wholly(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Await a coroutine of a turn or two of the loop; raise a cancel after its end.
-
-    A cancelled ``loop.create_server`` leaves a socket behind on which the loop
-    accepts, and which nobody can find any more.
-    """
-    task = asyncio.ensure_future(coroutine)
-    cancel = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as again:
-            cancel = again
-    if cancel is not None:
-        raise cancel
-    task.result()
 
 
 async def _healthz(_: web.Request) -> web.Response:

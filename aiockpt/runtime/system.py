@@ -19,15 +19,20 @@ from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 from aiockpt.errors import AiockptError, LimitExceededError, StagingError
 
+if sys.platform != "win32":
+    import resource
+
 __all__ = [
     "allocating",
     "available_memory",
     "collector_paused",
+    "descriptor_limit",
     "failing_here",
     "is_callers",
     "is_hosts",
     "is_programs",
     "of_caller",
+    "raise_descriptor_limit",
     "refused_by_host",
     "spare_memory",
     "usable_cores",
@@ -43,6 +48,7 @@ _MOUNT: Final = "sys/fs/cgroup"
 _SHARE: Final = 0.9
 
 _DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
+_MOST_FILES: Final = 65_536  # descriptors; more would help nobody
 _HOSTS: Final = (*_DESCRIPTORS, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
 _LIBRARIES: Final = {*sys.stdlib_module_names, "aiockpt", "msgspec", "numpy", "torch"}
 _CALLERS: Final = "_aiockpt_callers"
@@ -193,17 +199,32 @@ def refused_by_host(what: str, error: BaseException) -> StagingError:
     """Return the error to raise for an operation that this host refused."""
     reason = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.errno in _DESCRIPTORS:
-        reason += f"; {_descriptors()}raise the limit with `ulimit -n`"
+        most = descriptor_limit()
+        reason += f"; this process may open {most} files: raise it with `ulimit -n`"
     return StagingError(f"{what} failed on this host: {reason}")
 
 
-def _descriptors() -> str:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return ""
+def descriptor_limit() -> int:
+    """Return how many descriptors this process may have."""
+    if sys.platform == "win32":
+        return _MOST_FILES
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"this process may open {most} files: "
+    return _MOST_FILES if most == resource.RLIM_INFINITY else most
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many descriptors as its hard limit allows.
+
+    Call it only in a process of our own: children inherit the limit, and what uses
+    ``select`` fails with descriptors above 1023.
+    """
+    if sys.platform == "win32":
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):  # some systems allow fewer
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def of_caller(fn: Callable[P, T]) -> Callable[P, T]:

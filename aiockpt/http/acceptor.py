@@ -1,0 +1,276 @@
+"""Accept connections, and bound how many there are.
+
+Every connection takes a descriptor of a process that also trains, and anybody who
+reaches the port can connect. So connections that have not shown a token are few, and
+the oldest of them makes way for a new one. When few descriptors are left, idle
+connections are closed, those without a token first. If there are none left to accept
+with, the kernel's backlog holds the newcomers, and the log says so once a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from aiohttp import web
+
+from aiockpt.runtime.children import close_in_forks
+from aiockpt.runtime.system import descriptor_limit, is_hosts
+
+__all__ = ["Acceptor", "Caller"]
+
+logger = logging.getLogger("aiockpt")
+
+_PART: Final = 4  # one in so many descriptors may be a connection without a token,
+_MOST_STRANGERS: Final = 1024  # and so many at most;
+_MOST_SPARED: Final = 256  # as many, up to this, are left to the application
+_LEAST: Final = 32  # connections that are kept however few descriptors are left
+_GRACE: Final = 0.5  # seconds in which a new connection may send a request
+_PAUSE: Final = 0.25  # seconds until the next try
+_PER_SHORTAGE: Final = 16  # idle connections that are closed if there is none left
+_PER_ROUND: Final = 64  # connections that are accepted in one round of the loop
+_SILENCE: Final = 60.0  # seconds between two warnings
+
+
+class Caller(web.RequestHandler):
+    """One accepted connection.
+
+    Attributes:
+        since: When it was accepted, or has answered last, in loop time.
+        is_known: Whether it has sent a request that may be answered.
+    """
+
+    __slots__ = ("_acceptor", "_requests", "is_known", "since")
+
+    def __init__(self, acceptor: Acceptor, server: web.Server, **options: Any) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(server, loop=loop, **options)
+        self._acceptor, self._requests = acceptor, 0
+        self.since, self.is_known = loop.time(), False
+
+    def begin(self) -> None:
+        """Note that a request is being handled."""
+        self._requests += 1
+        self._acceptor.busy(self)
+
+    def know(self) -> None:
+        """Note that the one who called may ask."""
+        self._acceptor.know(self)
+
+    def end(self) -> None:
+        """Note that its handler has returned."""
+        self._requests -= 1
+        if not self._requests:
+            self._acceptor.idle(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Forget the connection."""
+        super().connection_lost(exc)
+        self._acceptor.lost(self)
+
+
+class Acceptor:
+    """Accepts connections on sockets, which it owns, for a server of aiohttp.
+
+    Args:
+        sockets: They listen.
+        server: Handles the requests.
+        ssl_context: Speak TLS with it.
+        options: For each connection, as `web.AppRunner` takes them.
+    """
+
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        server: web.Server,
+        *,
+        ssl_context: ssl.SSLContext | None,
+        options: dict[str, Any],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sockets = list(sockets)
+        self._server, self._options = server, options
+        self._ssl_context = ssl_context
+        self._limit = descriptor_limit()
+        self._most_strangers = min(self._limit // _PART, _MOST_STRANGERS)
+        self._spared = min(self._limit // _PART, _MOST_SPARED)
+        self._callers = set[Caller]()
+        self._strangers = 0
+        # Those that can be closed; the first ones first.
+        self._idle_strangers = OrderedDict[Caller, None]()
+        self._idle = OrderedDict[Caller, None]()
+        self._opening: dict[Caller, asyncio.Task[Any]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_reading = False
+        self._warned = -_SILENCE
+        close_in_forks(self._sockets)
+        for each in self._sockets:
+            each.settimeout(0)
+        self._resume()
+
+    def __repr__(self) -> str:
+        known = len(self._callers) - self._strangers
+        return f"<Acceptor known={known} strangers={self._strangers}>"
+
+    async def aclose(self) -> None:
+        """Stop listening, and end the connections that are not open yet."""
+        self._stop_reading()
+        sockets, self._sockets = self._sockets, []
+        for each in sockets:
+            each.close()
+        opening = tuple(self._opening.values())
+        for task in opening:
+            task.cancel()
+        if opening:
+            await asyncio.wait(opening)
+
+    # -------------------------------------------------------------- connections
+
+    def busy(self, caller: Caller) -> None:
+        """Do not close a connection, since a request is being handled."""
+        self._idle_strangers.pop(caller, None)
+        self._idle.pop(caller, None)
+
+    def idle(self, caller: Caller) -> None:
+        """Close a connection if its descriptor is needed."""
+        if caller not in self._callers:
+            return
+        if caller.is_known:
+            caller.since = self._loop.time()
+            self._idle[caller] = None
+        else:  # it has had its chance
+            caller.since = -_GRACE
+            self._idle_strangers[caller] = None
+            self._idle_strangers.move_to_end(caller, last=False)
+
+    def know(self, caller: Caller) -> None:
+        """Count a connection among those that may ask."""
+        if not caller.is_known and caller in self._callers:
+            caller.is_known = True
+            self._strangers -= 1
+            self._resume_soon()
+
+    def lost(self, caller: Caller) -> None:
+        """Forget a connection."""
+        if caller in self._callers:
+            self._callers.discard(caller)
+            self.busy(caller)
+            self._strangers -= not caller.is_known
+            self._resume_soon()
+
+    # ---------------------------------------------------------------- accepting
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_PER_ROUND):
+            if self._strangers >= self._most_strangers and not self._close_stranger():
+                self._pause()
+                return
+            try:
+                accepted, _ = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if not is_hosts(error):
+                    raise
+                self._warn(str(error))
+                for _ in range(_PER_SHORTAGE):
+                    self._make_room()
+                self._pause()
+                return
+            self._admit(accepted)
+
+    def _admit(self, accepted: socket.socket) -> None:
+        accepted.settimeout(0)
+        # The kernel gives the lowest number that is free, so all lower ones are taken.
+        is_scarce = accepted.fileno() >= self._limit - self._spared
+        if is_scarce and len(self._callers) >= _LEAST and not self._make_room():
+            self._warn("connections that are in use have taken all that are for them")
+            accepted.close()
+            return
+        caller = Caller(self, self._server, **self._options)
+        self._callers.add(caller)
+        self._strangers += 1
+        self._idle_strangers[caller] = None
+        opening = self._loop.create_task(
+            self._loop.connect_accepted_socket(
+                lambda: caller, accepted, ssl=self._ssl_context
+            )
+        )
+        self._opening[caller] = opening
+
+        def opened(task: asyncio.Task[Any]) -> None:
+            del self._opening[caller]
+            error = None if task.cancelled() else task.exception()
+            if task.cancelled() or error is not None:
+                accepted.close()
+                self.lost(caller)
+            if error is not None and not isinstance(error, OSError):
+                logger.error("a connection could not be opened", exc_info=error)
+
+        opening.add_done_callback(opened)
+
+    def _make_room(self) -> bool:
+        """Close an idle connection, and say whether there was one."""
+        return self._close_stranger() or self._close_first(self._idle)
+
+    def _close_stranger(self) -> bool:
+        return self._close_first(self._idle_strangers)
+
+    def _close_first(self, among: OrderedDict[Caller, None]) -> bool:
+        caller = next(iter(among), None)
+        if caller is None or self._loop.time() - caller.since < _GRACE:
+            return False
+        opening = self._opening.get(caller)
+        if opening is not None:
+            opening.cancel()
+        transport = caller.transport
+        self.lost(caller)
+        if transport is not None:
+            transport.abort()
+        return True
+
+    # ------------------------------------------------------------------ pausing
+
+    def _pause(self) -> None:
+        """Leave newcomers to the kernel until something has ended, or for a moment."""
+        self._stop_reading()
+        self._timer = self._loop.call_later(_PAUSE, self._resume)
+
+    def _resume_soon(self) -> None:
+        if not self._is_reading and self._timer is not None:
+            self._timer.cancel()
+            self._timer = self._loop.call_later(0, self._resume)
+
+    def _resume(self) -> None:
+        self._timer = None
+        for each in self._sockets:
+            self._loop.add_reader(each, self._accept, each)
+            self._is_reading = True
+
+    def _stop_reading(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._is_reading = False
+        for each in self._sockets:
+            with suppress(OSError, ValueError):
+                self._loop.remove_reader(each)
+
+    def _warn(self, why: str) -> None:
+        now = self._loop.time()
+        if now - self._warned >= _SILENCE:
+            self._warned = now
+            logger.warning(
+                "new receivers have to wait, because few descriptors are left: %s; "
+                "this process may open %d files, with %d connections among them: "
+                "raise the limit with `ulimit -n`",
+                why,
+                self._limit,
+                len(self._callers),
+            )

@@ -1,0 +1,169 @@
+"""Whoever can connect takes no more of the process's descriptors than it can spare."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.support.commandline import start_aiockpt
+from tests.support.proofs import proves
+from tests.support.servers import TOKEN, Memory, Peer, serving, settle
+from tests.support.shortages import exhausted_fds
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free, pytest.mark.every_loop]
+
+LATEST: Final = "/checkpoint/latest"
+LIMIT: Final = 400  # a quarter may be connections without a token
+MANY: Final = 40
+
+
+@contextmanager
+def limited(most: int) -> Iterator[None]:
+    """Let this process have at most so many descriptors."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def is_ended(peer: Peer) -> bool:
+    """Return whether the server has ended a connection that got no answer."""
+    try:
+        return peer._socket.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+async def connected(stack: AsyncExitStack, port: int, count: int) -> list[Peer]:
+    """Return so many connections."""
+    return [await stack.enter_async_context(Peer(port)) for _ in range(count)]
+
+
+@proves("threat D20")
+async def test_connections_without_a_token_make_way() -> None:
+    """The oldest ones go first; a receiver that is known keeps its connection."""
+    with limited(LIMIT):
+        async with serving(Memory()) as site, AsyncExitStack() as stack:
+            (known,) = await connected(stack, site.port, 1)
+            assert (await known.ask(LATEST)).status == 200
+            silent = await connected(stack, site.port, LIMIT // 4 + 5)
+            (late,) = await connected(stack, site.port, 1)
+            async with asyncio.timeout(30):
+                assert (await late.ask(LATEST)).status == 200
+            ended = [is_ended(peer) for peer in silent]
+            assert ended == sorted(ended, reverse=True)
+            assert 5 <= sum(ended) <= 7
+            assert (await known.ask(LATEST)).status == 200
+
+
+@proves("threat D20")
+@pytest.mark.parametrize("token", [None, "another"])
+async def test_who_was_refused_makes_way_at_once(token: str | None) -> None:
+    """A connection that asks again and again without the token does not stay."""
+    with limited(LIMIT):
+        async with serving(Memory()) as site, AsyncExitStack() as stack:
+            refused = [
+                await stack.enter_async_context(Peer(site.port, token=token))
+                for _ in range(LIMIT // 4)
+            ]
+            for peer in refused:
+                assert (await peer.ask(LATEST)).status == 401
+            await connected(stack, site.port, MANY)
+            await settle(lambda: sum(map(is_ended, refused)) >= MANY)
+
+
+@proves("threat D20")
+async def test_receivers_that_come_at_once_are_all_served() -> None:
+    """More of them than may be without a token: each shows its token first."""
+    with limited(LIMIT):
+        async with serving(Memory()) as site, AsyncExitStack() as stack:
+            peers = await connected(stack, site.port, LIMIT // 4 + 20)
+            for peer in peers:
+                await peer.request(LATEST)
+            async with asyncio.timeout(30):
+                answers = [await peer.answer() for peer in peers]
+            assert {each.status for each in answers} == {200}
+
+
+@proves("threat D20")
+async def test_an_application_that_needs_many_files_gets_them() -> None:
+    """Receivers that are idle make way; a few are served in any case."""
+    with limited(LIMIT), ExitStack() as files:
+        async with serving(Memory()) as site, AsyncExitStack() as stack:
+            peers = await connected(stack, site.port, MANY)
+            for peer in peers:
+                assert (await peer.ask(LATEST)).status == 200
+            while (fd := os.dup(0)) < LIMIT - LIMIT // 4:
+                files.callback(os.close, fd)
+            os.close(fd)
+            await asyncio.sleep(0.6)  # they have been idle for long enough
+            more = await connected(stack, site.port, 8)
+            for peer in more:
+                assert (await peer.ask(LATEST)).status == 200
+            ended = [is_ended(peer) for peer in peers]
+            assert ended == sorted(ended, reverse=True)
+            assert any(ended)
+            assert not all(ended)
+
+
+@proves("threat D20")
+async def test_a_server_without_descriptors_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It goes on by itself when there are some; what it sends meanwhile arrives."""
+    async with serving(Memory()) as site, AsyncExitStack() as stack:
+        (known,) = await connected(stack, site.port, 1)
+        assert (await known.ask(LATEST)).status == 200
+        late = [stack.enter_context(socket.socket()) for _ in range(20)]
+        with exhausted_fds(), caplog.at_level(logging.WARNING):
+            for each in late:
+                each.connect(("127.0.0.1", site.port))
+            await settle(lambda: caplog.records)
+            assert (await known.ask(LATEST)).status == 200
+            await asyncio.sleep(0.6)  # two more tries
+        (record,) = caplog.records
+        assert "few descriptors are left" in record.getMessage()
+        assert "ulimit -n" in record.getMessage()
+        loop = asyncio.get_running_loop()
+        request = f"GET {LATEST} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        request += f"Authorization: Bearer {TOKEN}\r\n\r\n"
+        async with asyncio.timeout(30):
+            for each in late:
+                each.settimeout(0)
+                await loop.sock_sendall(each, request.encode())
+                assert (await loop.sock_recv(each, 100)).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has prlimit")
+async def test_only_processes_of_ours_raise_their_limit(tmp_path: Path) -> None:
+    """A command does; a transport in the caller's process does not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard <= LIMIT:
+        pytest.skip("the hard limit is too low")
+    with limited(LIMIT):
+        async with serving(Memory()) as site, Peer(site.port) as peer:
+            assert (await peer.ask(LATEST)).status == 200
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (LIMIT, hard)
+        command = start_aiockpt("follow", site.url, tmp_path)
+    try:
+        expected = min(hard, 65_536)
+        limit = resource.RLIMIT_NOFILE
+        await settle(lambda: resource.prlimit(command.pid, limit)[0] == expected)
+    finally:
+        command.kill()
+        command.communicate()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
