@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from aiockpt.checkpointers.sync import SyncCheckpointer
     from aiockpt.events import Progress, TransferEvent, add_hook
     from aiockpt.format.limits import Limits
+    from aiockpt.http.background import BackgroundTransport, make_background_transport
     from aiockpt.http.options import Auth, Receive, Server, Swarm
     from aiockpt.http.tokens import make_token
     from aiockpt.http.transport import HTTPTransport
@@ -56,6 +57,7 @@ __all__ = [
     "Auth",
     "AuthenticationError",
     "BackgroundCheckpointer",
+    "BackgroundTransport",
     "CheckpointTransport",
     "CheckpointerConfig",
     "HTTPTransport",
@@ -80,6 +82,7 @@ __all__ = [
     "load",
     "make_async_checkpointer",
     "make_background_checkpointer",
+    "make_background_transport",
     "make_sync_checkpointer",
     "make_token",
     "recover",
@@ -92,6 +95,7 @@ _HOMES = {
     "AsyncCheckpointer": "aiockpt.checkpointers.async_checkpointer",
     "Auth": "aiockpt.http.options",
     "BackgroundCheckpointer": "aiockpt.checkpointers.background",
+    "BackgroundTransport": "aiockpt.http.background",
     "CheckpointTransport": "aiockpt.transport",
     "CheckpointerConfig": "aiockpt.checkpointers.config",
     "HTTPTransport": "aiockpt.http.transport",
@@ -110,6 +114,7 @@ _HOMES = {
     "load": "aiockpt.checkpointers.factories",
     "make_async_checkpointer": "aiockpt.checkpointers.factories",
     "make_background_checkpointer": "aiockpt.checkpointers.factories",
+    "make_background_transport": "aiockpt.http.background",
     "make_sync_checkpointer": "aiockpt.checkpointers.factories",
     "make_token": "aiockpt.http.tokens",
     "recover": "aiockpt.checkpointers.recovery",

@@ -239,6 +239,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
 
     async def save(
         self,
+        /,
         state_dict: Any,
         path: str | os.PathLike[str],
         *,
@@ -277,7 +278,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             TransferTimeoutError: the deadline passed, with ``raise_on_failure``.
                 Without it, this and all other errors are raised by the handle only.
         """
-        marks = Marks.of(self.ports)
+        marks = Marks.of_caller(self.ports)
         if own:
             own_ones = self._own_functions()
             refuse_unknown(AsyncCheckpointer.save, own, *own_ones, elsewhere=ELSEWHERE)
@@ -319,6 +320,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
 
     async def load(
         self,
+        /,
         path: str | os.PathLike[str],
         state_dict: Any = None,
         *,

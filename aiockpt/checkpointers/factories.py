@@ -27,6 +27,7 @@ from aiockpt.checkpointers.writer import (
     configured_writer,
     default_subprocess_init_fn,
 )
+from aiockpt.runtime.background import takes_arguments_of
 from aiockpt.state.selection import Select
 from aiockpt.storage.directory import StrPath
 from aiockpt.storage.read import OnBytes, Verify
@@ -136,30 +137,15 @@ def make_async_checkpointer(
     )
 
 
+@takes_arguments_of(make_async_checkpointer)
 def make_background_checkpointer(
-    config: CheckpointerConfig = CheckpointerConfig(),  # noqa: B008 - frozen
-    rank_info: RankInfo | None = None,
-    subprocess_init_fn: Callable[..., object] = default_subprocess_init_fn,
-    subprocess_init_args: tuple[Any, ...] = (),
-    checkpoint_writer_init_fn: Callable[..., Any] | None = None,
-    checkpoint_writer_init_args: Mapping[str, Any] | None = None,
-    *,
-    commit_hook: WriterHook | None = None,
+    *arguments: Any, **options: Any
 ) -> BackgroundCheckpointer:
     """Return a checkpointer that saves in the background, without an event loop.
 
     The arguments and errors are those of :func:`make_async_checkpointer`.
     """
-    checkpointer = make_async_checkpointer(
-        config,
-        rank_info,
-        subprocess_init_fn,
-        subprocess_init_args,
-        checkpoint_writer_init_fn,
-        checkpoint_writer_init_args,
-        commit_hook=commit_hook,
-    )
-    return BackgroundCheckpointer(checkpointer)
+    return BackgroundCheckpointer(make_async_checkpointer(*arguments, **options))
 
 
 @names_its_options

@@ -323,7 +323,7 @@ async def load(
     caller's streams have when this begins to run. If cancelled, this waits until the
     thread has ended, which is soon. Nothing writes to the caller's tensors afterwards.
     """
-    await completed(*Marks.of(reader.ports).events.values())
+    await completed(*Marks.of_caller(reader.ports).events.values())
     switch = _Switch(on_bytes)
     read = partial(
         reader.read, path, state_dict, strict=strict, on_bytes=switch, **options

@@ -10,8 +10,9 @@ decides, a `range_fetcher` requests each of them over the `client`, and `body_re
 puts the bytes into memory. Both ends use `protocol`, `problems`,
 `tokens` and `shared_memory`. Receivers of one snapshot may serve each other: the
 `tracker` at the sender knows them, the `membership` of a receive serves a `relay` of
-what has arrived, and `swarm` decides who serves whom what. Names load on first use: the
-server and the client inside need no torch.
+what has arrived, and `swarm` decides who serves whom what. `background` is the
+transport for programs without an event loop. Names load on first use: the server and
+the client inside need no torch.
 """
 
 from __future__ import annotations

@@ -357,6 +357,7 @@ class HTTPTransport(CheckpointTransport[T]):
     @names_its_options
     async def send_checkpoint(
         self,
+        /,
         dst_ranks: Sequence[int] = (),
         step: int = REQUIRED,
         state_dict: T = REQUIRED,
@@ -488,6 +489,7 @@ class HTTPTransport(CheckpointTransport[T]):
     @names_its_options
     async def recv_checkpoint(
         self,
+        /,
         src_rank: int = 0,
         metadata: str | Sequence[str] = REQUIRED,
         step: int | None = None,
@@ -588,6 +590,7 @@ class HTTPTransport(CheckpointTransport[T]):
     @names_its_options
     async def prepare(
         self,
+        /,
         metadata: str | Sequence[str],
         step: int | None = None,
         *,
@@ -739,6 +742,7 @@ class HTTPTransport(CheckpointTransport[T]):
     @names_its_options
     def steps(
         self,
+        /,
         metadata: str,
         after: int | None = None,
         *,
@@ -857,7 +861,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
         pause = self._client.pause
         while True:
-            terms = replace(options.terms, marks=Marks.of(port_for))
+            terms = replace(options.terms, marks=Marks.of_caller(port_for))
             now = replace(options, terms=terms)
             found = await chase(
                 steps.__anext__, attempt, pause=pause, survives=survives
@@ -896,7 +900,7 @@ class HTTPTransport(CheckpointTransport[T]):
             ports=port_for,
             warm=self._warm,
             shared=self._shared,
-            marks=Marks.of(port_for),
+            marks=Marks.of_caller(port_for),
         )
         sharing = Sharing(
             wanted=self._same_host is not False and have is None,

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeAlias, cast
 
@@ -35,6 +36,7 @@ __all__ = [
     "checked",
     "completed",
     "keep_until",
+    "marked",
     "numbered",
     "port_for",
     "settle",
@@ -266,6 +268,15 @@ class Marks:
                 events[device] = _Failed(error)
         return cls(events, markers)
 
+    @classmethod
+    def of_caller(cls, ports: PortFor) -> Marks:
+        """Return the marks that the caller has made by `marked`, else make them here.
+
+        A blocking proxy runs a verb in another thread, which has other current streams.
+        """
+        made = _marked.get()
+        return cls.of(ports) if made is None else made
+
     def again(self) -> list[Event]:
         """Return the marks, and new ones of what the same streams got since the call.
 
@@ -278,6 +289,22 @@ class Marks:
         """Block until the marked work has run."""
         for event in self.events.values():
             event.synchronize()
+
+
+_marked: ContextVar[Marks | None] = ContextVar("aiockpt_marks", default=None)
+
+
+@contextmanager
+def marked(ports: PortFor = port_for) -> Iterator[None]:
+    """Mark the calling thread's streams for the verb that the body calls on a loop.
+
+    The loop may belong to another thread: the verb's task gets the context variables.
+    """
+    token = _marked.set(Marks.of(ports))
+    try:
+        yield
+    finally:
+        _marked.reset(token)
 
 
 class _Failed:

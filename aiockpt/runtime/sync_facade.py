@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import math
 import os
 import threading
 import time
@@ -80,7 +81,8 @@ class SyncFacade:
 
         The coroutine keeps to ``timeout`` itself. Five seconds later this call gives up
         waiting. An interrupt of the calling thread, which may be any exception of a
-        signal's handler, cancels the coroutine.
+        signal's handler, cancels the coroutine, and waits up to five seconds for its
+        end: then no other thread uses the caller's memory.
 
         Raises:
             ClosedError: the facade is closed, or was closed meanwhile.
@@ -88,10 +90,10 @@ class SyncFacade:
             TransferTimeoutError: the coroutine did not end; ``stop`` names it.
         """
         self._check()
-        outcome = Outcome[T]()
+        waiting = _LoopCall[T]()
         with self._turn:
             self._check_open()
-            coroutine = _into(outcome, fn)
+            coroutine = waiting.run(fn)
             try:
                 work = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             except RuntimeError as error:  # something has ended the loop
@@ -103,16 +105,39 @@ class SyncFacade:
         try:
             try:
                 work.result(limit)
-            except Exception as error:
+            except BaseException as error:
                 if work.cancelled():
                     raise self._cancelled() from None
                 if isinstance(error, TimeoutError) and time.monotonic() >= until:
                     raise TransferTimeoutError(stop, timeout) from error
+                work.cancel()
+                waiting.outlast(_MARGIN)
                 raise  # as a signal's handler has raised it
-            return outcome.result()
+            return waiting.result()
         finally:
             work.cancel()
-            outcome.clear()
+            waiting.clear()
+
+    def ask(self, fn: Callable[[], T]) -> T:
+        """Return ``fn()``, which the loop calls between two steps of its tasks.
+
+        ``fn`` must not block. The loop's own thread, or the caller's once the facade is
+        closed, calls it directly.
+
+        Raises:
+            LocalProtocolError: this is a forked child.
+        """
+
+        async def asked() -> T:
+            return fn()
+
+        if threading.current_thread() is not self._thread:
+            try:
+                return self.call(asked, timeout=math.inf, stop="ask")
+            except ClosedError:
+                if not self._closed:
+                    raise
+        return fn()
 
     def close(self, last: Last, *, wait: float) -> None:
         """Await ``last()`` on the loop, then cancel all other tasks and end the thread.
@@ -168,21 +193,40 @@ class SyncFacade:
             logger.exception("%s did not close as it should", self._what)
 
 
-async def _into(outcome: Outcome[T], fn: Callable[[], Coroutine[Any, Any, T]]) -> None:
-    """Await ``fn()`` and keep its outcome; only a cancel is raised.
+class _LoopCall(Outcome[T]):
+    """A coroutine function on its way to the loop, and its outcome."""
 
-    A `BaseException` would end the loop, or the trainer, so it becomes the cause of an
-    `AiockptError`.
-    """
-    try:
-        outcome.set_result(await fn())
-    except asyncio.CancelledError:
-        raise
-    except Exception as error:  # noqa: BLE001 - it travels to the caller
-        outcome.error = error
-    except BaseException as error:  # noqa: BLE001 - see above
-        outcome.error = AiockptError(f"{type(error).__name__}: {error}")
-        outcome.error.__cause__ = error
+    __slots__ = ("_begun", "_ended")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun = threading.Lock()
+        self._ended = threading.Event()
+
+    async def run(self, fn: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        """Await ``fn()`` and keep its outcome; only a cancel is raised.
+
+        A `BaseException` would end the loop, or the trainer, so it becomes the cause of
+        an `AiockptError`.
+        """
+        if not self._begun.acquire(blocking=False):
+            raise asyncio.CancelledError  # it was interrupted before it began
+        try:
+            self.set_result(await fn())
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it travels to the caller
+            self.error = error
+        except BaseException as error:  # noqa: BLE001 - see above
+            self.error = AiockptError(f"{type(error).__name__}: {error}")
+            self.error.__cause__ = error
+        finally:
+            self._ended.set()
+
+    def outlast(self, limit: float) -> None:
+        """Wait until the cancelled coroutine has ended. If it has not begun, bar it."""
+        if not self._begun.acquire(blocking=False):
+            self._ended.wait(limit)
 
 
 @atexit.register

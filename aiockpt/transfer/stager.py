@@ -161,8 +161,8 @@ class Stager:
         )
 
     def mark(self) -> Marks:
-        """Mark the device work of the calling thread, for a later `stage`."""
-        return Marks.of(self._ports)
+        """Mark the device work of the caller of a public verb, for a later `stage`."""
+        return Marks.of_caller(self._ports)
 
     async def stage(
         self, state_dict: object, *, step: int, marks: Marks | None = None

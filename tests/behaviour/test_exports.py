@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("fresh_interpreters")
 NEEDS_TORCH = {
     "AsyncCheckpointer",
     "BackgroundCheckpointer",
+    "BackgroundTransport",
     "HTTPTransport",
     "PGTransport",
     "Prepared",
@@ -30,6 +31,7 @@ NEEDS_TORCH = {
     "load",
     "make_async_checkpointer",
     "make_background_checkpointer",
+    "make_background_transport",
     "make_sync_checkpointer",
     "recover",
     "register_leaf",

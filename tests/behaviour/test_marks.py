@@ -9,8 +9,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import (
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+import aiockpt
 from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
 from aiockpt.checkpointers.background import BackgroundCheckpointer
 from aiockpt.checkpointers.config import CheckpointStagerConfig
@@ -399,6 +405,25 @@ class TestLoading:
             await waits_for_its_callers_work(device, fill)
 
 
+@contextmanager
+def running(device: FakeAccelerator) -> Iterator[None]:
+    """Run the device's work in another thread."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(0.001):
+            device.run(only=MINE)
+            device.run(only="default")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 class TestOtherThreads:
     """A facade calls from its own thread, which has other current streams."""
 
@@ -407,15 +432,6 @@ class TestOtherThreads:
         """It blocks until its caller's work has run; another thread runs it here."""
         device, state = FakeAccelerator(), weights(0.0)
         path = save(tmp_path / "1", weights(1.0))
-        over = threading.Event()
-
-        def run() -> None:
-            while not over.wait(0.001):
-                device.run(only=MINE)
-                device.run(only="default")
-
-        running = threading.Thread(target=run)
-        running.start()
         writer = CheckpointThread(
             Writers(CheckpointWriter, {"config": config()}, ALONE),
             shutdown_timeout_secs=30,
@@ -423,26 +439,55 @@ class TestOtherThreads:
         )
         reader = CheckpointReader(ALONE, ports=device.port_for)
         stager = DefaultStager(ports=device.port_for)
-        try:
-            with (
-                BackgroundCheckpointer(
-                    AsyncCheckpointer(stager, writer, reader)
-                ) as made,
-                device.stream(MINE),
-            ):
-                seen: list[float] = []
-                device.produce(lambda: seen.append(float(state["w0"].sum())))
-                device.produce(lambda: state["w0"].fill_(7))
-                if verb == "save":
-                    assert made.save(state, tmp_path / "2").result(30)
-                    assert loaded(tmp_path / "2")["w0"].unique().tolist() == [7]
+        with (
+            BackgroundCheckpointer(AsyncCheckpointer(stager, writer, reader)) as made,
+            running(device),
+            device.stream(MINE),
+        ):
+            seen: list[float] = []
+            device.produce(lambda: seen.append(float(state["w0"].sum())))
+            device.produce(lambda: state["w0"].fill_(7))
+            if verb == "save":
+                assert made.save(state, tmp_path / "2").result(30)
+                assert loaded(tmp_path / "2")["w0"].unique().tolist() == [7]
+            else:
+                made.load(path, state)
+                assert state["w0"].unique().tolist() == [1]
+            assert seen == [0.0]
+
+    @pytest.mark.parametrize("verb", ["send", "receive", "follow", "prepare"])
+    def test_the_background_transport(
+        self, monkeypatch: pytest.MonkeyPatch, verb: str
+    ) -> None:
+        """The copy waits for the streams of the thread that calls."""
+        device, state = Device(), weights(0.0)
+        monkeypatch.setattr("aiockpt.http.transport.port_for", device.port_for)
+        sender, receiver = (
+            aiockpt.BackgroundTransport(transport(), ports=ports)
+            for ports in (port_for, device.port_for)
+        )
+        with sender, receiver, running(device), device.stream(MINE):
+            device.marked.clear()
+            seen: list[float] = []
+            device.produce(lambda: seen.append(float(state["w0"].sum())))
+            device.produce(lambda: state["w0"].fill_(7))
+            if verb == "send":
+                receiver._source._stager._ports = device.port_for
+                receiver.send_checkpoint(step=1, state_dict=state)
+                state = sender.recv_checkpoint(metadata=receiver.metadata())
+                assert state["w0"].unique().tolist() == [7]
+            else:
+                sender.send_checkpoint(step=1, state_dict=weights(1.0))
+                metadata = sender.metadata()
+                if verb == "receive":
+                    receiver.recv_checkpoint(metadata=metadata, into=state)
+                elif verb == "prepare":
+                    receiver.prepare(metadata, into=state).apply()
                 else:
-                    made.load(path, state)
-                    assert state["w0"].unique().tolist() == [1]
-                assert seen == [0.0]
-        finally:
-            over.set()
-            running.join()
+                    next(receiver.follow(metadata, into=state))
+                assert state["w0"].unique().tolist() == [1]
+            assert seen == [0.0]
+            assert {*device.marked} == {MINE}
 
     def test_torchfts_classes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """They wait in the caller's thread, for every device."""

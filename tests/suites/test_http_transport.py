@@ -6,13 +6,15 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch._dynamo  # noqa: F401 - an optimizer imports it: early, so that leak checks skip it
 
-from aiockpt import HTTPTransport, Server
+from aiockpt import BackgroundTransport, HTTPTransport, Server
+from aiockpt.runtime.bridge import Bridge
 from aiockpt.testing import TransportConformance
 from aiockpt.testing.conformance import Endings, Offers
 from tests.support.proofs import proves
@@ -88,6 +90,48 @@ class TestServerProcess(Endings[Transport], Offers[Transport]):
         async with AsyncExitStack() as stack:
             kinds = [True, *[False] * (count - 1)]
             yield [await stack.enter_async_context(made(process=p)) for p in kinds]
+
+
+class Awaited:
+    """A blocking transport as the suites need one: each call waits in a thread."""
+
+    def __init__(self, transport: BackgroundTransport[Any], bridge: Bridge) -> None:
+        self._transport, self._bridge = transport, bridge
+
+    def metadata(self) -> str:
+        """Return it without waiting, as every transport does."""
+        return self._transport.metadata()
+
+    def __getattr__(self, name: str) -> Any:
+        verb = getattr(self._transport, name)
+        return lambda *given, **more: self._bridge.run(partial(verb, *given, **more))
+
+
+@pytest.mark.asyncio
+class TestBackgroundTransport(TransportConformance[Any]):
+    """The proxy does what the transport does; a thread stands for each caller."""
+
+    # A thread cannot be cancelled. What Ctrl-C does is seen in
+    # tests/behaviour/test_background_transport.py.
+    test_a_cancelled_receive_leaves_the_transport_usable: Any = None
+    test_a_cancelled_wait_leaves_the_transport_usable: Any = None
+    test_a_cancelled_send_leaves_something_whole: Any = None
+    test_a_cancelled_disallow_can_be_repeated: Any = None
+    test_a_cancelled_shutdown_can_be_repeated: Any = None
+
+    @asynccontextmanager
+    async def transports(self, count: int) -> AsyncIterator[Sequence[Any]]:
+        """Make each of them with a thread of its own."""
+        bridge = Bridge(threads=8, name="callers")
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(bridge.aclose, timeout=5)
+            found = []
+            for _ in range(count):
+                proxy = BackgroundTransport(made())
+                await bridge.run(proxy.start)
+                stack.push_async_callback(partial(bridge.run, proxy.shutdown))
+                found.append(Awaited(proxy, bridge))
+            yield found
 
 
 def made(**server: Any) -> Transport:

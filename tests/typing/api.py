@@ -83,6 +83,30 @@ async def over_http() -> None:
         transport.recv_checkpoint(0, "", "7", 1)  # type: ignore[arg-type, unused-coroutine]
 
 
+def without_a_loop(state: dict[str, int]) -> None:
+    """A proxy has the types of the original, and returns what that awaits."""
+    made: aiockpt.BackgroundTransport[dict[str, int]]
+    with aiockpt.make_background_transport(timedelta(seconds=1), swarm=True) as made:
+        assert_type(made, aiockpt.BackgroundTransport[dict[str, int]])
+        made.send_checkpoint(step=1, state_dict=state, timeout=1)
+        assert_type(made.metadata(), str)
+        assert_type(made.statistics().step, int | None)
+        assert_type(made.recv_checkpoint(metadata="", into=state), dict[str, int])
+        prepared = made.prepare("", 1, into=state)
+        assert_type(prepared, aiockpt.Prepared[dict[str, int]])
+        for step, got in made.follow("", into=state, after=1):
+            assert_type((step, got), tuple[int, dict[str, int]])
+        steps = made.follow("", into=state, prepare=True)
+        assert_type(next(steps), aiockpt.Prepared[dict[str, int]])
+        steps.close()
+        assert_type(next(made.steps("")), int)
+        made.send_checkpoint(step=1, state_dict={}, timout=1)  # type: ignore[arg-type]
+        made.send_checkpoint(step="1", state_dict={})  # type: ignore[arg-type]
+        made.follow("", prepared=True)  # type: ignore[call-overload]
+        made.shutdown(wait=False)
+    aiockpt.make_background_transport(port=1)  # type: ignore[arg-type]
+
+
 def trusted() -> None:
     """Who may read, and who is asked, is said in text and numbers."""
     auth = aiockpt.Auth(manifest_key=b"k" * 16, peers=["10.0.0.0/8"])
@@ -178,6 +202,8 @@ async def in_the_background() -> None:
     with aiockpt.make_background_checkpointer(config) as background:
         assert_type(background, aiockpt.BackgroundCheckpointer)
         assert_type(background.save({"a": 1}, "step-2"), SaveHandle)
+        assert_type(background.statistics().written, int)
+        assert_type(background.close(), tuple[BaseException, ...])
         assert_type(handle.result(timeout=timedelta(seconds=1)), bool)
     found = await aiockpt.recover("checkpoints", timeout=timedelta(seconds=1))
     assert_type(found.step, int)
