@@ -168,8 +168,6 @@ class CheckpointReader:
             name, _, _ = os.fspath(path).partition("#")  # without the token of a URL
             return received.state_dict, _reported(received.missing, name)
         with open_sources(path, reading) as found:
-            if not found.sources and not mmap and device is None:
-                device = torch.device("cpu")  # mapped tensors are copied
             if state_dict is None and select is None and device is None:
                 return _whole(found, reading), []
             part = Selected(

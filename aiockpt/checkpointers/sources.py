@@ -18,7 +18,7 @@ from aiockpt.errors import (
     StorageError,
     WorldSizeMismatchError,
 )
-from aiockpt.format.limits import Limits
+from aiockpt.format.limits import Limits, enforce
 from aiockpt.format.references import references
 from aiockpt.state.segment import Segment
 from aiockpt.state.sharding import LAYOUTS
@@ -32,7 +32,7 @@ from aiockpt.storage.directory import (
     rank_file,
     resolve_target,
 )
-from aiockpt.storage.files import named
+from aiockpt.storage.files import named, read_at
 from aiockpt.storage.read import FileSource, OnBytes, Verify, manifest_of_file
 from aiockpt.storage.statefile import is_torch_file, load_torch
 
@@ -114,7 +114,7 @@ def _source(path: Path, fd: int, reading: Reading) -> FileSource:
 def _of_file(path: Path, reading: Reading, files: ExitStack) -> Found:
     fd = files.enter_context(opened(path))
     if is_torch_file(path, fd):
-        return Found([], load_torch(path, fd))
+        return Found([], load_torch(path, fd, mapped=reading.mmap))
     return Found([_source(path, fd, reading)])
 
 
@@ -126,7 +126,7 @@ def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Found:
     if legacy.is_file():
         _check_seed(place, reading)
         return _of_file(legacy, reading, files)
-    names = _shards(place)
+    names = _shards(place, reading.limits)
     if not names or (place / rank_file(reading.rank)).exists():
         return _of_checkpoint(place, reading, files)  # raises the error
     shards = [_open(each, reading, files) for each in names]
@@ -186,17 +186,18 @@ def _has_shards(source: FileSource) -> bool:
     return any(each.leaf is not None and each.leaf[1] in LAYOUTS for each in found)
 
 
-def _shards(place: Path) -> list[Path]:
+def _shards(place: Path, limits: Limits) -> list[Path]:
     """Return the safetensors files of a directory: those of its index, if there is one.
 
     Raises:
         StorageError: the index is malformed, or names a missing file.
+        LimitExceededError: the index is larger than a header may be.
     """
     with named(place):
         names = sorted(each.name for each in os.scandir(place) if each.is_file())
     found = [name for name in names if name.endswith(_SUFFIX)]
     for index in (name for name in names if name.endswith(_INDEX)):
-        listed = _listed(place / index)
+        listed = _listed(place / index, limits)
         if lost := sorted(listed.difference(found)):
             raise StorageError(
                 str(place / index), f"it names {lost[0]}, which is missing"
@@ -210,9 +211,12 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _listed(index: Path) -> set[str]:
-    with named(index):
-        text = index.read_bytes()
+def _listed(index: Path, limits: Limits) -> set[str]:
+    with opened(index) as fd, named(index):
+        size = os.fstat(fd).st_size
+        enforce(f"the size of {index}", size, limits.max_header_bytes)
+        text = bytearray(size)
+        read_at(index, fd, [memoryview(text)], 0)
     try:
         return {*msgspec.json.decode(text, type=_Index).weight_map.values()}
     except (msgspec.MsgspecError, UnicodeError) as error:

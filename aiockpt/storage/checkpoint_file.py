@@ -6,7 +6,6 @@ Everything here blocks.
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from aiockpt.format.header import LENGTH_BYTES, decode_header, header_length
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.format.tree import UnknownLeafError
+from aiockpt.runtime.words import command_line
 from aiockpt.storage.files import named, open_regular, read_at
 
 __all__ = [
@@ -101,9 +101,11 @@ def _decode(path: Path, fd: int, limits: Limits) -> Manifest | ForeignHeader:
         raise
     except ProtocolError as error:
         if is_of_torch(os.pread(fd, LENGTH_BYTES + 1, 0)):
+            # A name that begins with a hyphen would be taken for an option.
+            shown = f"./{path}" if str(path).startswith("-") else str(path)
             detail = (
                 "it is a file of torch.save, which has no header and no digests; make "
-                f"one that has: aiockpt convert {shlex.quote(str(path))} CHECKPOINT"
+                f"one that has: aiockpt convert {command_line(shown)} CHECKPOINT"
             )
             raise StorageError(str(path), detail) from error
         raise StorageError(str(path), f"it cannot be read: {error}") from error

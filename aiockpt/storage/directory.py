@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from msgspec import Meta
 
 from aiockpt.errors import CheckpointNotFoundError, StorageError
 from aiockpt.format.entries import Count
+from aiockpt.runtime.words import command_line
 from aiockpt.storage.files import MARKER, named, open_regular
 
 __all__ = [
@@ -406,7 +406,7 @@ def _what_is_in(place: Path) -> str:
         tool = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
         return (
             "it is a checkpoint of torch.distributed.checkpoint: turn it into a file "
-            f"with {tool} {shlex.quote(os.fspath(place))} FILE.pt, and load FILE.pt"
+            f"with {tool} {command_line(os.fspath(place))} FILE.pt, and load FILE.pt"
         )
     files = [name for name in names if name.endswith(_FILES)]
     if files:

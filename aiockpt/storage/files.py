@@ -38,6 +38,7 @@ __all__ = [
     "set_aside",
     "start_writeback",
     "sync_directory",
+    "unchanged",
     "unlock",
     "write_at",
 ]
@@ -266,13 +267,12 @@ def open_locked(path: Path, *, busy: str, patience: float = 0.0) -> int:
         patience: Seconds to retry for.
 
     Raises:
-        StorageError: another process has it locked.
+        StorageError: another process has it locked, or it is no regular file.
         OSError: it cannot be opened.
     """
     until = time.monotonic() + patience
     while True:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(path, flags, 0o666)
+        fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             locked = lock(fd)
             if locked and is_at(path, fd):
@@ -288,24 +288,46 @@ def open_locked(path: Path, *, busy: str, patience: float = 0.0) -> int:
             time.sleep(_LOCK_PAUSE)
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading; return its descriptor.
+def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Open a regular file without waiting; return its descriptor.
+
+    Args:
+        path: The file.
+        flags: As of ``os.open``. By default, it is opened for reading.
+        mode: The permissions of a file that the call creates.
 
     Raises:
         StorageError: it is something else, such as a FIFO, which would block.
         OSError: it cannot be opened.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
     try:
-        mode = os.fstat(fd).st_mode
-        if stat.S_ISDIR(mode):
+        kind = os.fstat(fd).st_mode
+        if stat.S_ISDIR(kind):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(kind):
             raise StorageError(str(path), "it is not a regular file")
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+@contextmanager
+def unchanged(path: Path, fd: int) -> Iterator[None]:
+    """Raise at the end of the block if the open file was written to meanwhile.
+
+    It is for files without digests. A change within one tick of the file system's
+    clock goes unnoticed.
+
+    Raises:
+        StorageError: the file's size or time of change is another one.
+    """
+    before = os.fstat(fd)
+    yield
+    after = os.fstat(fd)
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise StorageError(str(path), "it was changed while it was read; try again")
 
 
 def is_at(path: Path, fd: int) -> bool:

@@ -26,7 +26,7 @@ from aiockpt.runtime.system import of_caller
 from aiockpt.state.load_plan import Ranges
 from aiockpt.state.segment import Segment
 from aiockpt.storage.checkpoint_file import header_of
-from aiockpt.storage.files import named, read_at
+from aiockpt.storage.files import named, read_at, unchanged
 from aiockpt.storage.placement import Placement, Spare
 
 __all__ = [
@@ -129,15 +129,19 @@ class FileSource:
     ) -> None:
         """Read the ranges of ``placement``; an exception of ``on_bytes`` ends it.
 
-        A file of another tool has no digests, so nothing of it is verified.
+        A file of another tool has no digests. With ``verify="full"``, its size and its
+        time of change must stay what they are.
 
         Raises:
-            StorageError: the file cannot be read, or ends too early.
+            StorageError: the file cannot be read, ends too early, or was changed.
             IntegrityError: a chunk has another digest; its bytes may have been
                 written.
         """
         spans = [*_spans(self._manifest, placement.ranges, verify)]
-        with named(self._path):
+        unverified = verify == "full" and not self._manifest.digests
+        with named(self._path), ExitStack() as stack:
+            if unverified:
+                stack.enter_context(unchanged(self._path, self._fd))
             _Reading(self._path, self._fd, self._manifest, placement, on_bytes).run(
                 spans
             )

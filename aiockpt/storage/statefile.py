@@ -1,8 +1,4 @@
-"""Reads a state dict from a file: safetensors (ours or another tool's) or torch's.
-
-Tensors lie over a private mapping of the file. Pages are read when they are used, and
-writing to a tensor does not change the file.
-"""
+"""Reads a state dict from a file: safetensors (ours or another tool's) or torch's."""
 
 from __future__ import annotations
 
@@ -16,13 +12,14 @@ import torch
 
 from aiockpt.errors import StorageError
 from aiockpt.format.limits import Limits
+from aiockpt.state.segment import check_memory
 from aiockpt.storage.checkpoint_file import (
     blaming_file,
-    chunk_errors,
     is_of_torch,
     opened,
 )
-from aiockpt.storage.files import named
+from aiockpt.storage.files import named, unchanged
+from aiockpt.storage.placement import Placement
 from aiockpt.storage.read import FileSource, manifest_of_file
 
 __all__ = ["StateFile", "is_torch_file", "load_torch", "read_state_file"]
@@ -40,26 +37,33 @@ class StateFile:
 
 
 def read_state_file(path: Path, *, limits: Limits) -> StateFile:
-    """Return the state dict of a file; the digests of ours are verified first.
+    """Return the state dict of a file, in new memory.
+
+    The digests of our files are those of the bytes in this memory: a later change of
+    the file does not matter. The memory is that of the file's tensors.
 
     Raises:
-        StorageError: the file cannot be read, or is of no known kind.
+        StorageError: the file cannot be read, is of no known kind, or was changed
+            while it was read.
+        LimitExceededError: this host lacks the memory.
         IntegrityError: a chunk or the header of our file is damaged.
         UnsupportedLeafError: the tree has a leaf type that this process has not
             registered.
     """
     with opened(path) as fd:
         if is_torch_file(path, fd):
-            return StateFile(load_torch(path, fd), None)
+            return StateFile(load_torch(path, fd, mapped=False), None)
         manifest = manifest_of_file(path, fd, limits=limits)
-        # Staging this state dict computes new digests, which would hide damage.
-        for error in chunk_errors(path, fd, manifest):
-            raise error
         step = manifest.step if manifest.snapshot_id else None
+        size = manifest.segment_bytes
+        ranges = [(0, size)] if size else []
         with blaming_file(path):
+            check_memory(ranges, limits)
             source = FileSource(
-                path, fd, manifest, limits=limits, allow_pickle=False, mapped=True
+                path, fd, manifest, limits=limits, allow_pickle=False, mapped=False
             )
+            if ranges:
+                source.read(Placement(source.segment, ranges), verify="full")
             return StateFile(source.segment.assemble(manifest.tree), step)
 
 
@@ -77,19 +81,34 @@ def _start_of(path: Path, fd: int) -> bytes:
         return os.pread(fd, _OPENING_BRACE + 1, 0)
 
 
-def load_torch(path: Path, fd: int) -> object:
-    """Return the contents of an open file of ``torch.save``, mapped if possible.
+def load_torch(path: Path, fd: int, *, mapped: bool) -> object:
+    """Return the contents of an open file of ``torch.save``.
+
+    Args:
+        path: The name of the file, for errors.
+        fd: Its descriptor.
+        mapped: Whether tensors lie over a mapping of the file, if it has the form of a
+            zip file. The file must not be truncated meanwhile.
 
     Raises:
-        StorageError: the file is damaged, or reading it would run code.
+        StorageError: the file is damaged, was changed while it was read, or reading it
+            would run code.
     """
-    mapped = _start_of(path, fd).startswith(_ZIP)
-    if mapped:
+    with unchanged(path, fd):
+        return _loaded(path, fd, mapped=mapped)
+
+
+def _loaded(path: Path, fd: int, *, mapped: bool) -> object:
+    is_zip = _start_of(path, fd).startswith(_ZIP)
+    if is_zip:
         _check_zip(path, fd)
     try:
         # By its descriptor: another file may have got the name meanwhile.
         return torch.load(  # noqa: TID251 - weights_only unpickles no code
-            f"/proc/self/fd/{fd}", map_location="cpu", mmap=mapped, weights_only=True
+            f"/proc/self/fd/{fd}",
+            map_location="cpu",
+            mmap=is_zip and mapped,
+            weights_only=True,
         )
     except Exception as error:  # a damaged file makes torch raise anything
         raise StorageError(str(path), _reason(str(error))) from error

@@ -18,6 +18,7 @@ from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.errors import (
     CheckpointNotFoundError,
     IntegrityError,
+    LimitExceededError,
     StorageError,
     WorldSizeMismatchError,
 )
@@ -69,6 +70,56 @@ class TestOurs:
         with pytest.raises(IntegrityError) as caught:
             state_in(path)
         assert caught.value.chunk == 3
+
+
+class TestChangedFiles:
+    """What is served is what was verified: nothing is read a second time."""
+
+    @pytest.mark.parametrize("kind", ["ours", "safetensors", "torch"])
+    @pytest.mark.parametrize("change", ["truncated", "written"])
+    def test_a_change_after_the_read_does_not_matter(
+        self, tmp_path, kind: str, change: str
+    ) -> None:
+        """A mapping would show it, or raise SIGBUS."""
+        path, state = tmp_path / "f", {"a": torch.ones(1 << 18)}
+        if kind == "ours":
+            staged(path, state)
+        elif kind == "torch":
+            torch.save(state, path)
+        else:
+            save_file(state, path)
+        found = state_in(path)
+        if change == "truncated":
+            os.truncate(path, 0)
+        else:
+            path.write_bytes(b"\xff" * path.stat().st_size)
+        assert_same(found, state)
+
+    def test_a_change_during_the_read_is_an_error(self, tmp_path) -> None:
+        """A file of another tool has no digest that would tell."""
+        path = tmp_path / "f"
+        save_file({"a": torch.ones(1 << 22)}, path)
+        changed: list[int] = []
+
+        def change(_: int) -> None:
+            if not changed:
+                with path.open("r+b") as file:
+                    file.seek(-8, os.SEEK_END)
+                    changed.append(file.write(b"\xff" * 8))
+                os.utime(path, ns=(1, 1))  # within one tick of the clock, too
+
+        reader = CheckpointReader(RankInfo(0, 1))
+        with pytest.raises(StorageError, match="it was changed while it was read"):
+            reader.read(path, on_bytes=change)
+
+    def test_an_index_has_a_limit(self, tmp_path) -> None:
+        """It may be a sparse file of any size."""
+        save_file({"a": torch.ones(2)}, tmp_path / "m.safetensors")
+        index = tmp_path / "model.safetensors.index.json"
+        with index.open("wb") as file:
+            file.truncate(1 << 40)
+        with pytest.raises(LimitExceededError, match=r"the size of .*index\.json is"):
+            load(tmp_path)
 
 
 class TestSafetensors:
