@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +24,8 @@ from aiockpt.runtime.system import raise_descriptor_limit
 __all__ = ["main"]
 
 _STANDARD = (0, 1, 2)  # descriptors
+_ENDLESS = ("follow", "top")  # an interrupt is how they end
+_BREAKS = re.compile(r"\s*\n\s*")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,17 +36,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _replace_closed_streams()
     if arguments is None:  # no other program calls this, so the process is ours
         raise_descriptor_limit()
-    logging.basicConfig(format="aiockpt: %(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lines("aiockpt: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    command = ""
     try:
         given = parse(sys.argv[1:] if arguments is None else arguments)
         for module in getattr(given, "imports", ()):
             _import(module)
+        command = given.command
         # Now, so that no other command's frameworks are loaded.
         code: int = import_module(f"{__name__}.{given.command}").run(given)
         sys.stdout.flush()  # now, while a reader that went away is still an answer
     except KeyboardInterrupt as error:
-        for note in getattr(error, "__notes__", ()):
-            _complain(f"aiockpt: interrupted; {printable(note)}")
+        if command not in _ENDLESS:
+            notes = map(printable, getattr(error, "__notes__", ()))
+            _complain("; ".join(["aiockpt: interrupted", *notes]))
         return 130
     except BrokenPipeError:
         # The interpreter flushes once more at its end, and would complain.
@@ -68,6 +76,13 @@ def _import(module: str) -> None:
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"--import {module} failed: {why}") from error
+
+
+class _Lines(logging.Formatter):
+    """Writes a record without what would control the terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return printable(super().formatMessage(record))
 
 
 def _complain(line: str) -> None:
@@ -97,4 +112,5 @@ def _sentence(error: Exception) -> str:
         named = f"{error.filename}: " if error.filename else ""
         text = f"{named}{error.strerror or error}"
     text = "; ".join([text, *getattr(error, "__notes__", ())])
-    return printable(" ".join(text.split()))
+    # Blanks stay: a name may have two, and a command to paste quotes them.
+    return printable(_BREAKS.sub(" ", text.strip()))

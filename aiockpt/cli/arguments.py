@@ -17,6 +17,7 @@ from aiockpt.errors import LocalProtocolError, StorageError
 from aiockpt.format.chunks import ALGORITHM, ALGORITHMS
 from aiockpt.http.protocol import Address, parse_address
 from aiockpt.runtime.secrets import Token
+from aiockpt.runtime.words import printable
 from aiockpt.storage.directory import expanded
 
 __all__ = ["Address", "UsageError", "address", "is_url", "parse", "size"]
@@ -387,7 +388,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"aiockpt: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"aiockpt: error: {printable(message)} (see {self.prog} --help)\n")
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
@@ -413,6 +414,8 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
             if value:
                 facts["metavar"] = value
             command.add_argument(*_SHORT.get(flag, ()), flag, **facts)
+    if not given:
+        parser.exit(2, parser.format_help())
     found = parser.parse_args(given)
     if found.command == "serve" and found.insecure and found.token is not None:
         parser.error("argument --insecure: not allowed with argument --token")

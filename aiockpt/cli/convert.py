@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import shlex
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.paths import one_file, pointing_below
-from aiockpt.cli.text import printable
+from aiockpt.cli.text import command_line, printable
 from aiockpt.errors import DeviceMeshError, StateDictError, StorageError
 from aiockpt.format.dtypes import CODES, DTYPES
 from aiockpt.format.limits import FILE_LIMITS
@@ -77,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         except StateDictError as error:
             command = ["aiockpt", "convert", str(source), str(target.with_suffix(""))]
             command += [] if rank is None else ["--rank", str(rank)]
-            how = f"to convert it to a checkpoint directory: {shlex.join(command)}"
+            how = f"to convert it to a checkpoint directory: {command_line(*command)}"
             raise StateDictError(f"{source}: {error}; {how}") from error
     print(f"wrote {printable(str(target))}", file=sys.stderr)
     return 0

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from aiockpt.cli.peer import Found, Peer, open_peer
-from aiockpt.cli.text import ProgressBar, format_bytes
+from aiockpt.cli.text import ProgressBar, format_bytes, printable
 from aiockpt.errors import AiockptError
 from aiockpt.events import Meter, Progress
 from aiockpt.http.download import Download
@@ -27,11 +27,14 @@ def run(arguments: argparse.Namespace) -> int:
         summary = asyncio.run(_fetch(arguments, bar))
     except (AiockptError, OSError, KeyboardInterrupt) as error:
         part = Path(f"{arguments.output.resolve()}.part")
-        if bar.last.chunks_done and part.exists():
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if (bar.last.chunks_done or interrupted) and part.exists():
             error.add_note(
                 f"what was verified is in {part}: run the same command again to go on "
                 "from there"
             )
+        elif interrupted:
+            error.add_note("no chunk had arrived whole, so nothing was kept")
         raise
     finally:
         bar.close()
@@ -74,9 +77,12 @@ async def save(
     meter = Meter(report)
     meter.expect(manifest.segment_bytes, len(manifest.grid))
     meter.at("allocate")
-    part = await peer.bridge.run(PartFile.open, target, manifest)
+    opened: list[PartFile] = []  # a cancelled call would drop what it returns
 
-    async def missing() -> list[int]:
+    def open_part() -> None:
+        opened.append(PartFile.open(target, manifest))
+
+    async def missing(part: PartFile) -> list[int]:
         """Return the chunks that an earlier fetch has not left in the part file."""
         meter.at("plan")
         chunks = []
@@ -90,8 +96,10 @@ async def save(
         return chunks
 
     try:
+        await peer.bridge.run(open_part)
+        (part,) = opened
         async with peer.reading(found) as (peers, swarm):
-            chunks = await missing()
+            chunks = await missing(part)
             meter.at("fetch_chunk")
             outline, filled = manifest.outline, PlainTarget(part)
             if swarm is not None:
@@ -102,21 +110,24 @@ async def save(
         meter.at("write")
         await peer.bridge.run(partial(part.commit, replace=replace))
     except BaseException as error:
-        is_empty = not part.candidates and not bar.last.chunks_done
-        if is_empty or isinstance(error, final):
-            part.discard()  # no other fetch could use it
+        for part in opened:
+            is_empty = not part.candidates and not bar.last.chunks_done
+            if is_empty or isinstance(error, final):
+                part.discard()  # no other fetch could use it
         raise
     finally:
-        part.close()
+        for part in opened:
+            part.close()
     kept, elapsed = bar.last.bytes_reused, time.monotonic() - started
     arrived = format_bytes(bar.last.bytes_done - kept)
     resumed = f" ({format_bytes(kept)} were there already)" if kept else ""
     given = "".join(
-        f"\n{format_bytes(nbytes)} of it from {url}"
+        f"\n{format_bytes(nbytes)} of it from {printable(url)}"
         for url, nbytes in peers.given().items()
     )
     return (
-        f"{target}: step {manifest.step}, snapshot {manifest.snapshot_id}\n"
+        f"{printable(str(target))}: step {manifest.step}, "
+        f"snapshot {manifest.snapshot_id}\n"
         f"{arrived}{resumed} at {format_bytes(bar.last.rate)}/s, verified; on the disk "
         f"after {elapsed:.2f} s{given}"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.fetch import save
 from aiockpt.cli.peer import open_peer
-from aiockpt.cli.text import ProgressBar
+from aiockpt.cli.text import ProgressBar, printable
 from aiockpt.errors import TransportError
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.http.manifests import SUPERSEDED, Steps, chase
@@ -73,7 +73,7 @@ async def _follow(arguments: argparse.Namespace, bar: ProgressBar) -> None:
             _, target = await chase(
                 steps.__anext__, fetch, pause=client.pause, survives=_SURVIVES
             )
-            print(target, flush=True)
+            print(printable(str(target)), flush=True)
 
 
 def _holds(path: Path, snapshot: str) -> bool:

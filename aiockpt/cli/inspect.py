@@ -7,15 +7,23 @@ import asyncio
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 
 from aiockpt.cli.arguments import Address, UsageError
 from aiockpt.cli.paths import one_file
-from aiockpt.cli.text import counted, format_bytes, format_table, printable
+from aiockpt.cli.text import (
+    MAX_CELL,
+    clipped,
+    counted,
+    format_bytes,
+    format_table,
+    printable,
+)
 from aiockpt.format.dtypes import CODES, itemsize
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import (
@@ -47,6 +55,8 @@ _FLAGS = {
 _ALWAYS_KNOWN = ("torch.", "numpy.", f"{PYTREE}torch.return_types.")
 _DIGESTS_SHOWN = 8
 _MAX_LINES = 30
+_MAX_LINE = 200
+_MAX_KEY = 60
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         json.dump(_as_json(name, header), sys.stdout, indent=2)
         print()
     else:
-        print(_as_text(name, header))
+        for line in _as_text(name, header):
+            print(line)
     return 0
 
 
@@ -97,24 +108,42 @@ class _Tensor:
     other_readers: str = ""
 
 
-def _as_text(name: str, header: Manifest | ForeignHeader) -> str:
-    """Return the report as lines."""
-    parts = [_heading(name, header)]
+def _as_text(name: str, header: Manifest | ForeignHeader) -> Iterator[str]:
+    """Yield the lines of the report."""
+    yield from _heading(name, header)
+    yield ""
     if isinstance(header, Manifest):
-        parts += [_tree(header), *_strangers(header), _digests(header)]
-    parts.append(_table(header))
-    odd = [tensor for tensor in _tensors(header) if tensor.other_readers]
-    if odd:
-        lines = ["Other readers of safetensors see these in another form:"]
-        for tensor in odd[:_MAX_LINES]:
+        yield "Tree"
+        yield from (f"  {clipped(line, _MAX_LINE)}" for line in outline(header.tree))
+        yield ""
+        if strangers := _strangers(header):
+            yield from (*strangers, "")
+        yield from _digests(header)
+        yield ""
+    yield from _table(header)
+    odd = (tensor for tensor in _tensors(header) if tensor.other_readers)
+    shown = [*islice(odd, _MAX_LINES)]
+    if shown:
+        yield ""
+        yield "Other readers of safetensors see these in another form:"
+        for tensor in shown:
             seen = tensor.other_readers
             if seen == "absent":
-                seen += f", only {printable(tensor.entry)} is there"
-            lines.append(f"  {printable(tensor.path) or '(the whole)'}: {seen}")
-        if len(odd) > _MAX_LINES:
-            lines.append(f"  ... and {len(odd) - _MAX_LINES} more (--json)")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+                seen += f", only {clipped(tensor.entry, MAX_CELL)} is there"
+            yield f"  {clipped(tensor.path, MAX_CELL) or '(the whole)'}: {seen}"
+        if more := sum(1 for _ in odd):
+            yield f"  ... and {more} more (--json)"
+
+
+class _Streamed(list[object]):
+    """Values that are made one by one while they are written as a JSON array."""
+
+    def __init__(self, make: Callable[[], Iterator[object]]) -> None:
+        super().__init__(islice(make(), 1))  # it is empty exactly if there are none
+        self._make = make
+
+    def __iter__(self) -> Iterator[object]:
+        return self._make()
 
 
 def _as_json(name: str, header: Manifest | ForeignHeader) -> dict[str, object]:
@@ -123,7 +152,7 @@ def _as_json(name: str, header: Manifest | ForeignHeader) -> dict[str, object]:
         "source": name,
         "header_bytes": header.header_bytes,
         "segment_bytes": header.segment_bytes,
-        "tensors": [_told(tensor) for tensor in _tensors(header)],
+        "tensors": _Streamed(lambda: map(_told, _tensors(header))),
     }
     if isinstance(header, ForeignHeader):
         return {"format": "safetensors", **report, "metadata": header.metadata}
@@ -132,7 +161,7 @@ def _as_json(name: str, header: Manifest | ForeignHeader) -> dict[str, object]:
         "snapshot": header.snapshot_id,
         "chunk_bytes": header.chunk_bytes,
         "algorithm": header.algorithm,
-        "digests": list(header.digests),
+        "digests": header.digests,
         "tree": header.tree,
     }
     return {"format": "aiockpt", **report, **facts}
@@ -180,28 +209,23 @@ def _foreign(manifest: Manifest, spec: TensorSpec, path: str) -> str:
     return f"values without {' and '.join(words)}" if words else ""
 
 
-def _heading(name: str, header: Manifest | ForeignHeader) -> str:
+def _heading(name: str, header: Manifest | ForeignHeader) -> Iterator[str]:
     size = f"{format_bytes(header.segment_bytes)} ({header.segment_bytes} bytes)"
     size += f" after a header of {format_bytes(header.header_bytes)}"
-    lines = [f"{printable(name)}:"]
-    if isinstance(header, ForeignHeader):
-        lines += [f"  safetensors file, not written by aiockpt: {size}"]
-        lines += [
-            f"  {printable(key)}: {printable(value)[:200]}"
-            for key, value in header.metadata.items()
-        ]
-        return "\n".join(lines)
-    lines += [f"  step {header.step}, snapshot {header.snapshot_id}", f"  {size}"]
-    return "\n".join(lines)
-
-
-def _tree(manifest: Manifest) -> str:
-    lines = [printable(line) for line in outline(manifest.tree)]
-    return "\n".join(["Tree", *(f"  {line}" for line in lines)])
+    yield f"{printable(name)}:"
+    if isinstance(header, Manifest):
+        yield f"  step {header.step}, snapshot {clipped(header.snapshot_id, MAX_CELL)}"
+        yield f"  {size}"
+        return
+    yield f"  safetensors file, not written by aiockpt: {size}"
+    for key, value in islice(header.metadata.items(), _MAX_LINES):
+        yield f"  {clipped(key, MAX_CELL)}: {clipped(value, _MAX_LINE)}"
+    if (more := len(header.metadata) - _MAX_LINES) > 0:
+        yield f"  ... and {more} more (--json)"
 
 
 def _strangers(manifest: Manifest) -> list[str]:
-    """Return what to register before a load, as one part; none if all is known."""
+    """Return lines that say what to register before a load; none if all is known."""
     found: dict[str, str] = {}
     stack: list[tuple[TreePath, Node]] = [((), manifest.tree)]
     while stack:
@@ -219,8 +243,9 @@ def _strangers(manifest: Manifest) -> list[str]:
         return []
     lines = ["Types that a load needs to know (see --import):"]
     for tag, where in list(found.items())[:_MAX_LINES]:
-        lines.append(f"  {printable(where)}: {printable(rebuilding(tag))}")
-    return ["\n".join(lines)]
+        how = clipped(rebuilding(tag), _MAX_LINE)
+        lines.append(f"  {clipped(where, MAX_CELL)}: {how}")
+    return lines
 
 
 def _is_unknown(tag: str) -> bool:
@@ -228,38 +253,38 @@ def _is_unknown(tag: str) -> bool:
     return REGISTRY.named(tag) is None and not tag.startswith(_ALWAYS_KNOWN)
 
 
-def _digests(manifest: Manifest) -> str:
+def _digests(manifest: Manifest) -> Iterator[str]:
     shown = manifest.digests[:_DIGESTS_SHOWN]
     size = format_bytes(manifest.chunk_bytes)
     count = counted(len(manifest.digests), "chunk")
-    lines = [f"Digests: {count} of {size}, {manifest.algorithm}"]
-    lines += [f"  {chunk:>3}  {digits}" for chunk, digits in enumerate(shown)]
+    yield f"Digests: {count} of {size}, {manifest.algorithm}"
+    yield from (f"  {chunk:>3}  {digits}" for chunk, digits in enumerate(shown))
     if len(manifest.digests) > len(shown):
-        lines.append(f"  ... and {len(manifest.digests) - len(shown)} more (--json)")
-    return "\n".join(lines)
+        yield f"  ... and {len(manifest.digests) - len(shown)} more (--json)"
 
 
-def _table(header: Manifest | ForeignHeader) -> str:
-    rows = [
-        (
-            printable(tensor.path) or "(the whole)",
-            tensor.dtype,
-            " x ".join(map(str, tensor.shape)) or "scalar",
-            format_bytes(tensor.bytes),
-            _remarks(tensor),
-        )
-        for tensor in _tensors(header)
-    ]
+def _table(header: Manifest | ForeignHeader) -> Iterator[str]:
     total = format_bytes(header.segment_bytes)  # tensors that share bytes count once
-    rows.append((counted(len(rows), "tensor"), "", "", total, ""))
-    return format_table(("Tensor", "dtype", "shape", "size", ""), rows, right=(3,))
+    return format_table(
+        ("Tensor", "dtype", "shape", "size", ""),
+        map(_row, _tensors(header)),
+        right=(3,),
+        hint=" (--json)",
+        last=lambda count: (counted(count, "tensor"), "", "", total, ""),
+    )
 
 
-def _remarks(tensor: _Tensor) -> str:
-    words = list(tensor.flags)
+def _row(tensor: _Tensor) -> tuple[str, ...]:
+    remarks = list(tensor.flags)
     if tensor.entry != tensor.path:
-        words.append(f"in {printable(tensor.entry)}")
-    return ", ".join(words)
+        remarks.append(f"in {clipped(tensor.entry, MAX_CELL)}")
+    return (
+        tensor.path or "(the whole)",
+        tensor.dtype,
+        " x ".join(map(str, tensor.shape)) or "scalar",
+        format_bytes(tensor.bytes),
+        ", ".join(remarks),
+    )
 
 
 def outline(node: Node) -> list[str]:
@@ -272,7 +297,7 @@ def outline(node: Node) -> list[str]:
         return [_describe(node)]
     if all(_open(child)[0] == "tensor" for _, child in children):
         return [_describe(node)]  # the table of tensors says the rest
-    shown = children[:_MAX_LINES]
+    shown = [(clipped(key, _MAX_KEY), child) for key, child in children[:_MAX_LINES]]
     width = max((len(key) for key, _ in shown), default=0)
     lines = [f"{kind} of {len(children)}"]
     lines += [f"  {key.ljust(width)}  {_describe(child)}" for key, child in shown]

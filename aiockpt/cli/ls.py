@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from aiockpt.cli.text import counted, format_bytes, format_table, printable
+from aiockpt.cli.text import (
+    command_line,
+    counted,
+    format_bytes,
+    format_table,
+    printable,
+)
 from aiockpt.errors import StorageError
 from aiockpt.storage.directory import (
     MARKER,
@@ -38,8 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
         json.dump([_described(each) for each in found], sys.stdout, indent=2)
         print()
     elif found:
-        rows = [_row(each) for each in found]
-        print(format_table(_HEADS, rows, right=(1, 2, 3)))
+        for line in format_table(
+            _HEADS, map(_row, found), right=(1, 2, 3), hint=" (--json)"
+        ):
+            print(line)
     whole = {each.name for each in found}
     for name in names:
         if name not in whole and (why := _what_is_wrong(place / name)):
@@ -52,11 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _guide(place: Path, names: list[str]) -> None:
     """Say that there is no checkpoint, and which directories below hold some."""
     lines = []
+    # "." is the start of a name that begins with a hyphen, too.
+    start = os.path.join(".", place) if str(place).startswith("-") else str(place)
     for name in names:
         with suppress(StorageError):
             if count := len(list_checkpoints(place / name)):
-                command = shlex.join(["aiockpt", "ls", str(place / name)])
-                lines.append(f"  {counted(count, 'checkpoint')}: {printable(command)}")
+                command = command_line("aiockpt", "ls", os.path.join(start, name))
+                lines.append(f"  {counted(count, 'checkpoint')}: {command}")
     below = ", but there are some below:" if lines else ""
     print(
         f"{printable(str(place))}: there is no checkpoint here{below}", file=sys.stderr
@@ -93,7 +102,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, object]:
 def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.saved_at))
     return (
-        printable(checkpoint.name),
+        checkpoint.name,
         str(checkpoint.step),
         str(checkpoint.world_size),
         format_bytes(checkpoint.nbytes),

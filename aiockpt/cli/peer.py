@@ -11,6 +11,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from aiockpt.cli.arguments import Address, UsageError
@@ -38,6 +39,7 @@ from aiockpt.http.server import CheckpointServer
 from aiockpt.http.tokens import MAC_HEADER
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
+from aiockpt.storage.files import open_regular
 
 __all__ = ["Found", "Peer", "open_peer"]
 
@@ -277,7 +279,10 @@ def _trusting(cafile: str | None) -> ssl.SSLContext | None:
     if cafile is None:
         return None
     try:
+        os.close(open_regular(Path(cafile)))  # a FIFO would block for ever
         context = ssl.create_default_context(cafile=cafile)
+    except StorageError:
+        raise
     except OSError as error:
         detail = f"it holds no usable certificate: {error.strerror or error}"
         raise StorageError(cafile, detail) from error

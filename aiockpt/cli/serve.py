@@ -8,7 +8,6 @@ import ipaddress
 import math
 import os
 import re
-import shlex
 import signal
 import ssl
 import sys
@@ -22,18 +21,19 @@ from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.paths import one_file
-from aiockpt.cli.text import format_bytes, printable
+from aiockpt.cli.text import command_line, format_bytes, printable
 from aiockpt.errors import CheckpointNotFoundError, LocalProtocolError, StorageError
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.http.options import Auth, Server
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.http.transport import HTTPTransport
 from aiockpt.storage.directory import find_checkpoint, list_checkpoints
-from aiockpt.storage.files import named
+from aiockpt.storage.files import named, open_regular
 from aiockpt.storage.statefile import StateFile, read_state_file
 
 __all__ = ["run"]
 
+_LONGEST_NAME = 200  # bytes; suffixes follow, and a file system takes 255
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 _READABLE = re.compile(r".*\.safetensors|checkpoint_[0-9]+\.pt")
 
@@ -64,7 +64,11 @@ def _tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
+        for each in filter(None, (cert, key)):
+            os.close(open_regular(Path(each)))  # a FIFO would block for ever
         context.load_cert_chain(cert, key)
+    except StorageError:
+        raise
     except OSError as error:
         names = cert if key is None else f"{cert} and {key}"
         detail = f"no usable certificate with its key: {error.strerror or error}"
@@ -119,7 +123,7 @@ def _announcement(
     They hold the token, a random one or the one that was typed here, since the person
     who reads them is the one to hand it on. A token of the environment stays there.
     """
-    output = f"{chosen.name_for(number)}.safetensors"
+    output = _output(chosen.name_for(number))
     source = parse_metadata(metadata)
     fetch, curl = ["fetch", metadata], ["curl", "-f"]
     if arguments.token is not None:
@@ -146,9 +150,17 @@ def _announcement(
     return (
         f"Serving {printable(str(chosen.path))} ({size}) as step {number} at "
         f"{source.base_url} until interrupted. To fetch it{only}{needs}:\n"
-        f"  {shlex.join(['aiockpt', *fetch])}\n"
-        f"  {shlex.join(curl)}{header}"
+        f"  {command_line('aiockpt', *fetch)}\n"
+        f"  {command_line(*curl)}{header}"
     )
+
+
+def _output(name: str) -> str:
+    """Return the name of a file that no command takes for an option or a home."""
+    while len(os.fsencode(name)) > _LONGEST_NAME:
+        name = name[1:]  # the step is at its end
+    file = f"{name}.safetensors"
+    return f"./{file}" if file.startswith(("-", "~", "@")) else file
 
 
 def _is_loopback(url: str) -> bool:
@@ -201,11 +213,11 @@ class _Chosen:
         return stem if stem.endswith(f"step-{step}") else f"{stem}-step{step}"
 
     def read(self) -> StateFile:
-        """Return the state dict; the digests of our own files are verified first."""
+        """Return the state dict in memory of its own, with verified digests if ours."""
         if not self.file.is_dir():
             return read_state_file(self.file, limits=FILE_LIMITS)
         reader = CheckpointReader(RankInfo(0, 1))
-        return StateFile(reader.read(self.file, mmap=True, rank=self.rank)[0], None)
+        return StateFile(reader.read(self.file, rank=self.rank)[0], None)
 
 
 def _choose(path: Path, rank: int | None) -> _Chosen:

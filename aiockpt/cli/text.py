@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TextIO
 
 from aiockpt.events import Progress
+from aiockpt.runtime.words import clipped, command_line, printable
 
 __all__ = [
+    "MAX_CELL",
+    "MAX_ROWS",
     "ProgressBar",
+    "clipped",
+    "command_line",
     "counted",
     "format_bytes",
     "format_seconds",
@@ -31,6 +37,8 @@ _WORDS = {
     "write": "writing",
 }
 _MAX_BAR = 40
+MAX_CELL = 100  # characters of a cell of a table
+MAX_ROWS = 10_000  # of a table; a JSON document has all
 _FRAME = 0.1
 _LINE_EVERY = 5.0
 _CLEAR = "\r\x1b[2K"
@@ -59,29 +67,47 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_table(
-    heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()
-) -> str:
-    """Return lines with aligned columns; those in ``right`` are flush right."""
-    lines = [heads, *rows]
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Iterable[int] = (),
+    last: Callable[[int], Sequence[str]] | None = None,
+    hint: str = "",
+) -> Iterator[str]:
+    """Yield lines with aligned columns; those in ``right`` are flush right.
+
+    Names of peers and files may be in it: each cell is clipped, and what would control
+    the terminal is escaped. Of more than `MAX_ROWS` rows, the others are counted.
+
+    Args:
+        heads: The names of the columns.
+        rows: The cells of each row.
+        right: The numbers of the columns that are flush right.
+        last: Returns the last row, from the number of all others.
+        hint: Follows the number of rows that are not shown.
+    """
+    each = iter(rows)
+    shown = [_cells(row) for row in islice(each, MAX_ROWS)]
+    more = sum(1 for _ in each)
+    end = [] if last is None else [_cells(last(len(shown) + more))]
+    lines = [_cells(heads), *shown, *end]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     flush = set(right)
 
-    def cell(index: int, text: str) -> str:
-        width = widths[index]
-        return text.rjust(width) if index in flush else text.ljust(width)
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join(
+            cell.rjust(width) if index in flush else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
 
-    return "\n".join(
-        "  ".join(cell(index, text) for index, text in enumerate(line)).rstrip()
-        for line in lines
-    )
+    yield from map(line, lines[: 1 + len(shown)])
+    if more:
+        yield f"... and {more} more{hint}"
+    yield from map(line, end)
 
 
-def printable(text: str) -> str:
-    """Escape what would control the terminal: names come from files and peers."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode()
-        for char in text
-    )
+def _cells(row: Sequence[str]) -> tuple[str, ...]:
+    return tuple(clipped(cell, MAX_CELL) for cell in row)
 
 
 def render(progress: Progress, width: int) -> str:

@@ -7,15 +7,23 @@ import asyncio
 import math
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import aclosing
 from functools import partial
+from itertools import chain, islice
 from typing import Annotated
 
 import msgspec
 
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.peer import open_peer
-from aiockpt.cli.text import format_bytes, format_table, printable
+from aiockpt.cli.text import (
+    MAX_CELL,
+    clipped,
+    format_bytes,
+    format_table,
+    printable,
+)
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.client import CheckpointClient, Request
 from aiockpt.http.protocol import Origin
@@ -90,12 +98,15 @@ async def _watch(arguments: argparse.Namespace, *, lives: bool) -> None:
             retries = client.retries(origin, None, patience, peer.deadline.note)
             found = await retries.run(partial(_ask, client, origin))
             seconds, asked = now() - asked, now()
-            lines = [f"aiockpt  {origin.base_url}", *_lines(found, before, seconds)]
+            title = printable(f"aiockpt  {origin.base_url}")
+            lines = chain([title], _lines(found, before, seconds))
             if not lives:
-                print("\n".join(lines))
+                for line in lines:
+                    print(line)
                 return
             columns, rows = os.get_terminal_size(sys.stdout.fileno())
-            shown = [line[: columns or None] for line in lines[: (rows or 99) - 1]]
+            fitting = islice(lines, max((rows or 99) - 1, 0))
+            shown = [line[: columns or None] for line in fitting]
             print(_CLEAR + "\n".join(shown), flush=True)
             before = found
             await client.pause(_PAUSE)
@@ -117,8 +128,8 @@ async def _ask(client: CheckpointClient, origin: Origin) -> _Answer:
         raise RemoteProtocolError(detail) from None
 
 
-def _lines(found: _Answer, before: _Answer | None, seconds: float) -> list[str]:
-    """Return the lines that show a status; rates are those since the one before."""
+def _lines(found: _Answer, before: _Answer | None, seconds: float) -> Iterator[str]:
+    """Yield the lines that show a status; rates are those since the one before."""
     serving, status, swarm = found.serving, found.status, found.status.swarm
     sending = ""
     if before is not None:
@@ -126,30 +137,32 @@ def _lines(found: _Answer, before: _Answer | None, seconds: float) -> list[str]:
     what = "nothing is served now"
     if serving is not None:
         size = format_bytes(serving.total_bytes)
-        what = f"step {serving.step}  {size}  {printable(serving.snapshot_id)}"
+        what = f"step {serving.step}  {size}  {clipped(serving.snapshot_id, MAX_CELL)}"
     counts = {name: getattr(status, name) for name in _COUNTS}
     counts["sent"] = format_bytes(status.bytes_sent) + sending
-    lines = [what, "  ".join(f"{name} {count}" for name, count in counts.items())]
+    yield what
+    yield "  ".join(f"{name} {count}" for name, count in counts.items())
     if serving is None or swarm is None:
-        return lines
+        return
     count = len(swarm.members) + swarm.more
     given = f"{swarm.given} of {swarm.chunks} chunks given"
-    lines.append(f"members {count}  {given}")
+    yield f"members {count}  {given}"
     if not swarm.members:
-        return lines
+        return
     known = _known(before) if _of(before) == serving.snapshot_id else {}
     size_of_chunk = serving.total_bytes / max(swarm.chunks, 1)
-    rows = []
-    for each in swarm.members:
+
+    def row(each: _Member) -> tuple[str, ...]:
         share = min(each.have / max(swarm.chunks, 1), 1.0)
         old = known.get(each.id)
         rate = "" if old is None else _rate((each.have - old) * size_of_chunk, seconds)
-        row = (each.id, each.url, each.zone, _bar(share), f"{math.floor(100 * share)}%")
-        rows.append((*map(printable, row), rate, str(each.complaints)))
-    lines += ["", *format_table(_HEADS, rows, right=(4, 5, 6)).splitlines()]
+        has = _bar(share), f"{math.floor(100 * share)}%"
+        return (each.id, each.url, each.zone, *has, rate, str(each.complaints))
+
+    yield ""
+    yield from format_table(_HEADS, map(row, swarm.members), right=(4, 5, 6))
     if swarm.more:
-        lines.append(f"and {swarm.more} more")
-    return lines
+        yield f"and {swarm.more} more"
 
 
 def _known(before: _Answer | None) -> dict[str, int]:

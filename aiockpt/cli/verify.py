@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import mmap
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from aiockpt.cli.arguments import Address, UsageError
@@ -48,12 +50,12 @@ def _verify(path: Path, *, expected: str | None = None) -> int:
         wrong = "well formed, but it has no digests to verify"
     elif expected not in (None, header.snapshot_id):
         wrong = f"it is snapshot {header.snapshot_id}, the marker names {expected}"
-    elif damage := list(verify_chunks(path, header)):
-        wrong = _describe(damage, header)
+    elif wrong := _describe(verify_chunks(path, header), header):
+        pass
     else:
         print(_intact(str(path), header))
         return 0
-    print(f"aiockpt: error: {printable(str(path))}: {wrong}", file=sys.stderr)
+    print(f"aiockpt: error: {printable(f'{path}: {wrong}')}", file=sys.stderr)
     return 1
 
 
@@ -65,9 +67,12 @@ def _intact(name: str, manifest: Manifest) -> str:
     )
 
 
-def _describe(damage: list[IntegrityError], manifest: Manifest) -> str:
-    """Name the damaged chunks, and what the first one should have been."""
-    first, *others = damage
+def _describe(damage: Iterator[IntegrityError], manifest: Manifest) -> str:
+    """Name the damaged chunks, and what the first one should have been; "" if none."""
+    if (first := next(damage, None)) is None:
+        return ""
+    others = [error.chunk for error in islice(damage, _SHOWN)]
+    more = sum(1 for _ in damage)
     start, stop = manifest.grid.range(first.chunk or 0)
     base = manifest.header_bytes
     text = (
@@ -75,9 +80,8 @@ def _describe(damage: list[IntegrityError], manifest: Manifest) -> str:
         f"{base + stop}) has digest {first.actual}, expected {first.expected}"
     )
     if others:
-        named = ", ".join(str(error.chunk) for error in others[:_SHOWN])
-        more = ", ..." if len(others) > _SHOWN else ""
-        text += f"; {len(others)} more are damaged: {named}{more}"
+        named = ", ".join(map(str, others)) + (", ..." if more else "")
+        text += f"; {len(others) + more} more are damaged: {named}"
     return text
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+import os
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,12 +25,14 @@ from aiockpt.http.problems import HostNotAllowed, RefusedError
 from aiockpt.http.tokens import Grant, make_token, read_token
 from aiockpt.runtime.secrets import Token, discreet
 from aiockpt.storage.directory import expanded
+from aiockpt.storage.files import named, open_regular
 
 __all__ = ["Credentials", "admit", "bearer", "find_credentials"]
 
 logger = logging.getLogger("aiockpt")
 
 _LONGEST: Final = 4096  # bytes of a token file
+_SHORTEST: Final = 16  # characters of a token that nobody guesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,17 @@ class Credentials:
     def in_metadata(self) -> str | None:
         """The token that the metadata carries."""
         return None if self.shared else self.token
+
+    def warn_if_short(self) -> None:
+        """Log a warning for a token that can be guessed; it is not repeated."""
+        if self.token is not None and len(self.token) < _SHORTEST:
+            logger.warning(
+                "the token has %d characters, and a short one can be guessed: use at "
+                "least %d random ones, as of python -c 'import secrets; "
+                "print(secrets.token_urlsafe())'",
+                len(self.token),
+                _SHORTEST,
+            )
 
     def granted(self, receiver: str, *, step: int | None, expires: float) -> str:
         """Return a token for one receiver; see `make_token`.
@@ -98,7 +112,8 @@ def find_credentials(
 
 
 def _read_token_file(path: str) -> str:
-    with Path(expanded(path)).open("rb") as file:
+    place = Path(expanded(path))
+    with named(place), os.fdopen(open_regular(place), "rb") as file:
         content = file.read(_LONGEST + 1)
     if len(content) > _LONGEST:
         raise ValueError(f"the token file {path} is too long: at most {_LONGEST} bytes")

@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import time
+import warnings
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -199,6 +200,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._credentials = find_credentials(
             auth.token, insecure=auth.insecure, env=os.environ
         )
+        self._credentials.warn_if_short()
         self._timeout, self._limits = seconds(timeout), receive.limits
         self._same_host, lends = same_host, bool(same_host) and CAN_LEND
         self._bridge = Bridge(threads=_THREADS, name="aiockpt")
@@ -262,6 +264,17 @@ class HTTPTransport(CheckpointTransport[T]):
     def __repr__(self) -> str:
         now = self.statistics()
         return f"<HTTPTransport step={now.step} readers={now.readers}>"
+
+    def __del__(self) -> None:
+        lifetime: Lifetime | None = getattr(self, "_lifetime", None)
+        if lifetime is not None and lifetime.is_open:
+            warnings.warn(
+                "an HTTPTransport was used and never shut down: use it in 'async with "
+                "aiockpt.HTTPTransport(...) as transport:', or await its shutdown()",
+                ResourceWarning,
+                source=self,
+                stacklevel=1,
+            )
 
     async def __aenter__(self) -> Self:
         await self.start()

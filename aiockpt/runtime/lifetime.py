@@ -103,6 +103,11 @@ class Lifetime:
         closed = " closed" if self.closed else ""
         return f"<Lifetime of {self._what} calls={self._calls}{closed}>"
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this process has used the object, and its end has not begun."""
+        return self._loop is not None and not self.closed and self._pid == os.getpid()
+
     def check(self) -> None:
         """Raise ``ClosedError`` once the end has begun."""
         if self.closed:

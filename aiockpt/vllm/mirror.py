@@ -131,9 +131,9 @@ class HostMirror:
     async def _follow(self) -> None:
         """Find the leader, or become it, and map what it publishes."""
         _make_private(self._path.parent)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         with files.named(self._path):
-            fd = os.open(self._path, flags, 0o600)
+            fd = files.open_regular(self._path, flags, 0o600)
         try:
             if not files.lock(fd):
                 if leader := os.pread(fd, _LONGEST, 0).decode():

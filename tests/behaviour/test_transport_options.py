@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import warnings
 from typing import Any
 
 import aiohttp
@@ -81,6 +83,34 @@ class TestCredentials:
         monkeypatch.setenv("AIOCKPT_TOKEN_PATH", "/nowhere/token")
         with pytest.raises(OSError, match="/nowhere/token"):
             transport()
+
+    async def test_a_short_token_is_logged(self, caplog):
+        """As a warning that does not repeat it."""
+        with caplog.at_level(logging.WARNING):
+            async with transport(token="g" * 16), transport():
+                assert not caplog.records
+            async with transport(token="sesame-of-x"):
+                pass
+        (record,) = caplog.records
+        assert "the token has 11 characters" in record.getMessage()
+        assert "sesame" not in caplog.text
+
+    async def test_a_forgotten_async_with_is_named(self):
+        """Not only the sockets and sessions that it leaves open."""
+        left = transport()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del left  # it was never used
+            gc.collect()
+            assert not caught
+            left = transport()
+            await left.start()
+            left.__del__()
+            await left.shutdown(wait=False)
+            left.__del__()
+        (warning,) = caught
+        assert warning.category is ResourceWarning
+        assert "async with aiockpt.HTTPTransport" in str(warning.message)
 
     async def test_insecure_must_be_said_and_is_logged(self, caplog):
         """As a warning."""

@@ -163,6 +163,22 @@ def test_an_early_fetch_waits(file: Path, tmp_path: Path) -> None:
     assert target.read_bytes() == file.read_bytes()
 
 
+def test_an_interrupt_before_the_first_chunk(server: Serving, tmp_path: Path) -> None:
+    """It says that nothing was kept, rather than nothing."""
+    part = tmp_path / "f.part"
+    nothing = FaultProxy("127.0.0.1", server.port, otherwise=OnlyTheEnd(1 << 60))
+    with beside(nothing) as proxy:
+        url = proxy.url(f"/checkpoint/#{server.token}")
+        fetch = start_aiockpt("fetch", url, "-q", "--no-swarm", "-o", tmp_path / "f")
+        until(part.exists)
+        fetch.send_signal(signal.SIGINT)
+        _, err = fetch.communicate(timeout=PATIENCE)
+    assert fetch.returncode == 130
+    kept = "no chunk had arrived whole, so nothing was kept"
+    assert err == f"aiockpt: interrupted; {kept}\n"
+    assert not [*tmp_path.iterdir()]
+
+
 @proves("cell aiockpt fetch: timeout", "cell aiockpt fetch: cancel")
 @pytest.mark.parametrize("end", ["timeout", "interrupt", "kill"])
 def test_the_next_fetch_goes_on(

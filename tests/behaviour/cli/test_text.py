@@ -82,8 +82,9 @@ def test_times_are_those_of_a_clock(seconds: float, text: str) -> None:
 
 def test_columns_of_a_table_are_aligned() -> None:
     """Numbers to the right; no blanks at the end of a line."""
-    table = format_table(("name", "size"), [("a", "10"), ("long one", "9")], right=(1,))
-    assert table == "name      size\na           10\nlong one     9"
+    rows = [("a", "10"), ("long one", "9")]
+    lines = [*format_table(("name", "size"), rows, right=(1,))]
+    assert lines == ["name      size", "a           10", "long one     9"]
 
 
 @pytest.mark.parametrize(

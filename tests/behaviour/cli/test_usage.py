@@ -22,7 +22,6 @@ from tests.support.commandline import (
 HEAVY = ("torch", "aiohttp", "anyio", "numpy")
 
 USAGE = [
-    ([], "required"),
     (["nonsense"], "invalid choice"),
     (["fetch", "http://host/"], "required"),
     (["fetch", "ftp://host/#secret", "-o", "f"], "http://host:port"),
@@ -68,6 +67,13 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert reason in error
     assert not helps or "--help)" in error
     assert "secret" not in error
+
+
+def test_no_arguments_are_answered_with_help(cli: Commands) -> None:
+    """It is wrong usage nevertheless."""
+    out, err = cli(code=2)
+    assert out == ""
+    assert err == cli("--help")[0]
 
 
 def test_a_reader_that_leaves(file: Path) -> None:

@@ -1,0 +1,138 @@
+"""Names from files, peers and people: what a terminal and a shell make of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from aiockpt.cli.text import MAX_CELL, MAX_ROWS, clipped, command_line, format_table
+from aiockpt.cli.text import printable as escaped
+from tests.support.commandline import Commands, run_shell, serving
+from tests.support.saving import save
+
+pytestmark = pytest.mark.timeout(180)
+
+ODD = [
+    "two  blanks",
+    "$(touch PWNED) `x` \"'\\",
+    "-1",
+    "~user",
+    "a\nb\tc",
+    "\x1b]0;EVIL\x07",
+    "\u202egnp",
+    os.fsdecode(b"\xff\xfe1"),
+    "1\x0123",  # an octal number ends after three digits
+]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_shell_gets_each_word_as_it_is(name: str) -> None:
+    """And a terminal gets no character that controls it."""
+    line = command_line("printf", "%s", name)
+    assert line.isprintable()
+    done = subprocess.run(["bash", "-c", line], capture_output=True, check=True)
+    assert done.stdout == os.fsencode(name)
+
+
+def test_the_commands_to_paste_work_for_an_odd_name(tmp_path: Path) -> None:
+    """Also the file that they make has a name that no command takes for an option."""
+    name = "-\x1b]0;E\x07  '$(touch PWNED)\n1"
+    save(tmp_path / name, {"w": torch.ones(3)})
+    with serving(tmp_path / name) as running:
+        assert running.announcement.isprintable()
+        done = run_shell(f"bash -c {shlex.quote(running.fetch)}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(line.isprintable() for line in done.stderr.splitlines())
+    made = {each.name for each in tmp_path.iterdir()}
+    assert made == {name, f"{name}-step1.safetensors"}
+
+
+def test_what_is_said_of_odd_names(cli: Commands, tmp_path: Path) -> None:
+    """Warnings, errors and lists escape them; a command of `ls` can be pasted."""
+    below = tmp_path / "a  b\x1b[31m"
+    save(below / "step-1", {"w": torch.ones(3)})
+    (below / "step-2").mkdir()
+    (below / "step-2" / "commit.json").write_text("{")
+    err = cli("ls", tmp_path)[1]
+    assert "\x1b" not in err
+    command = err.splitlines()[-1].partition(": ")[2].strip()
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {command}"], capture_output=True, check=True
+    ).stdout.decode()
+    assert words.splitlines() == ["aiockpt", "ls", str(below)]
+    torch.save({"w": 1}, below / "x.pt")
+    error = cli.error("inspect", below / "x.pt")
+    assert "\x1b" not in error
+    assert command_line(str(below / "x.pt")) in error
+
+
+def test_a_table_is_bounded() -> None:
+    """In width and rows, whatever a peer says; the last row counts all."""
+    rows = ((f"{index or 'n' * 10_000_000}\x1b", "1") for index in range(MAX_ROWS + 5))
+    lines = [
+        *format_table(("a", "b"), rows, last=lambda count: (f"{count} in all", ""))
+    ]
+    assert len(lines) == 1 + MAX_ROWS + 2
+    assert max(map(len, lines)) <= MAX_CELL + 3
+    assert all(line.isprintable() for line in lines)
+    assert lines[-2:] == ["... and 5 more", f"{MAX_ROWS + 5} in all"]
+
+
+def test_a_long_name_shows_both_ends() -> None:
+    """Escapes count, too."""
+    assert clipped("a" * 50 + "b" * 50, 21) == "a" * 9 + "..." + "b" * 9
+    assert len(clipped("\x1b" * 50, 21)) <= 21
+    assert escaped("\x1b") == "\\x1b"
+
+
+def test_a_long_name_in_a_header(cli: Commands, tmp_path: Path) -> None:
+    """One long name among many is no reason for as many wide lines."""
+    state = {"n" * 100_000: {f"t{index}": torch.ones(1) for index in range(200)}}
+    path = save(tmp_path / "s-1", state)
+    out, _ = cli("inspect", path)
+    assert len(out) < 100_000
+    assert "200 tensors" in out
+    tensors = json.loads(cli("inspect", path, "--json")[0])["tensors"]
+    assert len(tensors) == 200
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", "{small}", "--tls-cert", "{fifo}"],
+        ["fetch", "https://127.0.0.1:1/#t", "-o", "{place}/f", "--cafile", "{fifo}"],
+        ["inspect", "{fifo}"],
+        ["convert", "{fifo}", "{place}/step-1"],
+        ["serve", "{fifo}"],
+        ["serve", "{place}/shards"],
+        ["verify", "{place}/step-9"],
+    ],
+)
+def test_nothing_waits_for_a_fifo(
+    cli: Commands, small: Path, tmp_path: Path, command: list[str]
+) -> None:
+    """Nobody may ever write to it; a directory's or a person's name made us open it."""
+    fifo, marker = tmp_path / "fifo", tmp_path / "step-9" / "commit.json"
+    index = tmp_path / "shards" / "m.safetensors.index.json"
+    os.mkfifo(fifo)
+    for each in (marker, index):
+        each.parent.mkdir()
+        os.mkfifo(each)
+    words = [word.format(small=small, fifo=fifo, place=tmp_path) for word in command]
+    assert cli.error(*words)
+
+
+def test_a_token_file_is_a_file(
+    cli: Commands, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a device there is no end, and of a FIFO perhaps no beginning."""
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", "/dev/zero"):
+        monkeypatch.setenv("AIOCKPT_TOKEN_PATH", str(path))
+        assert cli.error("serve", small) == f"{path}: it is not a regular file"
