@@ -15,15 +15,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from aiockpt.checkpointers.config import BarrierConfig, RankInfo, SaveRanks
+from aiockpt.checkpointers.config import BarrierConfig, GroupStore, RankInfo, SaveRanks
 from aiockpt.errors import PeerFailedError, TransferTimeoutError, TransportError
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ _ALL_CAME: Final = "all came"
 _LATE: Final = "late"
 
 _ALONE: Final = "rank_info=RankInfo(0, 1)"
+
+_PREFIX: Final = "aiockpt"
 
 
 # ------------------------------------------------------------------- who saves together
@@ -129,8 +133,8 @@ def _is_initialized() -> bool:
     return bool(distributed.is_initialized())
 
 
-def _default_store(world_size: int) -> tuple[str, int]:
-    """Return the host and port of the default group's store.
+def _default_store(world_size: int) -> GroupStore:
+    """Return the default group's store.
 
     Raises:
         ValueError: there is no such group, or its store has no address.
@@ -147,7 +151,8 @@ def _default_store(world_size: int) -> tuple[str, int]:
         )
     from torch import distributed as dist
 
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no other way
+    given = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no other way
+    store = given
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
@@ -156,11 +161,29 @@ def _default_store(world_size: int) -> tuple[str, int]:
             "torch.distributed was initialized: initialize it by env:// or tcp://, or "
             f"{remedy}"
         )
-    return store.host, store.port
+    return GroupStore(store.host, store.port, _group_of(given))
+
+
+_groups: Final[weakref.WeakKeyDictionary[Store, str]] = weakref.WeakKeyDictionary()
+
+
+def _group_of(store: Store) -> str:
+    """Return the name of the group, on which its ranks agree in its store.
+
+    The group's own prefix, which is not known, keeps the name from other groups. If
+    the store has failed, the meeting fails, too, and says so.
+    """
+    if store not in _groups:
+        try:
+            said = store.compare_set(f"{_PREFIX}/group", "", secrets.token_hex(8))
+        except RuntimeError:
+            return ""
+        _groups[store] = _text(said)
+    return _groups[store]
 
 
 def create_barrier_from_config(
-    config: BarrierConfig, rank_info: RankInfo, store: tuple[str, int] | None = None
+    config: BarrierConfig, rank_info: RankInfo, store: GroupStore | None = None
 ) -> TCPStoreBarrier | None:
     """Make the barrier of several ranks, in the process that will wait at it.
 
@@ -181,11 +204,14 @@ def create_barrier_from_config(
     if size == 1:
         return None
     found: dict[str, object] = {"global_rank": rank_info.global_rank}
-    found["global_world_size"] = size
+    found |= {"global_world_size": size, **config.barrier_args}
     if not config.names_store:
-        host, port = store or _default_store(size)
-        found |= {"master_address": host, "tcpstore_port": port, "is_master": False}
-    return TCPStoreBarrier(**(found | dict(config.barrier_args)))  # type: ignore[arg-type]
+        store = store or _default_store(size)
+        found |= {"master_address": store.host, "tcpstore_port": store.port}
+        found.setdefault("is_master", False)
+        prefix = found.get("barrier_prefix", _PREFIX)
+        found["barrier_prefix"] = f"{prefix}/{store.group}"
+    return TCPStoreBarrier(**found)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------ the meeting
@@ -245,7 +271,7 @@ class TCPStoreBarrier:
         self,
         global_rank: int,
         global_world_size: int,
-        barrier_prefix: str = "aiockpt",
+        barrier_prefix: str = _PREFIX,
         timeout_barrier_init_secs: float = 30,
         use_checkpoint_barrier_tcpstore_libuv: bool = True,  # noqa: FBT001, FBT002 - the seed's
         tcpstore_port: int | None = None,

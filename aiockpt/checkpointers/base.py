@@ -129,17 +129,31 @@ class Written(NamedTuple):
 
 
 _WRITTEN: Final = "_aiockpt_written"
+_AFTER_COMMIT: Final = "The checkpoint is committed: this error came after the commit."
 
 
-def mark_committed(error: BaseException, written: Written) -> None:
-    """Note on an error that it came after the commit of a save."""
-    setattr(error, _WRITTEN, written)
-    error.add_note("The checkpoint is committed: this error came after the commit.")
+def mark_committed(error: BaseException, written: Written | None) -> None:
+    """Note on an error that it came after the commit of a save, or before it.
+
+    A hook may raise one error again and again, for several saves. So a mark of an
+    earlier save is removed, if ``written`` is None.
+    """
+    facts = error.__dict__  # the error's class may refuse other attributes
+    facts.pop(_WRITTEN, None)
+    notes = [each for each in facts.pop("__notes__", []) if each != _AFTER_COMMIT]
+    if written is not None:
+        facts[_WRITTEN] = written
+        notes.append(_AFTER_COMMIT)
+    if notes:
+        facts["__notes__"] = notes
 
 
 def committed_before(error: BaseException) -> Written | None:
-    """Return the result of a save whose commit an error followed, or None."""
-    found = getattr(error, _WRITTEN, None)
+    """Return the result of a save whose commit an error followed, or None.
+
+    The mark is removed, because the error may be raised again for another save.
+    """
+    found = error.__dict__.pop(_WRITTEN, None)
     return found if isinstance(found, Written) else None
 
 

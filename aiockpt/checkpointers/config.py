@@ -19,6 +19,7 @@ __all__ = [
     "CheckpointStagerConfig",
     "CheckpointWriterConfig",
     "CheckpointerConfig",
+    "GroupStore",
     "RankInfo",
     "SaveRanks",
 ]
@@ -93,16 +94,32 @@ class BarrierConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupStore:
+    """The TCP store of torch.distributed's default group.
+
+    Attributes:
+        host: Its host.
+        port: Its port.
+        group: A name that only the ranks of this group know. A store can outlive its
+            group, as torchrun's does when it restarts the ranks.
+    """
+
+    host: str
+    port: int
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SaveRanks:
     """The ranks of one save.
 
     Attributes:
         info: This process's rank.
-        store: The host and port of the default group's store, if the ranks meet there.
+        store: The store of the default group, if the ranks meet there.
     """
 
     info: RankInfo
-    store: tuple[str, int] | None = None
+    store: GroupStore | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from aiockpt.checkpointers.base import (
 from aiockpt.checkpointers.config import (
     BarrierConfig,
     CheckpointWriterConfig,
+    GroupStore,
     RankInfo,
     SaveRanks,
 )
@@ -381,12 +382,13 @@ class _Save:
         try:
             yield
         except BaseException as error:
+            known = None  # what is certainly committed
             if draft is not None:
                 if written is not None and draft.is_committed():
                     unconfirmed = getattr(error, "may_be_committed", False)
-                    if not unconfirmed:
-                        mark_committed(error, written)
+                    known = None if unconfirmed else written
                 draft.discard()
+            mark_committed(error, known)
             self.tell(phase, _reason(error))
             raise
 
@@ -436,7 +438,8 @@ class _Save:
             if isinstance(error, PeerFailedError) and not error.rank:
                 raise self._not_committed(draft, error) from error
             raise self._not_known(error) from error
-        if not draft.is_committed():
+        # Rank 0 has committed it, and its program may have moved it away since.
+        if draft.is_replaced():
             detail = (
                 "another process is saving to it, and has replaced this rank's file; "
                 "save to another path"
@@ -611,11 +614,11 @@ def configured_writer(
     writer_config: CheckpointWriterConfig = CheckpointWriterConfig(),  # noqa: B008 - frozen
     barrier_config: BarrierConfig = BarrierConfig(),  # noqa: B008 - frozen
     commit_hook: WriterHook | None = None,
-    store: tuple[str, int] | None = None,
+    store: GroupStore | None = None,
 ) -> CheckpointWriter:
     """Make a writer and its barrier, in the process that will write.
 
-    ``store`` is the address of the default group's store, in another process.
+    ``store`` is the store of the default group, in another process.
     """
     barrier = create_barrier_from_config(barrier_config, rank_info, store)
     return CheckpointWriter(writer_config, rank_info, barrier, commit_hook)

@@ -198,6 +198,13 @@ class Draft:
             return is_at(self.target / self.path.name, self.fd)
         return False
 
+    def is_replaced(self) -> bool:
+        """Say whether another file is at this rank's final path."""
+        path = self.target / self.path.name
+        with suppress(OSError):
+            return os.path.lexists(path) and not is_at(path, self.fd)
+        return False
+
     def discard(self) -> None:
         """Remove what this rank has written. Never raises."""
         for path in (self.temporary, self.path):
@@ -304,6 +311,7 @@ class Draft:
 
     def _put_in_place(self, private: Path) -> Iterator[Path]:
         """Rename the directory to its final name; yield what can be removed."""
+        _check_free(self.target)  # another program may have put files there meanwhile
         old = old_of(self.target)
         try:
             os.rename(private, self.target)

@@ -100,20 +100,10 @@ class SaveLock:
                 raise StorageError(str(self.path), _FOREIGN) from None
             raise
         try:
-            found = os.fstat(self._fd)
-            empty = stat.S_ISREG(found.st_mode) and not found.st_size
-            dead = None if empty else _said(self._fd)
-            if not empty and dead is None:
-                raise StorageError(str(self.path), _FOREIGN)
-        except BaseException:
+            self._take(nonce)
+        except BaseException:  # a signal's handler may raise anything
             self._close()
             raise
-        with suppress(OSError):  # a full disk: it locks without saying whose it is
-            if dead is not None and dead.is_dead():
-                temporary_of(self.path, dead.nonce).unlink(missing_ok=True)
-            text = _own(nonce)
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, text, 0)
 
     def __enter__(self) -> Self:
         return self
@@ -136,6 +126,20 @@ class SaveLock:
                 if is_at(self.path, self._fd):
                     self.path.unlink()
             self._close()
+
+    def _take(self, nonce: str) -> None:
+        """Write whose lock it is, unless the file is not a checkpointer's."""
+        found = os.fstat(self._fd)
+        empty = stat.S_ISREG(found.st_mode) and not found.st_size
+        dead = None if empty else _said(self._fd)
+        if not empty and dead is None:
+            raise StorageError(str(self.path), _FOREIGN)
+        with suppress(OSError):  # a full disk: it locks without saying whose it is
+            if dead is not None and dead.is_dead():
+                temporary_of(self.path, dead.nonce).unlink(missing_ok=True)
+            text = _own(nonce)
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, text, 0)
 
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -167,7 +171,11 @@ def _own(nonce: str) -> bytes:
 
 @functools.cache
 def _kernel() -> str:
-    """Return what tells this running kernel from every other one."""
+    """Return what tells this running kernel from every other one.
+
+    Containers share a kernel, and each may count its processes anew.
+    """
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return os.uname().nodename

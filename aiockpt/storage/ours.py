@@ -62,8 +62,12 @@ def is_ours(path: Path) -> bool:
 
 
 def others_in(directory: Path) -> list[Path]:
-    """Return what no checkpointer wrote in a directory."""
-    return [each for each in sorted(directory.iterdir()) if not is_ours(each)]
+    """Return what no checkpointer wrote in a directory.
+
+    Another rank may rename, remove or make its file at the same time.
+    """
+    found = [each for each in sorted(directory.iterdir()) if not is_ours(each)]
+    return [each for each in found if os.path.lexists(each) and not is_ours(each)]
 
 
 def remove_ours(directory: Path) -> None:

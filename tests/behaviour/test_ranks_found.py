@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from aiockpt.storage.directory import list_checkpoints
 from tests.support.ports import free_port
 from tests.support.ranks import SUPPORT, process
 from tests.support.saving import OwnFormat, names
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -77,6 +79,46 @@ class TestEarlyCheckpointer:
         # The first one was retired, by rank 0 alone.
         assert names(tmp_path / "c") == ["step-2"]
         assert [each.world_size for each in list_checkpoints(tmp_path / "c")] == [1]
+
+    def test_a_store_that_outlives_the_ranks(self, tmp_path) -> None:
+        """A rank that died at the meeting is not taken for the one that comes later."""
+        program, directory = str(SUPPORT / "restarted_rank.py"), str(tmp_path / "c")
+        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            *("127.0.0.1", 0), is_master=True, wait_for_workers=False, use_libuv=False
+        )
+
+        def rank(number: int, attempt: int) -> Any:
+            words = (str(number), str(store.port), str(attempt), directory)
+            return process(program, *words, stdin=PIPE)
+
+        async def heard(rank: Process) -> bytes:
+            assert rank.stdout is not None
+            return await rank.stdout.readline()
+
+        async def arrive(rank: Process) -> None:
+            """Let a rank that has all its keys but one come to the meeting."""
+            keys = store.num_keys()
+            assert rank.stdin is not None
+            rank.stdin.write(b"\n")
+            await eventually(lambda: store.num_keys() != keys, "the arrival")
+
+        async def main() -> list[bytes]:
+            async with rank(0, 1) as first, rank(1, 1) as second:
+                said = await asyncio.gather(heard(first), heard(second))
+                assert [*said] == [b"complete\n"] * 2
+                await arrive(second)  # and dies there, with the other one
+            async with rank(0, 2) as first, rank(1, 2) as second:
+                assert await heard(first) == b"complete\n"
+                await arrive(first)
+                assert await heard(second) == b"complete\n"
+                await arrive(second)
+                return [*await asyncio.gather(heard(first), heard(second))]
+
+        assert asyncio.run(main()) == [b"saved\n"] * 2
+        store = None  # it has descriptors
+        for number in range(2):
+            state = aiockpt.load(tmp_path / "c" / "step-1", rank=number)
+            assert state == {"attempt": "2", "rank": number}
 
     @IN_BACKGROUND
     def test_a_writer_of_ones_own_is_made_again(self, tmp_path, use_process) -> None:

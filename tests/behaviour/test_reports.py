@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,70 @@ async def test_a_hook_that_raises_after_the_commit(
         check_committed(made, handle, said, events, caplog, place)
         assert "ZeroDivisionError" in events[-1].detail
         assert "on purpose" in events[-1].detail
+
+
+class Uploads(WriterHook):
+    """Raises its first error again at each later save, as an uploader may."""
+
+    def __init__(self) -> None:
+        self._error: OSError | None = None
+
+    def pre_commit(self, path: str, **_: Any) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def post_commit(self, path: str, **_: Any) -> None:
+        self._error = OSError("the upload failed")
+        raise self._error
+
+
+@pytest.mark.asyncio
+@pytest.mark.allow_error_logs
+@pytest.mark.parametrize("process", [True, False])
+async def test_an_error_that_is_raised_again(place, process: bool) -> None:
+    """It came after the commit of one save, and before that of the next ones."""
+    config = replace(CONFIG, use_process=process)
+    async with aiockpt.make_async_checkpointer(config, commit_hook=Uploads()) as made:
+        assert await (await made.save(state(1), place / "step-1")).written()
+        for step in (2, 3):
+            handle = await made.save(state(step), place / f"step-{step}")
+            with pytest.raises(WorkerError, match="the upload failed"):
+                await handle.written()
+        now = made.statistics()
+    assert (now.saves, now.written, now.failed) == (3, 1, 2)
+    assert [each.step for each in list_checkpoints(place)] == [1]
+
+
+def test_an_error_that_is_raised_again_in_the_foreground(place) -> None:
+    """Its note goes, too."""
+    with sync_checkpointer(Uploads()) as made:
+        for step, notes in enumerate((1, 0, 0), 1):
+            with pytest.raises(OSError, match="the upload failed") as caught:
+                made.save(state(step), place / f"step-{step}")
+            assert len(getattr(caught.value, "__notes__", ())) == notes
+        now = made.statistics()
+    assert (now.saves, now.written, now.failed) == (3, 1, 2)
+    assert [each.step for each in list_checkpoints(place)] == [1]
+
+
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    """Refuses attributes."""
+
+    what: str
+
+
+def test_an_error_that_refuses_attributes(place, monkeypatch) -> None:
+    """It reaches the caller as it is, and the save counts as written."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise FrozenError("the upload failed")
+
+    monkeypatch.setattr(Troubled, "post_commit", refuse)
+    with sync_checkpointer(Troubled()) as made:
+        with pytest.raises(FrozenError, match="the upload failed"):
+            made.save(state(1), place / "step-1")
+        assert made.statistics().written == 1
 
 
 def test_a_hook_that_raises_in_the_foreground(place, events) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.errors import StorageError
 from aiockpt.storage import commit
+from aiockpt.storage.lock import SaveLock, holder_of
 from aiockpt.storage.retention import sweep
 from tests.support.saving import (
     Gate,
@@ -150,6 +153,32 @@ def test_the_second_one_of_several_ranks_is_told(tmp_path, path, gate) -> None:
     assert names(path.parent) == ["step-1"]
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_file_that_another_rank_has_renamed_is_not_foreign(
+    path, monkeypatch, comes_back: bool
+) -> None:
+    """Rank 0 looks at the directory while the other one works in it."""
+    real = os.lstat
+    with commit.Draft(path, 1, durable=False) as other:
+
+        def renamed(place: Any) -> Any:
+            if Path(place) == other.temporary and other.temporary.exists():
+                os.rename(other.temporary, other.path)
+                try:
+                    return real(place)
+                finally:
+                    if comes_back:
+                        os.rename(other.path, other.temporary)
+                        monkeypatch.undo()
+            return real(place)
+
+        monkeypatch.setattr(os, "lstat", renamed)
+        with commit.Draft(path, 0, durable=False) as draft:
+            draft.discard()
+        other.discard()
+    assert names(path.parent) == ["step-1"]
+
+
 @pytest.mark.parametrize("at", ["_remove_others", "next_serial", "encode_commit"])
 def test_nor_in_the_middle_of_the_commit(path, monkeypatch, at: str) -> None:
     """The lock is one, from opening to rename."""
@@ -169,6 +198,66 @@ def test_nor_in_the_middle_of_the_commit(path, monkeypatch, at: str) -> None:
         go_on.set()
         first.result(60)
     assert value_at(path) == 1
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "link"])
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_what_another_program_puts_there_meanwhile_stays(
+    tmp_path, path, gate, monkeypatch, kind: str, exchanges: bool, is_new: bool
+) -> None:
+    """The save fails, and says what is there."""
+    if not exchanges:
+        monkeypatch.setattr(commit, "exchange", lambda *_: False)
+    if is_new:
+        shutil.rmtree(path)
+    with ThreadPoolExecutor(1) as pool:
+        first = begun("thread", path, gate, pool)
+        shutil.rmtree(path, ignore_errors=True)
+        precious = path if kind == "file" else path / "precious"
+        if kind == "link":
+            (tmp_path / "elsewhere").mkdir()
+            path.symlink_to(tmp_path / "elsewhere")
+        elif kind == "directory":
+            path.mkdir()
+        precious.write_text("precious")
+        gate.open()
+        with pytest.raises(StorageError, match=r"it holds files|it is a file"):
+            first.result(60)
+    assert names(path.parent) == ["step-1"]
+    assert precious.read_text() == "precious"
+
+
+def test_a_process_of_another_container_is_not_taken_for_dead(path) -> None:
+    """Its number says nothing here, though the kernel is the same one."""
+    with SaveLock(path, wait=0) as lock:
+        said = msgspec.json.decode(lock.path.read_bytes())
+        nobody = subprocess.Popen([sys.executable, "-c", ""])
+        nobody.wait(60)
+        said["process"] = nobody.pid
+        lock.path.write_bytes(msgspec.json.encode(said))
+        holder = holder_of(lock.path)
+        assert holder is not None
+        assert holder.is_dead()
+        said["kernel"] = said["kernel"].replace("pid:[", "pid:[1")
+        lock.path.write_bytes(msgspec.json.encode(said))
+        holder = holder_of(lock.path)
+        assert holder is not None
+        assert not holder.is_dead()
+
+
+def test_a_lock_whose_taking_was_interrupted_is_free(path, monkeypatch) -> None:
+    """By a signal's handler, whose error is the caller's own."""
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "ftruncate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(path, state(1))
+    save(path, state(2))
+    assert value_at(path) == 2
 
 
 def no_locks(*_: Any) -> None:
