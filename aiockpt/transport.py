@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from datetime import timedelta
 from difflib import get_close_matches
@@ -88,6 +88,7 @@ def refuse_unknown(
     unknown: Mapping[str, object],
     *own: Callable[..., object],
     elsewhere: Mapping[str, str] | None = None,
+    also: Iterable[str] = (),
 ) -> None:
     """Raise ``TypeError`` for the first keyword that nobody takes.
 
@@ -97,6 +98,7 @@ def refuse_unknown(
         own: Functions of the caller, such as those of a hook, that get the keywords,
             too.
         elsewhere: Where other options are set, by name; for the message.
+        also: Options that the signature does not show one by one; for the message.
     """
     for name in unknown:
         if not any(_takes(each, name) for each in own):
@@ -105,6 +107,7 @@ def refuse_unknown(
                 for each in inspect.signature(verb).parameters.values()
                 if each.name != "self" and each.kind is not each.VAR_KEYWORD
             ]
+            options += also
             where = (elsewhere or {}).get(name)
             hint = f"say {where}" if where else _nearest(name, options)
             raise TypeError(f"{verb.__name__}() has no option {name!r}: {hint}")

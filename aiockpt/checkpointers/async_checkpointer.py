@@ -287,6 +287,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             self._raise_unobserved()
         check_policy(self._policy, self._writer.ranks())
         handle = SaveHandle(place, step_for(place, {"step": step}))
+        self._account.note_step(place, step)
         kwargs: dict[str, Any] = {**own}
         if step is not None:
             kwargs["step"] = handle.step

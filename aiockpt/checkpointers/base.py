@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple, Never
 
 from aiockpt.events import Progress, TransferEvent, call_guarded, emit
 from aiockpt.state.selection import Select
-from aiockpt.storage.directory import StrPath, expanded, step_of
+from aiockpt.storage.directory import StrPath, expanded, step_in, step_of
 from aiockpt.transfer.repeats import Repeats
 from aiockpt.transport import exact_step
 
@@ -29,6 +29,9 @@ __all__ = [
     "step_for",
     "template_of",
 ]
+
+
+logger = logging.getLogger("aiockpt")
 
 
 class Checkpointer(ABC):
@@ -167,6 +170,7 @@ class Account:
     def __init__(self) -> None:
         self.now = CheckpointerStatistics()
         self._repeats = Repeats("save")
+        self._named_no_step = False
 
     def __repr__(self) -> str:
         return f"<Account {self.now}>"
@@ -175,6 +179,16 @@ class Account:
         """Add 1 to figures."""
         more: dict[str, Any] = {name: getattr(self.now, name) + 1 for name in names}
         self.now = self.now._replace(**more)
+
+    def note_step(self, path: str, given: int | None) -> None:
+        """Warn once about a save that has no step, neither given nor in its name."""
+        if given is None and not self._named_no_step and step_in(path) is None:
+            self._named_no_step = True
+            logger.warning(
+                "%s has no step in its name, so the checkpoint is saved as step 0: "
+                "say save(..., step=)",
+                path,
+            )
 
     def note_stall(self, seconds: float) -> None:
         """Record how long the last save kept its caller from changing the state."""

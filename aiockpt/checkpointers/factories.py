@@ -14,7 +14,12 @@ from aiockpt.checkpointers.async_checkpointer import (
 )
 from aiockpt.checkpointers.background import BackgroundCheckpointer
 from aiockpt.checkpointers.base import template_of
-from aiockpt.checkpointers.config import CheckpointerConfig, RankInfo, SaveRanks
+from aiockpt.checkpointers.config import (
+    ELSEWHERE,
+    CheckpointerConfig,
+    RankInfo,
+    SaveRanks,
+)
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.reader import CheckpointReader, MapLocation
 from aiockpt.checkpointers.stager import DefaultStager
@@ -41,10 +46,12 @@ __all__ = [
 ]
 
 
+@names_its_options
 def make_sync_checkpointer(
     config: CheckpointerConfig = CheckpointerConfig(),  # noqa: B008 - frozen
     rank_info: RankInfo | None = None,
     commit_hook: WriterHook | None = None,
+    **unknown: Never,
 ) -> SyncCheckpointer:
     """Return a checkpointer that saves and loads without an event loop.
 
@@ -53,7 +60,9 @@ def make_sync_checkpointer(
         rank_info: This process's rank. By default the rank in ``torch.distributed``,
             or the only rank, looked up at each save and load.
         commit_hook: Called around each commit.
+        unknown: Refused.
     """
+    refuse_unknown(make_sync_checkpointer, unknown, elsewhere=ELSEWHERE)
     writers = Writers(
         configured_writer,
         {
@@ -69,6 +78,7 @@ def make_sync_checkpointer(
     )
 
 
+@names_its_options
 def make_async_checkpointer(
     config: CheckpointerConfig = CheckpointerConfig(),  # noqa: B008 - frozen
     rank_info: RankInfo | None = None,
@@ -78,6 +88,7 @@ def make_async_checkpointer(
     checkpoint_writer_init_args: Mapping[str, Any] | None = None,
     *,
     commit_hook: WriterHook | None = None,
+    **unknown: Never,
 ) -> AsyncCheckpointer:
     """Return a checkpointer that saves in the background.
 
@@ -94,12 +105,15 @@ def make_async_checkpointer(
             and ``checkpoint_writer_init_args``, and another one if the rank changes.
             Then ``writer_config`` and ``barrier_config`` have no effect.
         commit_hook: Called around each commit by the default writer, in its process.
+        unknown: Refused.
 
     Raises:
+        TypeError: an unknown keyword.
         ValueError: several ranks have a busy policy other than ``wait``, which they
             might apply differently.
         LocalProtocolError: a function or an argument cannot be pickled.
     """
+    refuse_unknown(make_async_checkpointer, unknown, elsewhere=ELSEWHERE)
     make_writer, arguments = checkpoint_writer_init_fn, dict[str, Any]()
     if make_writer is None:
         make_writer = configured_writer

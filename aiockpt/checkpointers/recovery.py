@@ -114,6 +114,10 @@ async def recover(
     Raises:
         CheckpointNotFoundError: no process keeps a snapshot.
         IntegrityError: the snapshot is damaged; the process keeps it.
+        UnsupportedLeafError: a leaf has a type that this process does not know; the
+            process keeps the snapshot.
+        StorageError: a leaf is a pickle, without ``allow_pickle``; the process keeps
+            the snapshot.
         WorkerError: the process does not answer, or belongs to another user.
     """
     rank = (rank_info or default_rank_info()).global_rank
@@ -191,6 +195,7 @@ def _rebuilt(
     # The checkpoint process imports this module, and does without torch.
     from aiockpt.state.nodes import decoder_by_name
     from aiockpt.state.rebuild import Frame, assemble, tensors_over
+    from aiockpt.storage.checkpoint_file import blaming_file
 
     size = max(manifest.segment_bytes, 1)
     # A page that is written to is copied then: no other process's memory changes.
@@ -203,15 +208,15 @@ def _rebuilt(
             raise IntegrityError(
                 chunk=chunk, expected=expected, actual=actual, url=directory
             )
-    tensors = tensors_over(manifest, held)
     limits = replace(FILE_LIMITS, max_header_bytes=1 << 40)
-    return assemble(
-        Frame.of(manifest),
-        tensors,
-        limits=limits,
-        allow_pickle=allow_pickle,
-        by_name=partial(decoder_by_name, imports=False),
-    )
+    with blaming_file(directory):
+        return assemble(
+            Frame.of(manifest),
+            tensors_over(manifest, held),
+            limits=limits,
+            allow_pickle=allow_pickle,
+            by_name=partial(decoder_by_name, imports=False),
+        )
 
 
 # -------------------------------------------------------------- the checkpoint process

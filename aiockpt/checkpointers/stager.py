@@ -20,6 +20,7 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.state.nodes import Decoders, decoders_for
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
+from aiockpt.storage.checkpoint_file import blaming_file
 from aiockpt.transfer.stager import Stager, StagerOptions
 from aiockpt.transport import exact_step
 
@@ -74,17 +75,22 @@ class StagedState:
 
         Shared storage and container types are as in the original. The tensors are
         valid until :meth:`release`, which lets another save use the memory.
+
+        Raises:
+            UnsupportedLeafError: a leaf has a type that this process does not know any
+                more; names its path.
         """
         manifest = self.snapshot.manifest
         found = self.snapshot.buffers(0, manifest.segment_bytes)
-        tensors = tensors_over(manifest, found[0] if found else memoryview(b""))
-        return assemble(
-            Frame.of(manifest),
-            tensors,
-            limits=_LIMITS,
-            allow_pickle=self._allow_pickle,
-            nodes=self._nodes,
-        )
+        with blaming_file("the staged state"):
+            tensors = tensors_over(manifest, found[0] if found else memoryview(b""))
+            return assemble(
+                Frame.of(manifest),
+                tensors,
+                limits=_LIMITS,
+                allow_pickle=self._allow_pickle,
+                nodes=self._nodes,
+            )
 
     def release(self) -> None:
         """Give the memory back for the next save. Idempotent."""

@@ -105,6 +105,7 @@ class SyncCheckpointer(Checkpointer):
         refuse_unknown(SyncCheckpointer.save, own, *own_ones, elsewhere=ELSEWHERE)
         place, keywords = path_for(state_dict, path), dict[str, Any](own)
         self._check()
+        self._account.note_step(place, step)
         if step is not None:
             keywords["step"] = step
         step = step_for(place, keywords)

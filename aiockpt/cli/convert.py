@@ -32,7 +32,7 @@ from aiockpt.memory.arena import ArenaPool
 from aiockpt.state.equality import assert_same
 from aiockpt.state.flatten import describe
 from aiockpt.state.leaves import DTYPE_NAMES
-from aiockpt.storage.directory import MARKER, find_checkpoint
+from aiockpt.storage.directory import MARKER, find_checkpoint, step_in
 from aiockpt.storage.files import named, rename_to_new, sync_directory
 from aiockpt.storage.lock import SaveLock
 from aiockpt.storage.partfile import TAKEN, check_target
@@ -64,18 +64,29 @@ def run(arguments: argparse.Namespace) -> int:
         writer = CheckpointWriter(CheckpointWriterConfig(), _ALONE)
         writer.write(target, state, step=step)
         _compare(target, state)
+        if step is None and step_in(target) is None:
+            print(
+                f"aiockpt: {printable(target.name)} has no step in its name, so it is "
+                "step 0; --step gives another",
+                file=sys.stderr,
+            )
     elif step is not None:
         raise UsageError("--step is for checkpoint directories")
     else:
         file = check_target(target, replace=replace)
+        state = _load(source, rank)
         try:
-            state = _load(source, rank)
             if write is _write_plain:
                 state = _logical(state)
             _write_file(file, state, write, replace=replace)
         except StateDictError as error:
-            command = ["aiockpt", "convert", str(source), str(target.with_suffix(""))]
+            place = target.with_suffix("")
+            if os.path.lexists(place):
+                place = target.with_name(f"{place.name}-checkpoint")
+            command = ["aiockpt", "convert", str(source), str(place)]
             command += [] if rank is None else ["--rank", str(rank)]
+            for module in arguments.imports or ():
+                command += ["--import", module]
             how = f"to convert it to a checkpoint directory: {command_line(*command)}"
             raise StateDictError(f"{source}: {error}; {how}") from error
     print(f"wrote {printable(str(target))}", file=sys.stderr)
@@ -95,18 +106,29 @@ def _check_directory(target: Path, *, replace: bool) -> None:
 def _load(source: Path, rank: int | None) -> Any:
     with named(source):
         if source.is_file() or (source / MARKER).exists():
+            found = find_checkpoint(source) if rank is None else None
+            if found is not None and found.world_size > 1:
+                # If it is sharded, --rank does not help.
+                with _refusing_shards(source):
+                    reader = CheckpointReader(_ALONE)
+                    reader.read(found.file_of(0), mmap=True, verify="none")
             source, rank = one_file(source, rank), None
-    with pointing_below(source):
-        try:
-            return _read(source, rank=rank)
-        except DeviceMeshError as error:
-            detail = (
-                f"{source}: it holds one rank's shards of tensors, and convert cannot "
-                "join them; load it in a job of as many ranks, gather the state "
-                "(StateDictOptions(full_state_dict=True) of "
-                "torch.distributed.checkpoint.state_dict), and save that on rank 0"
-            )
-            raise StateDictError(detail) from error
+    with pointing_below(source), _refusing_shards(source):
+        return _read(source, rank=rank)
+
+
+@contextmanager
+def _refusing_shards(source: Path) -> Iterator[None]:
+    try:
+        yield
+    except DeviceMeshError as error:
+        detail = (
+            f"{source}: it holds one rank's shards of tensors, and convert cannot "
+            "join them; load it in a job of as many ranks, gather the state "
+            "(StateDictOptions(full_state_dict=True) of "
+            "torch.distributed.checkpoint.state_dict), and save that on rank 0"
+        )
+        raise StateDictError(detail) from error
 
 
 def _read(path: Path, *, rank: int | None = None) -> Any:

@@ -77,7 +77,7 @@ _THREADS = 2
 _DEFAULT_WAIT = 5.0  # seconds for which a server waits for a step
 _CLOSING = 5.0  # seconds for running calls to end, and then for the threads
 
-_ELSEWHERE: Final = {
+ELSEWHERE: Final = {
     "num_chunks": "HTTPTransport(receive=Receive(connections=...)), the number of "
     "parallel ranges, or chunk_bytes=, the size of a chunk",
     **{
@@ -186,7 +186,7 @@ class HTTPTransport(CheckpointTransport[T]):
         allow_pickle: bool = False,
         **unknown: Never,
     ) -> None:
-        refuse_unknown(HTTPTransport, unknown, elsewhere=_ELSEWHERE)
+        refuse_unknown(HTTPTransport, unknown, elsewhere=ELSEWHERE)
         require_type(Server, server=server)
         require_type(Auth, auth=auth)
         require_type(Receive, receive=receive)

@@ -76,6 +76,11 @@ class Adoption(Containers):
 
     def plan(self, state: object) -> object:
         """Return the template, or its replacement if it is not a dict or list."""
+        if not _share_a_key(self._template, state):
+            detail = apart(self._template, state, "")  # type: ignore[arg-type]
+            raise TemplateMismatchError(
+                "", expected="other keys", actual="none of them", detail=detail
+            )
         return self._into(self._template, state)
 
     def _into(self, target: object, value: object, path: str = "") -> object:
@@ -198,6 +203,13 @@ def apart(target: dict[Any, Any], value: dict[Any, Any], path: str) -> str:
                 f"template without {word!r} in its keys, such as {inner}"
             )
     return f"the template has {first!r}{at}, and the checkpoint {other!r}"
+
+
+def _share_a_key(target: Any, value: Any) -> bool:
+    """Say whether anything of a checkpoint has its place in a template."""
+    if not (isinstance(target, dict) and type(value) in DICTS and target and value):
+        return True
+    return any(key in value and _share_a_key(target[key], value[key]) for key in target)
 
 
 def children(value: Any) -> Sequence[Any] | None:

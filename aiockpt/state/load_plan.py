@@ -379,6 +379,8 @@ class Selected:
         self.missing = [*dict.fromkeys([*self._walk.missing, *unmet])]
         if self.missing and (self._strict or self._walk.found_none):
             self._refuse(unmet)
+        if detail := self._walk.apart():
+            logger.warning("%s: %s", self._name, detail)
         for error in self._walk.empty:
             if self._strict:
                 raise error

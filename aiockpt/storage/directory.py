@@ -54,6 +54,7 @@ __all__ = [
     "part_of",
     "rank_file",
     "resolve_target",
+    "step_in",
     "step_of",
 ]
 
@@ -145,15 +146,20 @@ def rank_file(rank: int) -> str:
     return f"checkpoint_{rank}.safetensors"
 
 
-def step_of(path: StrPath) -> int:
-    """Return the step in a checkpoint's name; 0 if there is none.
+def step_in(path: StrPath) -> int | None:
+    """Return the step in a checkpoint's name; None if there is none.
 
     That is the number behind the word ``step``, else the whole number at the end, or
     before a suffix such as ``.ckpt``.
     """
     name = Path(path).name
     found = _NAMED_STEP.search(name) or _STEP.search(name)
-    return int(found[1]) if found else 0
+    return int(found[1]) if found else None
+
+
+def step_of(path: StrPath) -> int:
+    """Return the step in a checkpoint's name; 0 if there is none."""
+    return step_in(path) or 0
 
 
 def expanded(path: StrPath) -> str:

@@ -14,7 +14,7 @@ import errno
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 from torchft.checkpointing.transport import CheckpointTransport
 
@@ -29,7 +29,7 @@ from aiockpt.errors import (
 )
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import ready_for_threads
-from aiockpt.transport import Timeout, seconds
+from aiockpt.transport import Timeout, names_its_options, refuse_unknown, seconds
 
 __all__ = ["Adapter", "adapt", "passes", "receive"]
 
@@ -189,13 +189,17 @@ class Adapter(CheckpointTransport[T]):
             logger.warning("%s: retracting failed: %s", self, error)
 
 
+@names_its_options
 def adapt(
-    transport: awaited.CheckpointTransport[T], timeout: Timeout = 60.0
+    transport: awaited.CheckpointTransport[T],
+    timeout: Timeout = 60.0,
+    **unknown: Never,
 ) -> Adapter[T]:
     """Return torchft's interface over a transport that has not been used yet.
 
     ``timeout`` is the default deadline of a send or a receive.
     """
+    refuse_unknown(adapt, unknown)
     return Adapter(transport, timeout=timeout)
 
 

@@ -16,7 +16,7 @@ from aiockpt.memory.device import settle
 from aiockpt.pg.messages import Group
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import ready_for_threads
-from aiockpt.transport import Timeout, seconds
+from aiockpt.transport import Timeout, refuse_unknown, seconds
 
 __all__ = ["GroupOptions", "PGTransport"]
 
@@ -63,6 +63,9 @@ class PGTransport(CheckpointTransport[T]):
         state_dict: Callable[[], T] | None = None,
         **options: Unpack[GroupOptions],
     ) -> None:
+        named = GroupOptions.__annotations__
+        unknown = {name: at for name, at in options.items() if name not in named}
+        refuse_unknown(PGTransport, unknown, also=named)
         self._group, self._device = pg, device
         self._timeout = seconds(timeout)
         self._state_dict = state_dict

@@ -9,9 +9,15 @@ from typing import TypedDict, TypeVar, Unpack
 import aiockpt
 from aiockpt.format.chunks import Algorithm
 from aiockpt.http.options import Auth, Receive, Server, Swarm
-from aiockpt.http.transport import TransportStatistics
+from aiockpt.http.transport import ELSEWHERE, TransportStatistics
 from aiockpt.torchft.adapter import Adapter
-from aiockpt.transport import Timeout, require, require_type, seconds
+from aiockpt.transport import (
+    Timeout,
+    refuse_unknown,
+    require,
+    require_type,
+    seconds,
+)
 
 __all__ = ["HTTPOptions", "HTTPTransport"]
 
@@ -61,6 +67,9 @@ class HTTPTransport(Adapter[T]):
     def __init__(
         self, timeout: Timeout, num_chunks: int = 0, **options: Unpack[HTTPOptions]
     ) -> None:
+        named = HTTPOptions.__annotations__
+        unknown = {name: at for name, at in options.items() if name not in named}
+        refuse_unknown(HTTPTransport, unknown, elsewhere=ELSEWHERE, also=named)
         lingers = not options.get("zero_copy", False)
         # A silent connection must be replaced well before the deadline.
         patience = min(_STALL_TIMEOUT, max(seconds(timeout) / 5, _SHORTEST_STALL))

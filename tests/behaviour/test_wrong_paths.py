@@ -100,8 +100,12 @@ def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(DeviceMeshError, match="start a job of as many ranks") as no:
             aiockpt.load(path, into=into, rank=0)
         assert "into=" not in str(no.value)
-    assert main(["convert", f"{path}", f"{tmp_path / 'x.pt'}", "--rank", "0"])
-    assert "convert cannot join them" in capsys.readouterr().err
+    for rank in ([], ["--rank", "0"]):
+        assert main(["convert", f"{path}", f"{tmp_path / 'x.pt'}", *rank])
+        said = capsys.readouterr().err
+        assert "convert cannot join them" in said
+        assert "--rank" not in said
+        assert "aiockpt convert" not in said
     assert not (tmp_path / "x.pt").exists()
 
 
