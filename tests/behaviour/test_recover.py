@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import aiockpt
-from aiockpt.errors import CheckpointNotFoundError, StorageError
+from aiockpt.errors import CheckpointNotFoundError, StorageError, UnsupportedLeafError
 from aiockpt.testing import assert_same
 from tests.support.commandline import ENVIRONMENT
 from tests.support.proofs import proves
 from tests.support.saving import loaded
-from tests.support.trainer import state, trainer
+from tests.support.trainer import register_own, state, trainer
 from tests.support.waiting import PATIENCE, is_running
 
 pytestmark = pytest.mark.asyncio
@@ -178,6 +178,19 @@ class TestRecovery:
             with pytest.raises(CheckpointNotFoundError, match="no process keeps"):
                 await made.recovered()
             assert not [*tmp_path.glob("run/*")]
+
+    async def test_a_type_that_is_not_registered_here(self, tmp_path, gate) -> None:
+        """The error names it, the snapshot stays, and the remedy works."""
+        gate.open()
+        async with trainer(tmp_path, "own wait", keep=60) as made:
+            await made.killed()
+            await made.keeps()
+            with pytest.raises(UnsupportedLeafError, match="register") as caught:
+                await made.recovered()
+            assert caught.value.path == "config[0]"
+            assert "trainer.Own" in str(caught.value)
+            register_own()
+            assert (await made.recovered()).state_dict["config"][0].value == 7
 
     @proves("cell recover: cancel", "cell recover: error")
     async def test_a_recovery_that_fails_leaves_it_where_it_is(

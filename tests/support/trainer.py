@@ -38,6 +38,20 @@ def state(step: int) -> dict[str, Any]:
     return {"weight": torch.full((300_000,), float(step)), "step": step}
 
 
+class Own:
+    """A type that needs functions to travel."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def register_own() -> None:
+    """Register it in this process."""
+    aiockpt.register_leaf(
+        Own, tag="trainer.Own", encode=lambda own: own.value, decode=Own
+    )
+
+
 class Trainer:
     """A process that trains, as a test sees it, and the child that writes for it."""
 
@@ -168,6 +182,11 @@ class Training:
         self.step += 1
         path = f"{self.place}/checkpoints/step-{self.step}"
         await self.checkpointer.save(given or state(self.step), path)
+
+    async def own(self) -> None:
+        """Save a value of a type that only this process has registered."""
+        register_own()
+        await self.save({"config": [Own(7)]})
 
     async def stuck(self) -> None:
         """Be in the middle of staging for ever."""

@@ -122,6 +122,29 @@ class TestPoint1Subclass:
         with pytest.raises(TypeError, match="chunk_size"):
             HTTPTransport(LIMIT, chunk_size=1)  # type: ignore[call-arg]
 
+    @pytest.mark.parametrize(
+        ("name", "hint"),
+        [
+            ("num_chunk", "did you mean 'num_chunks'?"),
+            ("zerocopy", "did you mean 'zero_copy'?"),
+            ("port", "say HTTPTransport(server=Server(port=...))"),
+        ],
+    )
+    def test_the_nearest_option_is_named(self, name: str, hint: str) -> None:
+        """Of torchft's arguments and of ours."""
+        wrong: dict[str, Any] = {name: 1}
+        with pytest.raises(TypeError, match=re.escape(f"no option {name!r}: {hint}")):
+            HTTPTransport(LIMIT, **wrong)
+
+    def test_a_group_s_transport_refuses_it_at_once(self) -> None:
+        """Not at the first receive."""
+        group: Any = object()
+        wrong: dict[str, Any] = {"alow_pickle": True}
+        with pytest.raises(TypeError, match="did you mean 'allow_pickle'"):
+            PGTransport(group, LIMIT, torch.device("cpu"), **wrong)
+        with pytest.raises(TypeError, match="did you mean 'timeout'"):
+            adapt(group, **{"timout": 3, **wrong})
+
 
 def test_point_2_keyword_names(pair: Pair) -> None:
     """All verbs take the manager's keywords."""
