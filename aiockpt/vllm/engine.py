@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from vllm.distributed.weight_transfer import base
@@ -77,7 +78,8 @@ class ReceivingEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         self._facade: SyncFacade | None = None
         self._mirror: HostMirror | None = None
         self._timeout = 0.0
-        self._layouts: dict[int, dict[str, Any]] = {}  # by the `id` of a model
+        # A model that is gone leaves nothing that another one at its address could get.
+        self._layouts: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self._is_loading = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -122,14 +124,14 @@ class ReceivingEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         wait = partial(self._mirror.wait_for, update_info.step, self._timeout)
         state = self._facade.call(wait, timeout=self._timeout, stop="recv")
         layout = {name: (each.dtype, each.shape) for name, each in state.items()}
-        known = self._layouts.get(id(self.model))
+        known = self._layouts.get(self.model)
         if known is not None and known != layout:
             _refuse(known, layout)
         self._is_loading = True
         initialize_layerwise_reload(self.model)
         with disable_mtp_completeness_check():
             self.model.load_weights(iter(state.items()))
-        self._layouts[id(self.model)] = layout
+        self._layouts[self.model] = layout
 
     def finish_weight_update(self) -> None:
         """Complete the layers that vLLM processes last."""

@@ -24,6 +24,8 @@ import anyio
 from aiockpt.errors import (
     AiockptError,
     AuthenticationError,
+    LocalProtocolError,
+    StagingError,
     StateDictError,
     StepNotFoundError,
     StorageError,
@@ -32,6 +34,7 @@ from aiockpt.errors import (
 )
 from aiockpt.http.options import Auth, Receive, Server
 from aiockpt.http.protocol import parse_metadata
+from aiockpt.http.retry import backoff
 from aiockpt.http.transport import HTTPTransport
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.secrets import Token
@@ -45,6 +48,7 @@ logger = logging.getLogger("aiockpt")
 State = dict[str, Any]
 
 _LOST: Final = 2.0  # seconds that the other processes wait for a silent leader
+_FINAL: Final = (AuthenticationError, LocalProtocolError)
 _PAUSE: Final = 0.1  # seconds between two attempts to find a leader
 _LONGEST: Final = 16 << 10  # bytes of the file with the leader's metadata
 
@@ -83,7 +87,9 @@ class HostMirror:
         self._path = (place or _default_place()) / name
         self._news = Notifier()
         self._state: State | None = None
-        self._error: AiockptError | None = None
+        self._error: Exception | None = None
+        self._fault: AiockptError | None = None
+        self._faults = self._vain = 0
         self.step: int | None = None
         self.is_leader = False
 
@@ -93,19 +99,40 @@ class HostMirror:
     async def run(self) -> None:
         """Follow the sender until cancelled; then everything is released.
 
-        An error that no retry can mend ends this. `wait_for` raises it.
+        An error that another attempt may mend, such as one of this host's memory, is
+        raised by each `wait_for` that waits now, and the mirror goes on. An error that
+        no attempt can mend ends this, and each `wait_for` raises it.
         """
         try:
             while True:
-                with suppress(TransportError):  # the leader is gone: elect another one
-                    await self._follow()
-                await asyncio.sleep(_PAUSE)
-        except AiockptError as error:
+                await self._attempt()
+                await asyncio.sleep(_PAUSE + (backoff(self._vain) if self._vain else 0))
+        except Exception as error:
             logger.warning("%s: %s", self, error)
             self._error = kept(error)
+            if not isinstance(error, AiockptError):
+                raise  # a fault of this module: the task shows where
         finally:
             self._state = None
             self._news.notify()
+
+    async def _attempt(self) -> None:
+        """Follow a leader, or lead, until that fails in a way that may pass."""
+        before = self.step
+        try:
+            await self._follow()
+        except TransportError as error:  # the leader is gone: elect another one
+            logger.info("%s: %s", self, error)
+        except _FINAL:
+            raise
+        except AiockptError as error:
+            logger.warning("%s: %s; it goes on", self, error)
+            self._vain = self._vain + 1 if self.step == before else 1
+            self._fault = kept(error)
+            self._faults += 1
+            self._news.notify()
+        else:
+            self._vain = 0
 
     async def wait_for(self, step: int, timeout: float) -> State:
         """Return the state dict of ``step``, in shared memory that never changes.
@@ -115,14 +142,18 @@ class HostMirror:
         Raises:
             StepNotFoundError: the sender has published a later step already.
             TransferTimeoutError: the step has not arrived within ``timeout`` seconds.
-            AiockptError: the sender cannot be followed any more.
+            AiockptError: an attempt to receive it failed, or the sender cannot be
+                followed any more.
         """
+        faults = self._faults
         async with Deadline(timeout, stop="recv", what=f"step {step}") as deadline:
             while True:
                 if self._error is not None:
                     raise kept(self._error)  # a raise adds the caller's frames
                 if self.step == step and self._state is not None:
                     return self._state
+                if self._fault is not None and self._faults != faults:
+                    raise kept(self._fault)
                 if self.step is not None and self.step > step:
                     raise StepNotFoundError(step, serving=self.step)
                 deadline.what = f"step {step} after step {self.step}"
@@ -136,12 +167,27 @@ class HostMirror:
             fd = files.open_regular(self._path, flags, 0o600)
         try:
             if not files.lock(fd):
-                if leader := os.pread(fd, _LONGEST, 0).decode():
-                    await self._map(leader)
+                # Damaged bytes are no address, as of a leader that is writing them.
+                if leader := os.pread(fd, _LONGEST, 0).decode(errors="replace"):
+                    await self._map_of_another(leader)
             elif files.is_at(self._path, fd):  # else an old leader has removed it
                 await self._lead(fd)
         finally:
             os.close(fd)
+
+    async def _map_of_another(self, leader: str) -> None:
+        """Map what another process publishes, until it is gone.
+
+        Raises:
+            TransportError: it is gone, or another program answers in its place.
+            StagingError, StorageError: this process lacks memory or descriptors.
+        """
+        try:
+            await self._map(leader)
+        except (TransportError, StagingError, StorageError):
+            raise
+        except AiockptError as error:
+            raise TransportError(f"no leader is at its address: {error}") from error
 
     async def _lead(self, fd: int) -> None:
         """Fetch for this host until cancelled; ``fd`` holds the lock."""

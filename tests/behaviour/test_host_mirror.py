@@ -269,3 +269,39 @@ async def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
     async with transport() as sender, mirroring(sender.metadata(), place) as mirror:
         with pytest.raises(StorageError, match="chmod 700"):
             await mirror.wait_for(1, 30)
+        # A fault of this host that is mended is no reason to end.
+        os.chmod(place, 0o700)
+        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
+        await settle(lambda: mirror.step == 1, patience=30)
+        assert_same(await mirror.wait_for(1, 30), weights_of(1))
+
+
+@pytest.mark.parametrize(
+    "said", [b"\xff\xfe", b"http://[::1", b"ftp://h/", b"http://h:99999/", None]
+)
+async def test_another_program_in_the_leaders_place(
+    tmp_path: Path, said: bytes | None
+) -> None:
+    """It has the port of a dead leader, say; the next leader is followed."""
+    hello = await asyncio.start_server(_greet, "127.0.0.1", 0)
+    port = hello.sockets[0].getsockname()[1]
+    async with hello, transport() as sender:
+        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
+        async with mirroring(sender.metadata(), tmp_path) as mirror:
+            await mirror.wait_for(1, 30)
+            (name,) = os.listdir(tmp_path)
+        with (tmp_path / name).open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(said or b"http://127.0.0.1:%d/checkpoint/" % port)
+            file.flush()
+            async with mirroring(sender.metadata(), tmp_path) as mirror:
+                with pytest.raises(TransferTimeoutError):
+                    await mirror.wait_for(1, 0.5)
+                os.unlink(tmp_path / name)
+                assert_same(await mirror.wait_for(1, 30), weights_of(1))
+
+
+async def _greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
+    await writer.drain()
+    writer.close()
