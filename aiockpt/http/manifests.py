@@ -284,6 +284,7 @@ async def _ask_latest(
     )
     async with client.request(request) as answer:
         if answer.status == HTTPStatus.NO_CONTENT:
+            _check_senders(answer)
             return None
         step = _step_of(answer)
         snapshot_id = parse_etag(answer.headers.get(hdrs.ETAG))
@@ -294,6 +295,15 @@ async def _ask_latest(
     if after is None or step > after or _has_restarted(known, incarnation):
         return LatestInfo(step, snapshot_id, incarnation)
     return None
+
+
+def _check_senders(answer: Answer) -> None:
+    """Raise unless a sender gave an answer that has nothing else to check."""
+    if INCARNATION_HEADER not in answer.headers and STEP_HEADER not in answer.headers:
+        raise RemoteProtocolError(
+            f"{answer.request.url} answered HTTP {answer.status} without a header of a "
+            "sender; is that an aiockpt server?"
+        )
 
 
 def _has_restarted(known: str | None, incarnation: str | None) -> bool:

@@ -63,14 +63,30 @@ class RefusedError(AiockptError):
 
 
 class PeerBusy(TransportError):  # noqa: N818 (not a failure: come back later)
-    """The peer admits no more readers now; ``retry_after`` is its advice in seconds."""
+    """The peer admits no more readers now; ``retry_after`` is its advice in seconds.
 
-    def __init__(self, url: str = "", *, retry_after: float | None = None) -> None:
+    ``proxy`` is the status of an answer that is not the sender's. A proxy that cannot
+    reach the sender gives such answers, so they are no sign of the sender's life.
+    """
+
+    def __init__(
+        self,
+        url: str = "",
+        *,
+        retry_after: float | None = None,
+        proxy: int | None = None,
+    ) -> None:
         super().__init__()
         self.url = url
         self.retry_after = retry_after
+        self.proxy = proxy
 
     def __str__(self) -> str:
+        if self.proxy is not None:
+            return (
+                f"{self.url} answered HTTP {self.proxy}, and not as a sender does: a "
+                "proxy is there, which may not reach the sender; is the sender running?"
+            )
         when = "" if self.retry_after is None else f" in {self.retry_after:.3g} s"
         return f"{self.url or 'the server'} is busy; try again{when}"
 
@@ -217,7 +233,9 @@ def from_problem(
     """
     document = _parse(body)
     retry_after = parse_retry_after(headers.get("Retry-After"))
-    ours = document.type.startswith(_TAG) or not body
+    kind = headers.get("Content-Type", "")
+    # The answer to HEAD has no body. A proxy's answer has another type.
+    ours = document.type.startswith(_TAG) or (not body and kind == PROBLEM_TYPE)
     answer = _Answer(status, url, step, snapshot_id, retry_after, document, ours)
     return _BUILDERS.get(status, _unexpected)(answer)
 
@@ -263,7 +281,8 @@ def _refused(answer: _Answer) -> AiockptError:
 
 
 def _busy(answer: _Answer) -> AiockptError:
-    return PeerBusy(answer.url, retry_after=answer.retry_after)
+    proxy = None if answer.ours else answer.status
+    return PeerBusy(answer.url, retry_after=answer.retry_after, proxy=proxy)
 
 
 def _bad_range(answer: _Answer) -> AiockptError:

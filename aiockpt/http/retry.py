@@ -113,6 +113,11 @@ class Patience:
             self.silent_since = now
         return now - self.silent_since >= self.reconnect_timeout
 
+    def left(self, now: float) -> float:
+        """Return the seconds until the silence has lasted too long."""
+        since = now if self.silent_since is None else self.silent_since
+        return max(since + self.reconnect_timeout - now, 0.0)
+
 
 @dataclass(slots=True)
 class Retries:
@@ -142,10 +147,7 @@ class Retries:
                 most = MAX_BAD_ANSWERS if self.patience.alone else 1
                 return None if self.bad_answers >= most else backoff(0)
             case PeerBusy():
-                self.patience.heard(now)
-                self.failures += 1
-                advice = min(error.retry_after or 0, _MAX_RETRY_AFTER)
-                return advice + backoff(self.failures)
+                return self._delay_of_busy(error, started=started, now=now)
             case PeerFailedError():
                 return None
             case TransportError() if self.patience.is_alive(started, now):
@@ -159,6 +161,19 @@ class Retries:
                 return backoff(self.failures)
             case _:
                 return None
+
+    def _delay_of_busy(
+        self, error: PeerBusy, *, started: float, now: float
+    ) -> float | None:
+        advice = min(error.retry_after or 0, _MAX_RETRY_AFTER)
+        if error.proxy is None:
+            self.patience.heard(now)
+        elif not self.patience.is_alive(started, now):
+            if self.patience.is_over(now):
+                return None
+            advice = min(advice, self.patience.left(now))
+        self.failures += 1
+        return advice + backoff(self.failures)
 
     def decide(self, error: AiockptError, *, started: float) -> float | None:
         """Return the seconds to wait after a failed attempt; None means give up.

@@ -24,6 +24,7 @@ from aiockpt.errors import (
     RemoteProtocolError,
     TransferStalledError,
     TransferTimeoutError,
+    TransportError,
 )
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http import manifests
@@ -227,6 +228,25 @@ class TestSteps:
             with pytest.raises(RemoteProtocolError, match="is that an aiockpt server"):
                 await soon(steps)
             assert proxy.statistics().connections == 3
+
+    @pytest.mark.parametrize(
+        ("answer", "kind"),
+        [
+            (b"502 Bad Gateway", TransportError),
+            (b"503 Later\r\nRetry-After: 30", TransportError),
+            (b"404 Not Found", RemoteProtocolError),
+            (b"204 No Content", RemoteProtocolError),
+        ],
+    )
+    @pytest.mark.parametrize("after", [None, 3])
+    async def test_what_is_not_the_sender_ends_the_wait(self, answer, kind, after):
+        """Whatever it answers: a proxy may answer for a sender that is gone."""
+        said = Answer(b"HTTP/1.1 " + answer + b"\r\nContent-Length: 0\r\n\r\n")
+        async with pair() as (sender, receiver), proxied(sender, otherwise=said) as by:
+            metadata = through(by, sender)
+            steps = receiver.steps(metadata, after=after, reconnect_timeout=0.2)
+            with pytest.raises(kind, match="answered HTTP"):
+                await soon(steps)
 
     async def test_shutdown_ends_the_wait(self):
         """And the pause before the next attempt, however long a peer asks for it."""

@@ -107,6 +107,18 @@ class TestDelay:
             assert delay is not None
             assert least <= delay <= least + 2
 
+    def test_a_proxy_is_no_sign_of_the_peers_life(self) -> None:
+        """It answers for a peer that is away, and its advice does not prolong that."""
+        attempts = retries(reconnect=10)
+        proxy = PeerBusy("there", retry_after=30, proxy=502)
+        assert attempts.delay_after(proxy, started=110, now=110) is not None
+        delay = attempts.delay_after(proxy, started=115, now=115)
+        assert delay is not None
+        assert 5 <= delay <= 7
+        assert attempts.delay_after(proxy, started=119, now=120) is None
+        attempts.patience.heard(120)  # it was the sender, or another connection of it
+        assert attempts.delay_after(proxy, started=120, now=121) is not None
+
     @pytest.mark.parametrize(
         "error",
         [

@@ -123,18 +123,21 @@ def test_a_replaced_checkpoint_comes_back() -> None:
 
 
 PAGE, THERE = b"<html>Not Found</html>", {"Location": "http://evil"}
+HEAD = {"Content-Type": "application/problem+json"}
 
 
 @pytest.mark.parametrize(
     ("status", "headers", "body", "kind", "text"),
     [
         (403, {}, b"", AuthenticationError, "token"),
-        (404, {}, b"", StepNotFoundError, "step 5"),
+        (404, HEAD, b"", StepNotFoundError, "step 5"),
+        (404, {}, b"", RemoteProtocolError, "is that an aiockpt server?"),
         (404, {}, PAGE, RemoteProtocolError, "is that an aiockpt server?"),
         (302, THERE, b"", RemoteProtocolError, "redirects are not followed"),
         *[
-            (status, {"Retry-After": "7"}, PAGE, PeerBusy, "try again in 7 s")
+            (status, {"Retry-After": "7"}, body, PeerBusy, f"answered HTTP {status}")
             for status in (429, 502, 503, 504)
+            for body in (PAGE, b"")
         ],
     ],
 )
