@@ -91,7 +91,6 @@ CASES: dict[str, tuple[Callable[[], State], Callable[[], State | None], int, int
     ),
     "views that are apart": (views, views, 2, 0),
     "overlapping in both": (overlapping, overlapping, 0, 1),
-    "overlapping in the template": (two, overlapping, 0, 2),
     "strided in the template": (two, strided, 1, 1),
 }
 
