@@ -65,8 +65,8 @@ class TransferEvent:
         stop: What ended or interrupted the work. Transports emit ``stage``,
             ``publish``, ``retract``, ``evict``, ``serve``, ``fetch_manifest``,
             ``fetch_chunk``, ``retry``, ``drop``, ``recv``, ``apply``, and ``restart``
-            when a sender has started again. Checkpointers emit ``stage``, ``write``,
-            ``skip`` and ``load``.
+            when a sender has gone back or started again. Checkpointers emit ``stage``,
+            ``write``, ``skip`` and ``load``.
         step: The checkpoint's step, where known.
         peer: The other end without its token, where there is one.
         nbytes: Bytes moved.

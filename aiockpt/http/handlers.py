@@ -200,7 +200,6 @@ class CheckpointService:
         self._readers = 0
         self._waiting = 0
         self._counts: Counter[str] = Counter()
-        self._identity = {http.INCARNATION_HEADER: config.incarnation}
         self._macs = ManifestMacs(config.manifest_key)
         self._auditor = Auditor()
         self._closed = False
@@ -304,11 +303,25 @@ class CheckpointService:
 
     # --------------------------------------------------------------- handling
 
+    @property
+    def _incarnation(self) -> str:
+        """The id of this start of the sender; another one after each return."""
+        returns = self.store.returns
+        return (
+            f"{self.config.incarnation}{returns:x}"
+            if returns
+            else self.config.incarnation
+        )
+
+    @property
+    def _identity(self) -> dict[str, str]:
+        return {http.INCARNATION_HEADER: self._incarnation}
+
     async def _latest(self, request: web.Request) -> web.StreamResponse:
         after = http.parse_after(request.query.getall(http.AFTER, []))
         known = request.headers.get(http.INCARNATION_HEADER)
-        # After a restart of the sender, whatever it serves is news.
-        restarted = known is not None and known != self.config.incarnation
+        # After a restart of the sender, or a return, whatever it serves is news.
+        restarted = known is not None and known != self._incarnation
         try:
             publication = await self._find(request, after=None if restarted else after)
         except StepNotFoundError as nothing:

@@ -476,7 +476,8 @@ def _tell_of_restart(origin: Origin, last: int | None, step: int) -> None:
             stop="restart",
             step=step,
             peer=origin.base_url,
-            detail=f"the sender has started again {was}, and goes on from step {step}",
+            detail=f"the sender has gone back or started again {was}, and goes on from "
+            f"step {step}",
             level=logging.WARNING,
         )
     )

@@ -323,6 +323,7 @@ class Store:
         keep_superseded: How many superseded snapshots stay while they are read.
         retractions: How often :meth:`retract` was called.
         withdrawals: How often a retraction took something away.
+        returns: How often a lower step was published than the one before.
     """
 
     def __init__(self, *, keep_superseded: int = 1, keep_base: bool = False) -> None:
@@ -331,6 +332,8 @@ class Store:
         self._base: Publication | None = None
         self.retractions = 0
         self.withdrawals = 0
+        self.returns = 0
+        self._last = -1  # the step of the last publication
         self._current: Publication | None = None
         self._outgoing: set[Publication] = set()
         self._relays: dict[Relay, Publication] = {}
@@ -398,6 +401,8 @@ class Store:
         """Serve ``snapshot`` at once; live memory must have no readers any more."""
         old, self._current = self._current, Publication(snapshot)
         self._failure = None
+        step = self._current.step
+        self.returns, self._last = self.returns + (step < self._last), step
         self._announce()
         if old is not None:
             self._outgoing.add(old)
@@ -519,6 +524,7 @@ class Store:
     ) -> Publication:
         """Return what is served as soon as it is newer than ``step``.
 
+        If the sender goes back to a lower step meanwhile, that step counts as newer.
         A failed send does not end the wait, since the next send may succeed.
 
         Raises:
@@ -526,11 +532,11 @@ class Store:
                 retracted meanwhile; ``serving`` says what is served.
             ClosedError: the store is closed.
         """
-        before = self.withdrawals
+        before, returns = self.withdrawals, self.returns
 
         def look() -> Publication | None:
             now = self._current
-            if now is not None and now.step > step:
+            if now is not None and (now.step > step or self.returns != returns):
                 return now
             if self.withdrawals != before:
                 raise self._missing(None)

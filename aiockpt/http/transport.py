@@ -705,9 +705,10 @@ class HTTPTransport(CheckpointTransport[T]):
         again after a random delay of at most 2 seconds; an event and a log line report
         each attempt. It yields no step twice, and no incomplete one.
 
-        If the sender restarts and continues from a lower step, the iterator follows it
-        from there; an event (``restart``) and a warning say so. A restarted sender
-        needs its old token to be followed: give both ends the same ``token``.
+        If the sender goes back to a lower step, or restarts and continues from one, the
+        iterator follows it from there; an event (``restart``) and a warning say so. A
+        restarted sender needs its old token to be followed: give both ends the same
+        ``token``.
 
         Between two steps nothing runs in the background. If cancelled, the iterator
         ends, and the template is unchanged or holds a whole step. A new iterator can
@@ -770,8 +771,8 @@ class HTTPTransport(CheckpointTransport[T]):
         (``StepNotFoundError``); then a newer one is there. :meth:`follow` also
         receives the steps.
 
-        If the sender restarts and continues from a lower step, the iterator yields
-        that step; an event (``restart``) and a warning say so.
+        If the sender goes back to a lower step, or restarts and continues from one, the
+        iterator yields that step; an event (``restart``) and a warning say so.
 
         If the connection breaks, or the sender is silent or restarts at the same
         address, the iterator asks again after a random delay of at most 2 seconds. A

@@ -531,6 +531,54 @@ class TestFollow:
         told = [r for r in caplog.records if "started again" in r.getMessage()]
         assert [record.levelno for record in told] == [logging.WARNING]
 
+    @pytest.mark.parametrize("process", [False, True])
+    @pytest.mark.parametrize("when", ["waiting", "later", "retracted"])
+    async def test_a_sender_that_goes_back_is_followed(self, when, process):
+        """In the same start, as a trainer does that rolls back to a checkpoint."""
+        async with pair(process=process) as (sender, receiver):
+            await publish(sender, 10)
+            follower = receiver.follow(sender.metadata())
+            steps = receiver.steps(sender.metadata())
+            async with aclosing(follower):
+                assert (await soon(follower))[0] == await soon(steps) == 10
+                with events("restart") as returns:
+                    if when == "waiting":
+                        both = [
+                            asyncio.ensure_future(soon(f)) for f in (follower, steps)
+                        ]
+                        await settle(lambda: sender.statistics().waiting == 2)
+                        await publish(sender, 5)
+                        (step, state), number = await both[0], await both[1]
+                    else:
+                        if when == "retracted":
+                            await sender.disallow_checkpoint()
+                        await publish(sender, 5)
+                        step, state = await soon(follower)
+                        number = await soon(steps)
+                    check(step, state)
+                    assert step == number == 5
+                    await publish(sender, 6)
+                    assert (await soon(follower))[0] == await soon(steps) == 6
+            assert [each.step for each in returns] == [5, 5]
+            assert "gone back" in returns[0].detail
+
+    async def test_a_return_is_noticed_after_a_known_step(self):
+        """Also by a follower that begins after a step, and by one that is busy."""
+        async with pair() as (sender, receiver):
+            await publish(sender, 10)
+            follower = receiver.follow(sender.metadata(), after=10)
+            async with aclosing(follower):
+                waiting = await waiting_for(follower, sender)
+                for step in (4, 3):
+                    await publish(sender, step)
+                    found, state = await waiting if step == 4 else await soon(follower)
+                    check(found, state)
+                    assert found == step
+                for step in (2, 1, 20):
+                    await publish(sender, step)
+                assert (await soon(follower))[0] == 20
+                await nothing(follower)
+
     @pytest.mark.parametrize("serves", [True, False])
     async def test_a_restart_is_noticed_before_the_first_step(self, serves):
         """A follower that begins after a step knows the sender's start by then."""
