@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import tempfile
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,10 +17,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - the back
 import aiockpt
 from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
 from aiockpt.storage.directory import list_checkpoints
-from tests.support.ports import free_port
-from tests.support.ranks import SUPPORT, process
 from tests.support.saving import OwnFormat, names
-from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -58,67 +53,6 @@ def save(made: Any, path: Path) -> None:
 
 class TestEarlyCheckpointer:
     """A checkpointer that is older than the process group."""
-
-    @ALL_KINDS
-    def test_the_group_comes_and_is_replaced(self, tmp_path, kind: str) -> None:
-        """Two ranks commit one checkpoint; then one of them goes on alone."""
-        program, ports = str(SUPPORT / "early_rank.py"), [free_port(), free_port()]
-
-        async def main() -> list[bytes]:
-            words = (*map(str, ports), str(tmp_path / "c"), kind)
-            async with (
-                process(program, "0", *words) as first,
-                process(program, "1", *words) as second,
-            ):
-                said = await asyncio.gather(first.communicate(), second.communicate())
-                return [out for out, _ in said]
-
-        first, second = asyncio.run(main())
-        assert first.splitlines() == [b"saved and loaded by rank 0"] * 2
-        assert second.splitlines() == [b"saved and loaded by rank 1"]
-        # The first one was retired, by rank 0 alone.
-        assert names(tmp_path / "c") == ["step-2"]
-        assert [each.world_size for each in list_checkpoints(tmp_path / "c")] == [1]
-
-    def test_a_store_that_outlives_the_ranks(self, tmp_path) -> None:
-        """A rank that died at the meeting is not taken for the one that comes later."""
-        program, directory = str(SUPPORT / "restarted_rank.py"), str(tmp_path / "c")
-        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            *("127.0.0.1", 0), is_master=True, wait_for_workers=False, use_libuv=False
-        )
-
-        def rank(number: int, attempt: int) -> Any:
-            words = (str(number), str(store.port), str(attempt), directory)
-            return process(program, *words, stdin=PIPE)
-
-        async def heard(rank: Process) -> bytes:
-            assert rank.stdout is not None
-            return await rank.stdout.readline()
-
-        async def arrive(rank: Process) -> None:
-            """Let a rank that has all its keys but one come to the meeting."""
-            keys = store.num_keys()
-            assert rank.stdin is not None
-            rank.stdin.write(b"\n")
-            await eventually(lambda: store.num_keys() != keys, "the arrival")
-
-        async def main() -> list[bytes]:
-            async with rank(0, 1) as first, rank(1, 1) as second:
-                said = await asyncio.gather(heard(first), heard(second))
-                assert [*said] == [b"complete\n"] * 2
-                await arrive(second)  # and dies there, with the other one
-            async with rank(0, 2) as first, rank(1, 2) as second:
-                assert await heard(first) == b"complete\n"
-                await arrive(first)
-                assert await heard(second) == b"complete\n"
-                await arrive(second)
-                return [*await asyncio.gather(heard(first), heard(second))]
-
-        assert asyncio.run(main()) == [b"saved\n"] * 2
-        store = None  # it has descriptors
-        for number in range(2):
-            state = aiockpt.load(tmp_path / "c" / "step-1", rank=number)
-            assert state == {"attempt": "2", "rank": number}
 
     @IN_BACKGROUND
     def test_a_writer_of_ones_own_is_made_again(self, tmp_path, use_process) -> None:

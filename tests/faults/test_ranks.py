@@ -11,24 +11,42 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process, create_subprocess_exec
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import (
+    AbstractAsyncContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import aiockpt
 from aiockpt import StorageError
-from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
+from aiockpt.checkpointers import (
+    BarrierConfig,
+    CheckpointProcessConfig,
+    CheckpointWriterConfig,
+    RankInfo,
+    SyncCheckpointer,
+)
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.errors import UnsupportedLeafError
-from aiockpt.storage.directory import find_checkpoint
+from aiockpt.storage.directory import find_checkpoint, list_checkpoints
 from tests.support.commandline import ENVIRONMENT
 from tests.support.matrix import Record
+from tests.support.ports import free_port
 from tests.support.proofs import proves
-from tests.support.saving import LONG, SHORT, Dying, Job, job, load, use_cpu
+from tests.support.ranks import process
+from tests.support.saving import LONG, SHORT, Dying, Job, job, load, names, use_cpu
+from tests.support.waiting import eventually
 
 # What happens to processes is the same on both loops; each takes seconds.
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
@@ -215,6 +233,115 @@ def _dies(ranks: Job, _: int, value: int, place: Path, __: Record) -> None:
     commits.result(LONG)
     assert load(place / "step", rank=1)["value"] == value
     ranks.restart(1)
+
+
+@proves("fault 66")
+@pytest.mark.parametrize("kind", ["sync", "thread", "process"])
+def test_a_checkpointer_that_is_older_than_the_group(
+    tmp_path: Path, record: Record, kind: str
+) -> None:
+    """Two ranks commit one checkpoint; then one of them goes on alone."""
+    program, ports = str(SUPPORT / "early_rank.py"), [free_port(), free_port()]
+
+    async def main() -> list[bytes]:
+        words = (*map(str, ports), str(tmp_path / "c"), kind)
+        async with (
+            process(program, "0", *words) as first,
+            process(program, "1", *words) as second,
+        ):
+            said = await asyncio.gather(first.communicate(), second.communicate())
+            return [out for out, _ in said]
+
+    first, second = asyncio.run(main())
+    assert first.splitlines() == [b"saved and loaded by rank 0"] * 2
+    assert second.splitlines() == [b"saved and loaded by rank 1"]
+    # The first one was retired, by rank 0 alone.
+    assert names(tmp_path / "c") == ["step-2"]
+    assert [each.world_size for each in list_checkpoints(tmp_path / "c")] == [1]
+    record.ran(2)
+
+
+@proves("fault 67")
+def test_a_store_that_outlives_the_ranks(tmp_path: Path, record: Record) -> None:
+    """A rank that died at the meeting is not taken for the one that comes later."""
+    program = str(SUPPORT / "restarted_rank.py")
+    directory, last = str(tmp_path / "c"), record.pick(2, 4)
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+        *("127.0.0.1", 0), is_master=True, wait_for_workers=False, use_libuv=False
+    )
+
+    def rank(number: int, attempt: int) -> AbstractAsyncContextManager[Process]:
+        words = (str(number), str(store.port), str(attempt), directory)
+        return process(program, *words, stdin=PIPE)
+
+    async def heard(rank: Process) -> bytes:
+        assert rank.stdout is not None
+        return await rank.stdout.readline()
+
+    async def arrive(rank: Process) -> None:
+        """Let a rank that waits before the meeting come to it."""
+        keys = store.num_keys()
+        assert rank.stdin is not None
+        rank.stdin.write(b"\n")
+        await eventually(lambda: store.num_keys() != keys, "the arrival")
+
+    async def main() -> list[bytes]:
+        for attempt in range(1, last):
+            async with rank(0, attempt) as first, rank(1, attempt) as second:
+                said = await asyncio.gather(heard(first), heard(second))
+                assert [*said] == [b"complete\n"] * 2
+                await arrive(second if attempt % 2 else first)  # both die there
+        async with rank(0, last) as first, rank(1, last) as second:
+            assert await heard(first) == b"complete\n"
+            await arrive(first)
+            assert await heard(second) == b"complete\n"
+            await arrive(second)
+            return [*await asyncio.gather(heard(first), heard(second))]
+
+    assert asyncio.run(main()) == [b"saved\n"] * 2
+    for number in (0, 1):
+        state = aiockpt.load(tmp_path / "c" / "step-1", rank=number)
+        assert state == {"attempt": str(last), "rank": number}
+    record.ran(last - 1)
+    store = None  # it has descriptors
+
+
+@proves("fault 68")
+def test_two_checkpointers_of_one_job(tmp_path: Path, record: Record) -> None:
+    """They save the same steps to other directories, in any order on each rank."""
+    chance, port = record.chance(), free_port()
+    where = {"master_address": "127.0.0.1", "tcpstore_port": port}
+    ours = {"timeout_exit_secs": 0, "use_checkpoint_barrier_tcpstore_libuv": False}
+    barrier = BarrierConfig("tcp_store", where | ours)
+    kinds = ("model", "ema")
+
+    def made(rank: int) -> SyncCheckpointer:
+        config = aiockpt.CheckpointerConfig(
+            writer_config=CheckpointWriterConfig(fsync=False), barrier_config=barrier
+        )
+        return aiockpt.make_sync_checkpointer(config, RankInfo(rank, 2))
+
+    with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
+        ranks = [
+            {kind: stack.enter_context(made(rank)) for kind in kinds} for rank in (0, 1)
+        ]
+        for step in range(record.pick(5, 100)):
+            order = [(rank, kind) for rank in (0, 1) for kind in kinds]
+            chance.shuffle(order)
+            saves = [
+                pool.submit(
+                    ranks[rank][kind].save,
+                    {"step": step, "rank": rank, "kind": kind},
+                    tmp_path / kind / f"step-{step}",
+                )
+                for rank, kind in order
+            ]
+            for each in saves:
+                each.result(LONG)
+            for rank, kind in order:
+                found = load(tmp_path / kind / f"step-{step}", rank=rank)
+                assert found == {"step": step, "rank": rank, "kind": kind}
+            record.ran(2)
 
 
 @contextmanager
