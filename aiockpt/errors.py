@@ -432,14 +432,25 @@ class IntegrityError(ProtocolError):
 
 
 class AuthenticationError(AiockptError, PermissionError):
-    """The peer requires a token and got none, or refused the one it got."""
+    """The peer requires a token and got none, or refused the one it got.
 
-    def __init__(self, url: str, detail: str = "") -> None:
+    ``by_sender`` is False if the answer is not a sender's: an application or a proxy in
+    front of it refused the request, and the token may be right.
+    """
+
+    def __init__(self, url: str, detail: str = "", *, by_sender: bool = True) -> None:
         super().__init__(detail)
         self.url = url
+        self.by_sender = by_sender
 
     def __str__(self) -> str:
         why = f": {self.detail}" if self.detail else ""
+        if not self.by_sender:
+            return (
+                f"{self.url} refused the request{why}, and not as a sender does: an "
+                "application or a proxy asks for credentials of its own; let it pass "
+                "the requests that aiockpt.http.serves() knows"
+            )
         return (
             f"{self.url} refused the token{why}; pass the sender's metadata() "
             "whole, or the same token on both sides"

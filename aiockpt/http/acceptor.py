@@ -16,6 +16,7 @@ import ssl
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any, Final
 
 from aiohttp import web
@@ -68,6 +69,23 @@ class Caller(web.RequestHandler):
         self._requests -= 1
         if not self._requests:
             self._acceptor.idle(self)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer a request that is no HTTP; repeat nothing of it, not even in a log.
+
+        It may have a token.
+        """
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR or request.writer.output_size:
+            return super().handle_error(request, status, exc, message)
+        answer = web.Response(status=status, text="the request is not valid HTTP\n")
+        answer.force_close()
+        return answer
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Forget the connection."""

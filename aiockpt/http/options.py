@@ -135,7 +135,9 @@ class Auth:
     Attributes:
         token: A token that both ends know. Without it, the transport makes a random
             one, and the metadata carries it. The variables ``AIOCKPT_TOKEN`` (a token)
-            and ``AIOCKPT_TOKEN_PATH`` (a file with a token) are the default.
+            and ``AIOCKPT_TOKEN_PATH`` (a file with a token) are the default. A receiver
+            sends it to each host that metadata without a token names, so whoever
+            chooses the metadata gets it. ``peers`` bounds these hosts.
         insecure: Ask for no token: everybody who reaches the port may read.
         ssl_context: The TLS context to serve with. None: serve without TLS.
         client_ssl_context: The TLS context that verifies senders. None: the system's

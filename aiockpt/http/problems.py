@@ -27,7 +27,11 @@ from aiockpt.errors import (
     StepNotFoundError,
     TransportError,
 )
-from aiockpt.http.protocol import RangeNotSatisfiable, format_unsatisfied_range
+from aiockpt.http.protocol import (
+    RangeNotSatisfiable,
+    format_etag,
+    format_unsatisfied_range,
+)
 
 __all__ = [
     "PROBLEM_TYPE",
@@ -178,6 +182,8 @@ def _is_superseded(error: Exception) -> bool:
 def _headers_of(error: Exception) -> dict[str, str]:
     headers = {"Content-Type": PROBLEM_TYPE, "Cache-Control": "no-store"}
     match error:
+        case CheckpointChangedError() if error.actual is not None:
+            headers["ETag"] = format_etag(error.actual)
         case AuthenticationError():
             headers["WWW-Authenticate"] = "Bearer"
         case RangeNotSatisfiable():
@@ -277,7 +283,9 @@ def _sender_failed(answer: _Answer) -> AiockptError:
 def _refused(answer: _Answer) -> AiockptError:
     told = _printable(answer.document.detail) if answer.ours else ""
     why = f"HTTP {answer.status}" + (f", {told}" if told else "")
-    return AuthenticationError(answer.url, why)
+    # Anything else in front of the sender may ask for credentials of its own.
+    by_sender = answer.ours or answer.status != HTTPStatus.UNAUTHORIZED
+    return AuthenticationError(answer.url, why, by_sender=by_sender)
 
 
 def _busy(answer: _Answer) -> AiockptError:

@@ -27,6 +27,7 @@ from aiockpt.state.flatten import describe
 from aiockpt.storage.directory import MARKER
 from aiockpt.storage.statefile import read_state_file
 from aiockpt.testing import assert_same
+from tests.support.proofs import proves
 from tests.support.saving import load, read, save, training_state
 from tests.support.states import file_of, stager
 
@@ -75,6 +76,7 @@ class TestOurs:
 class TestChangedFiles:
     """What is served is what was verified: nothing is read a second time."""
 
+    @proves("threat T12")
     @pytest.mark.parametrize("kind", ["ours", "safetensors", "torch"])
     @pytest.mark.parametrize("change", ["truncated", "written"])
     def test_a_change_after_the_read_does_not_matter(

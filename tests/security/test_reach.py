@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
 from typing import Any
 
@@ -10,12 +12,19 @@ from aiohttp import web
 from aiohttp.abc import AbstractResolver
 
 from aiockpt import Auth
-from aiockpt.errors import AuthenticationError, LocalProtocolError, PeerUnreachableError
+from aiockpt.errors import (
+    AuthenticationError,
+    LocalProtocolError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+)
 from aiockpt.http import security
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.http.security import CheckedResolver, Reach
 from tests.support.proofs import proves
 from tests.support.rangepeer import STEP, fetch, fetch_manifest, receiver, serving, soon
+from tests.support.servers import TOKEN
+from tests.support.servers import serving as checkpoint_serving
 
 pytestmark = [pytest.mark.torch_free, pytest.mark.usefixtures("no_blocking")]
 
@@ -180,6 +189,53 @@ async def test_an_error_page_that_shows_the_request_shows_no_token() -> None:
                 await fetch(client, peer, token="t0ken-7")
             assert "t0ken-7" not in f"{caught.value!r} {caught.value}"
             assert status != 401 or isinstance(caught.value, AuthenticationError)
+
+
+@proves("threat I5")
+@pytest.mark.asyncio
+async def test_a_page_for_what_is_no_http_repeats_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Neither does the log: the next line may have the token."""
+    field = f"Authorization: Bearer {TOKEN}"
+    line = "GET /checkpoint/latest HTTP/1.1"
+    requests = [
+        f"{line}\nHost: x\n{field}\n\n",
+        f"{line}\r\nHost: x\r\n{field}\rX: y\r\n\r\n",
+        f"{line}\r\nHost: x\r\n{field}\r\nbad header\r\n\r\n",
+        f"{line}\r\n{field}{'a' * 9000}\r\n\r\n",
+        f"GET /{TOKEN} {TOKEN}\r\n\r\n",
+    ]
+    with caplog.at_level(logging.DEBUG):
+        async with checkpoint_serving() as site:
+            for request in requests:
+                reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+                writer.write(request.encode())
+                async with asyncio.timeout(20):
+                    answer = await reader.read()
+                writer.close()
+                assert b" 400 " in answer.splitlines()[0]
+                assert TOKEN.encode() not in answer
+    assert TOKEN not in caplog.text
+
+
+@proves("threat I10")
+@pytest.mark.asyncio
+async def test_peers_bound_who_gets_a_shared_token() -> None:
+    """Metadata without a token sends it to the host that it names, of the peers."""
+    heard: list[str] = []
+
+    async def note(_: object, request: web.Request) -> web.Response:
+        heard.append(request.headers["Authorization"])
+        return web.Response(status=404)
+
+    for peers in (["10.0.0.0/8"], ["127.0.0.0/8"]):
+        shared: dict[str, Any] = {"token": "shared-by-the-job", "peers": peers}
+        async with serving(b"x", meddle=note) as peer, receiver(**shared) as client:
+            with pytest.raises((LocalProtocolError, RemoteProtocolError)):
+                await fetch(client, peer)
+        assert bool(heard) == (peers == ["127.0.0.0/8"])
+    assert {*heard} == {"Bearer shared-by-the-job"}
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,9 @@ async def test_conditions_follow_rfc_9110():
             if status == 412:
                 actual = json.loads(answer.body)["actual"]
                 assert actual == memory.manifest.snapshot_id
+                assert answer.headers["ETag"] == memory.etag
+        other = await peer.ask("/checkpoint/latest/full", If_Match='"other"')
+        assert (other.status, other.headers["ETag"]) == (412, memory.etag)
         assert (await peer.ask("/checkpoint/7/full")).body == memory.file  # in step
 
 

@@ -14,6 +14,7 @@ import torch
 from aiockpt.cli.text import MAX_CELL, MAX_ROWS, clipped, command_line, format_table
 from aiockpt.cli.text import printable as escaped
 from tests.support.commandline import Commands, run_shell, serving
+from tests.support.proofs import proves
 from tests.support.saving import save
 
 pytestmark = pytest.mark.timeout(180)
@@ -72,6 +73,7 @@ def test_what_is_said_of_odd_names(cli: Commands, tmp_path: Path) -> None:
     assert command_line(str(below / "x.pt")) in error
 
 
+@proves("threat D21")
 def test_a_table_is_bounded() -> None:
     """In width and rows, whatever a peer says; the last row counts all."""
     rows = ((f"{index or 'n' * 10_000_000}\x1b", "1") for index in range(MAX_ROWS + 5))
