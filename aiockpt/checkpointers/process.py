@@ -70,8 +70,6 @@ from aiockpt.runtime.system import refused_by_host
 
 __all__ = ["CheckpointProcess"]
 
-logger = logging.getLogger("aiockpt")
-
 _CLOSING: Final = 5.0
 
 _TRIES: Final = 3
@@ -438,14 +436,16 @@ class CheckpointProcess(BackgroundWriter):
             running.settled.set()
             self._running = None
             if self._closing:
+                if exitcode:
+                    _tell(str(error))
                 self._fail([*self._writes.values()], error)
             elif not running.ready:
-                logger.error("%s", error)
+                _tell(str(error), logging.ERROR)
                 self._fail([*self._writes.values()], error)
             else:
                 pause = self._pauses.next(running.lived)
                 when = f" in {pause:g} s" if pause else ""
-                logger.warning("%s; another one is started%s", error, when)
+                _tell(f"{error}; another one is started{when}")
                 self._restarts += 1
                 self._fail_begun(error)
                 await self._rest(pause)
@@ -454,7 +454,7 @@ class CheckpointProcess(BackgroundWriter):
                 try:
                     successor = await self._reach()
                 except AiockptError as failure:
-                    logger.error("%s", failure)
+                    _tell(str(failure), logging.ERROR)
                     self._fail([*self._writes.values()], failure)
                 else:
                     if self._closing:
@@ -660,6 +660,10 @@ class _Running:
             submission.finish(None)
         else:
             submission.finish(Written(message.warning, message.content))
+
+
+def _tell(detail: str, level: int = logging.WARNING) -> None:
+    emit(TransferEvent(stop="restart", detail=detail, level=level))
 
 
 def _why_gone(overdue: str, exitcode: int | None) -> WorkerError:

@@ -7,7 +7,6 @@ if it is to keep the last checkpoint for receivers that come later.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import signal
@@ -20,24 +19,17 @@ from typing import Any, Final, TypeAlias, TypeVar
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.audit import Access
-from aiockpt.http.handlers import SMALL_BYTES
-from aiockpt.http.options import Swarm
-from aiockpt.http.relay import Relay
 from aiockpt.http.server import CheckpointServer, Counters
 from aiockpt.http.server_messages import (
     Done,
-    EndRelay,
     Event,
     Fail,
     Forget,
     FromServer,
-    Held,
     LogLine,
     Prepare,
     Publish,
     Ready,
-    Relayed,
-    RelayEnded,
     Released,
     Retract,
     Setup,
@@ -50,7 +42,6 @@ from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import Parent, leave_terminal
 from aiockpt.runtime.ipc import unpack
-from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.system import raise_descriptor_limit
 
 __all__ = ["ServerMain", "main"]
@@ -61,20 +52,12 @@ T = TypeVar("T")
 Tell: TypeAlias = Callable[[FromServer], None]
 
 _TICK: Final = 0.1  # seconds between two looks at the counters
-_PR_SET_PDEATHSIG: Final = 1  # see prctl(2)
-
-
-class _RetractedError(Exception):
-    """The trainer retracted a snapshot before this process had prepared it."""
 
 
 def main(fd: int, trainer: int) -> None:
     """Serve what the trainer publishes, until its end; see `Parent`."""
     leave_terminal()
     raise_descriptor_limit()
-    # The trainer may die while it has paused this process.
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
     asyncio.run(_serve(fd, trainer))
 
 
@@ -97,11 +80,10 @@ class ServerMain:
         self._ended = asyncio.Event()
         self._bridge = Bridge(threads=1, name="aiockpt-serve")
         self._server: CheckpointServer | None = None
-        self._keep_last, self._swarm = 0.0, Swarm()
+        self._keep_last = 0.0
         self._told: Counters | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._prepared: dict[int, asyncio.Task[TrainersSnapshot]] = {}
-        self._relays: dict[int, asyncio.Task[Relay]] = {}
         self._trainer = Parent(fd, trainer, self._hear, self._outlive_trainer)
 
     def __repr__(self) -> str:
@@ -161,7 +143,6 @@ class ServerMain:
         if isinstance(message, Setup):
             options = message.config.options
             self._keep_last = options.keep_last
-            self._swarm = message.config.swarm or self._swarm
             self._server = CheckpointServer(message.config, self._bridge)
             _forward_logs(message.levels, self._tell_from_any_thread)
             self._spawn(self._start(self._server, fds, nice=options.nice))
@@ -174,12 +155,6 @@ class ServerMain:
             self._prepared.pop(message.number).add_done_callback(_release)
         elif isinstance(message, Retract):
             self._spawn(self._retract(message))
-        elif isinstance(message, Relayed):
-            self._relays[message.number] = self._spawn(self._relay(message, *fds))
-        elif isinstance(message, Held):
-            self._spawn(self._hold(message))
-        elif isinstance(message, EndRelay):
-            self._spawn(self._end_relay(message))
         else:
             assert isinstance(message, Fail)
             self._store.fail(message.failure)
@@ -193,7 +168,7 @@ class ServerMain:
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, _RetractedError):
+        if error is not None:
             logger.error("the server process ends", exc_info=error)
             self._ended.set()
 
@@ -214,9 +189,6 @@ class ServerMain:
         try:
             manifest = await self._bridge.run(trusted_header, unpack(header))
             return TrainersSnapshot(manifest, arena, number, self._trainer.send)
-        except ValueError:  # the memory has shrunk: the trainer has taken it back
-            self._trainer.send(Released(number))
-            raise _RetractedError from None
         finally:
             os.close(arena)
             self._trainer.send(Done(number))
@@ -237,44 +209,6 @@ class ServerMain:
 
     async def _retract(self, message: Retract) -> None:
         await self._store.retract(grace=message.grace)
-        self._trainer.send(Done(message.number))
-
-    async def _relay(self, message: Relayed, header: int, arena: int) -> Relay:
-        """Serve what the trainer receives."""
-        try:
-            manifest = await self._bridge.run(trusted_header, unpack(header))
-            mapped = MappedSnapshot(manifest, arena)
-        finally:
-            os.close(arena)
-        slots, rate = self._swarm.slots, self._swarm.rate
-        relay = Relay(manifest, message.headers, slots=slots, rate=rate)
-        relay.memory, relay.token = mapped, Token(message.token)
-        await self._store.relay(relay)
-        self._trainer.send(Done(message.number))
-        self._spawn(self._tell_end(message.number, relay))
-        return relay
-
-    async def _tell_end(self, number: int, relay: Relay) -> None:
-        while not relay.ended:
-            await relay.changes.wait(None)
-        self._trainer.send(RelayEnded(number))
-
-    async def _hold(self, message: Held) -> None:
-        # Messages come in order, but a relay is prepared in a thread. Of two tasks that
-        # wait for it, the first one goes on first.
-        relaying = self._relays.get(message.number)
-        if relaying is not None:
-            relay = await relaying
-            relay.is_lent = message.is_lent
-            for chunk in message.chunks:
-                relay.add(chunk)
-
-    async def _end_relay(self, message: EndRelay) -> None:
-        relaying = self._relays.pop(message.relay, None)
-        if relaying is not None:
-            relay = await relaying
-            await self._store.end_relay(relay)
-            relay.let_go()
         self._trainer.send(Done(message.number))
 
     def _outlive_trainer(self) -> None:
@@ -356,22 +290,8 @@ class TrainersSnapshot:
         return f"<TrainersSnapshot {self._number} references={self._references}>"
 
     def views(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes ``[start, stop)`` of the data segment.
-
-        The trainer may take the memory back at any time (see `Arena.revoke`). Then a
-        system call that reads it fails. A handler that read it by itself would be
-        killed; it does that for small bodies only, so these are a copy.
-
-        Raises:
-            ConnectionResetError: the trainer has taken the memory back.
-        """
-        nbytes = stop - start
-        if not 0 < nbytes <= SMALL_BYTES:
-            return self._mapped.views(start, stop)
-        data = os.pread(self.arena.fd, nbytes, start)
-        if len(data) < nbytes:
-            raise ConnectionResetError("the trainer has taken the memory back")
-        return [memoryview(data)]
+        """Return the bytes ``[start, stop)`` of the data segment, in order."""
+        return self._mapped.views(start, stop)
 
     def acquire(self) -> None:
         """Keep the memory unchanged until :meth:`release`; calls are counted."""

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -157,6 +157,12 @@ class ServerStatistics(NamedTuple):
     gone: int
     stalled: int
     evicted: int
+
+    @classmethod
+    def sum(cls, parts: Iterable[ServerStatistics]) -> ServerStatistics:
+        """Return the sum of each counter."""
+        nothing = (0,) * len(cls._fields)
+        return cls(*map(sum, zip(nothing, *parts, strict=True)))
 
 
 class _Stream(web.StreamResponse):

@@ -1,4 +1,7 @@
-"""Where the receives of a transport, or of a command, are served on to a swarm."""
+"""Where a transport or a command serves: what it sends, and what it receives.
+
+What it receives, it serves on to a swarm, always from its own loop.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from aiockpt.http.membership import Membership
 from aiockpt.http.relay import Relay
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.server_process import ServerProcess
+from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["RelayHost"]
 
 
 class RelayHost:
-    """An address, and the server that serves relays there.
+    """An address, and the server that serves there; a server process has no relays.
 
     Args:
         endpoint: The address.
@@ -32,7 +36,6 @@ class RelayHost:
         bridge: Bridge,
     ) -> None:
         self._endpoint, self._server, self._bridge = endpoint, server, bridge
-        self._store = server.store if isinstance(server, CheckpointServer) else server
         self.members: set[Membership] = set()
 
     def __repr__(self) -> str:
@@ -59,13 +62,17 @@ class RelayHost:
         finally:
             self._endpoint.close()  # a hung process keeps copies of the sockets
 
+    @property
+    def _store(self) -> Store:
+        assert isinstance(self._server, CheckpointServer), "it serves relays"
+        return self._server.store
+
     async def enter(self, relay: Relay) -> str:
         """Serve a relay; return the URL under which members reach it.
 
         Of two relays of one snapshot, the second is read once the first has ended.
 
         Raises:
-            LocalProtocolError: the server process cannot map the memory.
             AiockptError, OSError: the server cannot start.
         """
         await self.start()

@@ -1,27 +1,34 @@
 """Lend snapshots to other processes of this host, as memory instead of bytes.
 
 A request for a manifest that proves to come from this host is answered with a ticket.
-The receiver shows the ticket at a Unix socket, where the kernel names its user: a
-process of another user gets nothing. A receiver that only copies gives the memory
-back, and the sender may stage the next checkpoint into it. A receiver that keeps the
-memory, or dies without a word, has it for good: the sender never stages into it
-again, and waits for nobody.
+The guest shows the ticket at a Unix socket, where the kernel names its user: a process
+of another user gets nothing. A guest is a reader like any other: the store counts it,
+keeps the snapshot for it, and evicts it. It reads without a sign of life, so its loan
+has a deadline, too.
+
+A loan ends by itself when the guest hangs up. However it ends, the memory stays mapped
+and valid in the guest. A guest that compares the digests of what it has copied may
+find the bytes of a later checkpoint there. For a guest that reads without comparing
+(`Ask.keep`), the memory never changes: the sender does not stage into it again, unless
+the guest has said that nothing of it is mapped any more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
+import math
 import secrets
 import socket
-import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final
 
+import anyio
 import msgspec
 
-from aiockpt.errors import ClosedError
+from aiockpt.errors import AiockptError
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http.audit import Access, Auditor
 from aiockpt.http.protocol import Lease
@@ -31,6 +38,8 @@ from aiockpt.http.shared_memory import (
     Ask,
     Lent,
     Offer,
+    decode_ticket,
+    encode_ticket,
     format_offer,
     identity,
     is_probe_of,
@@ -42,23 +51,27 @@ from aiockpt.runtime.ipc import arrival, is_ours, owner_of, receive
 
 __all__ = ["Lender"]
 
-_TICKETS: Final = 1024  # the most that are valid at a time
-_VALID: Final = 30.0  # seconds
+_VALID: Final = 30.0  # seconds for which a ticket is valid
+_SLOWEST: Final = 256 << 20  # bytes per second that a guest reads at least
+_MAC_BYTES: Final = 32
 _TICKET_TIMEOUT: Final = 5.0  # seconds in which a guest must show its ticket
 _PAUSE: Final = 1.0  # seconds until the next try to accept, if no descriptor is left
 
 logger = logging.getLogger("aiockpt")
 
 
-@dataclass(frozen=True, slots=True)
-class _Ticket:
-    """What was offered to which receiver; ``lease`` keeps it ``until`` then."""
+class _Claim(msgspec.Struct, frozen=True, array_like=True):
+    """What a ticket says: which snapshot was offered to whom, and ``until`` when.
+
+    ``lease`` is the id of the lease that keeps the snapshot; it ends at ``ends``.
+    """
 
     step: int
     snapshot_id: str
     receiver: str
     until: float
-    lease: Lease | None
+    lease: str = ""
+    ends: float = math.inf
 
 
 class Lender:
@@ -68,16 +81,20 @@ class Lender:
         store: Holds the publications that may be lent.
         bridge: Runs what blocks.
         most: How many guests it has at a time; it refuses more of them.
+        stall_timeout: How long a loan lasts, in seconds, in addition to the time that
+            its bytes take.
     """
 
-    def __init__(self, store: Store, bridge: Bridge, *, most: int) -> None:
+    def __init__(
+        self, store: Store, bridge: Bridge, *, most: int, stall_timeout: float
+    ) -> None:
         self.count = 0
         self._store = store
         self._bridge = bridge
         self._turn = asyncio.Lock()
-        self._most = most
+        self._most, self._stall_timeout = most, stall_timeout
         self._name = secrets.token_hex(16)
-        self._tickets: dict[str, _Ticket] = {}
+        self._key = secrets.token_bytes(32)
         self._listener: socket.socket | None = None
         self._visits: set[asyncio.Task[None]] = set()
         self._auditor = Auditor()
@@ -105,19 +122,17 @@ class Lender:
             return None
         if self._closed or not self._is_listening():
             return None
-        ticket = secrets.token_hex(16)
-        self._forget_old()
-        until = time.monotonic() + _VALID
-        made = _Ticket(
-            publication.step, publication.snapshot_id, receiver, until, lease
+        claim = _Claim(
+            publication.step, publication.snapshot_id, receiver, _now() + _VALID
         )
-        self._tickets[ticket] = made
-        return format_offer(Offer(self._name, ticket))
+        if lease is not None:
+            claim = msgspec.structs.replace(claim, lease=lease.id, ends=lease.until)
+        said = msgspec.msgpack.encode(claim)
+        return format_offer(Offer(self._name, encode_ticket(self._mac(said) + said)))
 
     async def aclose(self) -> None:
-        """Lend nothing more; receivers keep what they have. Idempotent."""
+        """Lend nothing more, and end all loans. Idempotent."""
         self._closed = True
-        self._tickets.clear()
         listener, self._listener = self._listener, None
         if listener is not None:
             asyncio.get_running_loop().remove_reader(listener)
@@ -127,13 +142,6 @@ class Lender:
             visit.cancel()
         if visits:
             await asyncio.wait(visits)
-
-    def _forget_old(self) -> None:
-        now = time.monotonic()
-        old = [key for key, ticket in self._tickets.items() if ticket.until < now]
-        surplus = [*self._tickets][: max(len(self._tickets) - _TICKETS + 1, 0)]
-        for key in {*old, *surplus}:
-            del self._tickets[key]
 
     def _is_listening(self) -> bool:
         if self._listener is None:
@@ -178,22 +186,35 @@ class Lender:
         visit.add_done_callback(self._visits.discard)
 
     async def _receive(self, guest: socket.socket) -> None:
-        with guest, suppress(OSError, msgspec.MsgspecError, TimeoutError, ClosedError):
+        with guest, suppress(OSError, msgspec.MsgspecError, AiockptError):
             async with asyncio.timeout(_TICKET_TIMEOUT):
                 ask = msgspec.json.decode(await _heard(guest), type=Ask)
-            ticket = self._tickets.pop(ask.ticket, None)
-            publication = self._find(ticket)
-            if ticket is not None and publication is not None:
-                await self._lend(guest, publication, ticket, keep=ask.keep)
+            claim = self._read(ask.ticket)
+            lease = Lease(claim.lease, claim.ends) if claim and claim.lease else None
+            publication = self._find(claim, lease)
+            if claim is not None and publication is not None:
+                await self._lend(guest, publication, claim, lease, keep=ask.keep)
 
-    def _find(self, ticket: _Ticket | None) -> Publication | None:
-        if ticket is None or ticket.until < time.monotonic():
+    def _mac(self, said: bytes) -> bytes:
+        return hmac.digest(self._key, said, "sha256")
+
+    def _read(self, ticket: str) -> _Claim | None:
+        """Return what a ticket of ours says, unless it is too old."""
+        data = decode_ticket(ticket)
+        mac, said = data[:_MAC_BYTES], data[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(said)):
+            return None
+        claim = msgspec.msgpack.decode(said, type=_Claim)
+        return claim if claim.until >= _now() else None
+
+    def _find(self, claim: _Claim | None, lease: Lease | None) -> Publication | None:
+        """Return the publication of a claim, if it is served or a lease keeps it."""
+        if claim is None:
             return None
         found = self._store.latest
-        if found is None or found.snapshot_id != ticket.snapshot_id:
-            lease = ticket.lease
-            found = None if lease is None else self._store.leased(lease, ticket.step)
-        if found is None or found.snapshot_id != ticket.snapshot_id:
+        if lease and (found is None or found.snapshot_id != claim.snapshot_id):
+            found = self._store.leased(lease, claim.step)
+        if found is None or found.snapshot_id != claim.snapshot_id:
             return None
         return found
 
@@ -201,65 +222,72 @@ class Lender:
         self,
         guest: socket.socket,
         publication: Publication,
-        ticket: _Ticket,
+        claim: _Claim,
+        lease: Lease | None,
         *,
         keep: bool,
     ) -> None:
-        servable, arena = publication.servable, publication.servable.arena
-        assert arena is not None, "what was offered has an arena"
-        servable.acquire()
-        given = returned = False
-        try:
-            async with self._turn:
-                fd = await self._bridge.run(arena.lend)
-            if self._find(ticket) is not publication:
-                return  # it was retracted meanwhile
-            nbytes = servable.manifest.segment_bytes
-            message = msgspec.json.encode(Lent(ticket.snapshot_id, nbytes))
-            socket.send_fds(guest, [message], [fd])
-            given = True
-            if ticket.lease is not None:  # the receiver will ask for no range
-                self._store.end_lease(ticket.lease)
-            self._tell(guest, publication, ticket, kept=keep)
-            returned = not keep and await _heard(guest) == RETURNED
-        finally:
-            if given and not returned:
-                arena.spent = True
-            servable.release()
-
-    def _tell(
-        self,
-        guest: socket.socket,
-        publication: Publication,
-        ticket: _Ticket,
-        *,
-        kept: bool,
-    ) -> None:
-        self.count += 1
-        pid, _ = owner_of(guest)
+        """Lend the memory until the guest hangs up, is evicted, or takes too long."""
+        arena = publication.servable.arena
         nbytes = publication.servable.manifest.segment_bytes
+        assert arena is not None, "what was offered has an arena"
+        left = self._stall_timeout + nbytes / _SLOWEST
+        if lease is not None:
+            left = min(left, lease.until - _now())
+        with anyio.move_on_after(left) as loan:
+            async with self._store.reading(publication, evict=loan.cancel, lease=lease):
+                async with self._turn:
+                    fd = await self._bridge.run(arena.lend)
+                message = msgspec.json.encode(Lent(publication.snapshot_id, nbytes))
+                socket.send_fds(guest, [message], [fd])
+                self._note(guest, publication, claim.receiver)
+                event = _event("serve", guest, publication)
+                emit(replace(event, detail="kept" if keep else ""))
+                said = b""
+                try:
+                    said = await _heard(guest)
+                finally:
+                    if keep and said != RETURNED:
+                        arena.spent = True
+            if lease is not None:  # the guest asks for nothing more
+                self._store.end_lease(lease)
+        if loan.cancelled_caught:
+            event = _event("evict", guest, publication)
+            emit(replace(event, detail="the loan has ended", level=logging.WARNING))
+
+    def _note(self, guest: socket.socket, publication: Publication, who: str) -> None:
+        """Count and audit a loan."""
+        self.count += 1
         self._auditor.note(
             Access(
-                peer=f"pid:{pid}",
-                receiver=ticket.receiver,
+                peer=_pid_of(guest),
+                receiver=who,
                 method="LEND",
                 path="",
                 step=publication.step,
                 status=200,
-                nbytes=nbytes,
+                nbytes=publication.servable.manifest.segment_bytes,
                 outcome="lent",
             )
         )
-        emit(
-            TransferEvent(
-                stop="serve",
-                step=publication.step,
-                peer=f"pid:{pid}",
-                nbytes=nbytes,
-                detail="kept" if kept else "",
-                medium="shared memory",
-            )
-        )
+
+
+def _event(stop: str, guest: socket.socket, publication: Publication) -> TransferEvent:
+    return TransferEvent(
+        stop=stop,
+        step=publication.step,
+        peer=_pid_of(guest),
+        nbytes=publication.servable.manifest.segment_bytes,
+        medium="shared memory",
+    )
+
+
+def _pid_of(guest: socket.socket) -> str:
+    return f"pid:{owner_of(guest)[0]}"
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 async def _heard(guest: socket.socket) -> bytes:

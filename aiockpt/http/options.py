@@ -46,7 +46,8 @@ class Server:
         process: Serve from a separate process, so that the trainer and the server do
             not slow each other down. The process starts with the transport, is replaced
             if it dies, and serves from the shared memory of the snapshot. It excludes
-            ``ssl_context`` and ``zero_copy``.
+            ``ssl_context`` and ``zero_copy``. What the transport receives in a swarm,
+            it serves from its own event loop, at a free port.
         readers: How many response bodies the server sends at once. It tells further
             receivers to come back later.
         grace: Seconds that receivers get to finish when a checkpoint is retracted.

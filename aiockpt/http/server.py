@@ -52,7 +52,7 @@ class Counters(msgspec.Struct, tag=True, frozen=True):
     """What a server has counted; a server process sends it to its trainer."""
 
     store: StoreStatistics = StoreStatistics(None, 0, 0, 0.0, 0)
-    server: ServerStatistics = ServerStatistics(0, 0, 0, 0, 0, 0, 0, 0)
+    server: ServerStatistics = ServerStatistics.sum(())
     lent: int = 0
 
 
@@ -83,7 +83,12 @@ class CheckpointServer:
         self._ssl_context = ssl_context
         self._lender: Lender | None = None
         if config.lends:
-            self._lender = Lender(self.store, bridge, most=config.options.readers)
+            self._lender = Lender(
+                self.store,
+                bridge,
+                most=config.options.readers,
+                stall_timeout=config.stall_timeout,
+            )
         self._services: list[CheckpointService] = []
         self._runner: web.AppRunner | None = None
         self._acceptor: Acceptor | None = None
@@ -97,11 +102,9 @@ class CheckpointServer:
 
     def counters(self) -> Counters:
         """Return the counters as one immutable record, summed over all services."""
-        nothing = (0,) * len(ServerStatistics._fields)
-        each = [nothing, *(service.statistics() for service in self._services)]
         return Counters(
             self.store.statistics(),
-            ServerStatistics(*map(sum, zip(*each, strict=True))),
+            ServerStatistics.sum(service.statistics() for service in self._services),
             self._lender.count if self._lender else 0,
         )
 

@@ -17,17 +17,14 @@ from aiockpt.http.store import Failure
 
 __all__ = [
     "Done",
-    "EndRelay",
     "Event",
     "Fail",
     "Forget",
     "FromServer",
-    "Held",
     "LogLine",
     "Prepare",
     "Publish",
     "Ready",
-    "Relayed",
     "Released",
     "Retract",
     "Setup",
@@ -81,46 +78,12 @@ class Fail(msgspec.Struct, tag=True, frozen=True):
     failure: Failure | None
 
 
-class Relayed(msgspec.Struct, tag=True, frozen=True):
-    """Serve a checkpoint that is being received; its header and its arena travel, too.
-
-    Attributes:
-        number: The trainer's number for it.
-        token: What members send.
-        headers: The headers that authenticate the manifest.
-    """
-
-    number: int
-    token: str
-    headers: dict[str, str]
-
-
-class Held(msgspec.Struct, tag=True, frozen=True):
-    """More chunks of a relay were verified; ``is_lent`` is as of `Relay`."""
-
-    number: int
-    chunks: list[int]
-    is_lent: bool
-
-
-class EndRelay(msgspec.Struct, tag=True, frozen=True):
-    """Serve a relay no more.
-
-    Attributes:
-        number: The trainer's number for this message.
-        relay: Its number for the relay.
-    """
-
-    number: int
-    relay: int
-
-
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The server accepts connections."""
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """A snapshot is prepared, a relay is served, or either is served no more."""
+    """A snapshot is prepared, or nothing is served any more."""
 
     number: int
 
@@ -133,12 +96,6 @@ class Released(msgspec.Struct, tag=True, frozen=True):
 
 class Spent(msgspec.Struct, tag=True, frozen=True):
     """Another process keeps the memory of a snapshot: never stage into it again."""
-
-    number: int
-
-
-class RelayEnded(msgspec.Struct, tag=True, frozen=True):
-    """The server serves a relay no more, for example because its memory changed."""
 
     number: int
 
@@ -158,12 +115,8 @@ class LogLine(msgspec.Struct, tag=True, frozen=True):
     access: Access | None = None
 
 
-ToServer: TypeAlias = (
-    Setup | Prepare | Publish | Forget | Retract | Fail | Relayed | Held | EndRelay
-)
-FromServer: TypeAlias = (
-    Ready | Done | Released | Spent | RelayEnded | Counters | Event | LogLine
-)
+ToServer: TypeAlias = Setup | Prepare | Publish | Forget | Retract | Fail
+FromServer: TypeAlias = Ready | Done | Released | Spent | Counters | Event | LogLine
 
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
 decode_from_server = msgspec.msgpack.Decoder(FromServer).decode

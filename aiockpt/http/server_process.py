@@ -8,8 +8,9 @@ server gets everything that it needs, and answers that the snapshot is prepared.
 the trainer tells it to publish, and waits for nothing.
 
 A server process that dies is replaced at once, and its successor publishes what it
-had published. Receivers that connect meanwhile wait, since the trainer holds the
-listening sockets too.
+had published. So the trainer kills a process that does not answer. Receivers that
+connect meanwhile wait in the backlog, since the trainer holds the listening sockets
+too. The end of a process is an event (``restart``) and a line in the log.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from socket import SHUT_RDWR, socket
 from typing import Final
@@ -33,23 +34,18 @@ from aiockpt.errors import (
     WorkerError,
     kept,
 )
-from aiockpt.events import emit
+from aiockpt.events import TransferEvent, emit
 from aiockpt.http.handlers import CheckpointService, ServerConfig, ServerStatistics
-from aiockpt.http.relay import Relay
 from aiockpt.http.server import Counters
 from aiockpt.http.server_messages import (
     Done,
-    EndRelay,
     Event,
     Fail,
     Forget,
-    Held,
     LogLine,
     Prepare,
     Publish,
     Ready,
-    Relayed,
-    RelayEnded,
     Released,
     Retract,
     Setup,
@@ -57,7 +53,6 @@ from aiockpt.http.server_messages import (
     decode_from_server,
 )
 from aiockpt.http.store import Failure, StoreStatistics
-from aiockpt.memory.arena import Arena
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.children import Child, Pauses
@@ -73,9 +68,7 @@ _STARTING: Final = 60.0  # seconds until a new process must serve, on a busy mac
 _TRIES: Final = 3  # processes in a row that may die before they serve
 _LOOK_INTERVAL: Final = 5.0  # seconds between two looks at whether a process is stopped
 _HUNG: Final = 60.0  # seconds until a process that runs and does not answer is killed
-_MARGIN: Final = 0.15  # seconds beyond the grace in which a retraction is answered
-_SHRINKING: Final = 0.05  # seconds to take memory away before the process is paused
-_POLL: Final = 0.01  # seconds between two looks at the state of a process
+_MARGIN: Final = 0.15  # seconds beyond the grace to answer a retraction, or to end
 
 
 class _State(enum.Enum):
@@ -112,6 +105,7 @@ class ServerProcess:
         self._state = _State.NEW
         self._pauses = Pauses()
         self._began = 0.0  # when the process was started
+        self._is_killed = False  # by this side, so another one is started at once
         self._settled = asyncio.Event()  # it is serving, broken or closed
         self._child: Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -121,8 +115,6 @@ class ServerProcess:
         self._current = 0  # the number of what is published; 0: nothing
         self._failure: Failure | None = None
         self._unanswered: dict[int, asyncio.Event] = {}
-        self._shrinking: set[asyncio.Task[None]] = set()
-        self._relays: dict[Relay, tuple[int, asyncio.Task[None]]] = {}
         self._last = Counters()  # of the process that runs
         self._before = Counters()  # the sum of those that have ended
 
@@ -143,10 +135,9 @@ class ServerProcess:
 
     def counters(self) -> Counters:
         """Return the counters of all processes; the last ones may be 0.1 s old."""
-        pairs = zip(self._before.server, self._last.server, strict=True)
         return Counters(
             self.statistics(),
-            ServerStatistics(*map(sum, pairs)),
+            ServerStatistics.sum((self._before.server, self._last.server)),
             self._before.lent + self._last.lent,
         )
 
@@ -191,15 +182,11 @@ class ServerProcess:
         self._become(_State.CLOSED)
         self.retractions += 1
         self._current = 0
-        for relay in self._relays:
-            relay.end()
         if self._child is not None:
             self._child.kill()  # it has nothing that could get lost
         if self._supervisor is not None:
             await asyncio.wait({self._supervisor})
         self._take_back(*self._given)
-        if self._shrinking:
-            await asyncio.wait(self._shrinking)
 
     def _become(self, state: _State) -> None:
         if self._state is not _State.CLOSED:
@@ -243,20 +230,24 @@ class ServerProcess:
                 self._clean_up()
             tries = 0 if served else tries + 1
             if not self._closed:
-                logger.warning("the server process has ended: %s", how)
+                self._tell_end(f"the server process has ended: {how}")
                 self.restarts += 1
-                if served:
+                if served and not self._is_killed:
                     await self._rest()
         if not self._closed:
             self._error = WorkerError(f"no server process can be started: {how}")
             self._error.__cause__ = cause
-            logger.error("%s", self._error)
+            self._tell_end(str(self._error), logging.ERROR)
             self._current = 0
             self._take_back(*self._given)
             self._become(_State.BROKEN)
         for each in sockets:  # or a receiver that connects would wait for nothing
             with suppress(OSError):
                 each.shutdown(SHUT_RDWR)
+
+    def _tell_end(self, detail: str, level: int = logging.WARNING) -> None:
+        step = self.statistics().step
+        emit(TransferEvent(stop="restart", step=step, detail=detail, level=level))
 
     async def _rest(self) -> None:
         """Wait before the next process, longer after each short life."""
@@ -270,7 +261,7 @@ class ServerProcess:
         if self._closed:
             return False
         loop = asyncio.get_running_loop()
-        self._began = loop.time()
+        self._began, self._is_killed = loop.time(), False
         self._late = loop.call_later(_STARTING, self._kill_if_starting, child)
         try:
             # Nothing is awaited from here until the process has been told all.
@@ -327,8 +318,6 @@ class ServerProcess:
             for number in self._given:
                 self._spend(number)
         self._take_back(*self._given.keys() - {self._current})
-        for relay in self._relays:
-            relay.end()  # the next process does not have it
         for answer in self._unanswered.values():
             answer.set()
 
@@ -377,83 +366,22 @@ class ServerProcess:
     async def retract(self, *, grace: float) -> None:
         """Serve nothing; once this returns, no byte of the old memory is read.
 
-        If the process does not answer within the grace and 0.15 s, it may only be
-        slow on a busy machine. It goes on, but loses the memory.
+        A process that does not answer within the grace and 0.15 s is killed. This waits
+        as long again for its end, which a starved system may delay. Memory that the
+        process maps is neither changed nor taken away before that. Receivers that
+        connect meanwhile wait in the backlog of the sockets, which the next process
+        gets.
         """
         self.retractions += 1
         self._current = 0
         if self.pid is None:  # no process gives anything back
             self._take_back(*self._given)
         elif self._given:
-            doomed, number = tuple(self._given), next(self._numbers)
+            number = next(self._numbers)
             self._tell(Retract(number, grace))
             if not await self._answered(number, grace + _MARGIN):
-                await self._revoke(doomed)
-
-    # ----------------------------------------------------------------- relays
-
-    async def relay(self, relay: Relay) -> None:
-        """Serve a checkpoint that is being received, whose memory is shared.
-
-        Once this returns, the process serves it. If the process dies, the relay ends.
-        If cancelled, the process may serve it until :meth:`end_relay`.
-
-        Raises:
-            ClosedError: after :meth:`stop`.
-            WorkerError: no process can be started, or the relay has ended meanwhile.
-            LocalProtocolError: the process cannot map the memory.
-        """
-        memory, number = relay.memory, next(self._numbers)
-        if not isinstance(memory, Arena) or memory.fd < 0:
-            raise LocalProtocolError(
-                "the server process cannot map the memory of this receive: leave out "
-                "direct=True"
-            )
-        header = relay.manifest.header
-        parcel = await obtain(self._bridge, lambda: pack(header), os.close)
-        try:
-            await self._serves()  # as the last thing: a process may die meanwhile
-            _check_relay(relay)
-            message = Relayed(number, relay.token, dict(relay.headers))
-            self._tell(message, [parcel, memory.fd])
-        finally:
-            os.close(parcel)
-        telling = asyncio.create_task(self._tell_held(number, relay))
-        self._relays[relay] = number, telling
-        await self._prepared(number)
-        self._check()
-        _check_relay(relay)
-
-    async def end_relay(self, relay: Relay) -> None:
-        """Serve it no more; once this returns, no byte of it is read. Idempotent.
-
-        If the process does not answer within 5 s, this returns with a warning, and the
-        process may read for longer. What it sends then may have changed, and its
-        readers refuse that.
-        """
-        relay.end()
-        found = self._relays.pop(relay, None)
-        if found is not None:
-            (relayed, telling), number = found, next(self._numbers)
-            self._tell(EndRelay(number, relayed))
-            if not await self._answered(number, _LOOK_INTERVAL):
-                logger.warning("the server process is slow to end a relay")
-            await asyncio.wait({telling})
-
-    def _end(self, number: int) -> None:
-        for relay, (its_number, _) in self._relays.items():
-            if its_number == number:
-                relay.end()
-
-    async def _tell_held(self, number: int, relay: Relay) -> None:
-        seen, was_lent = 0, False
-        while not relay.ended:
-            new = relay.order[seen:]
-            if new or relay.is_lent is not was_lent:
-                seen, was_lent = seen + len(new), relay.is_lent
-                self._tell(Held(number, new, relay.is_lent))
-            else:
-                await relay.news.wait(None)
+                self._kill()
+                await self._answered(number, _MARGIN)
 
     # ---------------------------------------------------------------- snapshots
 
@@ -482,8 +410,7 @@ class ServerProcess:
         loop = asyncio.get_running_loop()
         hung = loop.time() + _HUNG
         while not await self._answered(number, _LOOK_INTERVAL):
-            # A process that was paused is stopped, too, and goes on soon.
-            if loop.time() >= hung or (self._is_stopped and not self._shrinking):
+            if loop.time() >= hung or (self._child and self._child.is_stopped):
                 self._kill()
 
     async def _answered(self, number: int, patience: float) -> bool:
@@ -500,57 +427,10 @@ class ServerProcess:
             del self._unanswered[number]
         return answer.is_set()
 
-    async def _revoke(self, numbers: Iterable[int]) -> None:
-        """Take memory away from the process, whatever it does.
-
-        A slow process is not killed for that: its memory shrinks to nothing, so that
-        the kernel refuses to read it. For gigabytes that takes seconds, which nobody
-        waits for: the process is paused meanwhile. Only two kinds are killed: a process
-        that is stopped, and one whose memory was lent, which is sealed and cannot
-        shrink.
-        """
-        if self._is_stopped and not self._shrinking:
-            self._kill()
-            return
-        revoked = {n: self._given[n] for n in numbers if n in self._given}
-        for snapshot in revoked.values():  # or its memory might be staged into again
-            snapshot.acquire()
-        shrinking = asyncio.create_task(self._shrink(revoked))
-        self._shrinking.add(shrinking)
-        await asyncio.wait({shrinking}, timeout=_SHRINKING)
-        child = self._child
-        if shrinking.done() or child is None:
-            return
-        child.pause()
-        over = child.gone.is_set
-        while not (shrinking.done() or child.is_stopped or over()):  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(_POLL)
-
-    async def _shrink(self, revoked: Mapping[int, Snapshot]) -> None:
-        """Shrink the memory of these; kill a process that keeps it all the same."""
-        try:
-            for arena in {snapshot.arena for snapshot in revoked.values()}:
-                assert arena is not None, "the snapshot is in one piece"
-                await self._bridge.run(arena.revoke)
-            self._take_back(*revoked)
-        except (OSError, ClosedError):  # it was lent; or the transport is closing
-            self._kill()
-        finally:
-            task = asyncio.current_task()
-            assert task is not None, "a task of its own"
-            self._shrinking.discard(task)
-            if not self._shrinking and self._child is not None:
-                self._child.resume()
-            for snapshot in revoked.values():
-                snapshot.release()
-
-    @property
-    def _is_stopped(self) -> bool:
-        return self._child is not None and self._child.is_stopped
-
     def _kill(self) -> None:
         if self._child is not None:
             logger.warning("the server process does not answer, and is killed")
+            self._is_killed = True
             self._child.kill()
 
     # ---------------------------------------------------------------- messages
@@ -578,8 +458,6 @@ class ServerProcess:
                 self._take_back(message.number)
         elif isinstance(message, Spent):
             self._spend(message.number)
-        elif isinstance(message, RelayEnded):
-            self._end(message.number)
         elif isinstance(message, Counters):
             self._last = message
         elif isinstance(message, Event):
@@ -589,11 +467,6 @@ class ServerProcess:
             log = logging.getLogger(message.name)
             if log.isEnabledFor(message.level):
                 log.log(message.level, "%s", message.access or message.text)
-
-
-def _check_relay(relay: Relay) -> None:
-    if relay.ended:
-        raise WorkerError("the relay ended before the server process served it")
 
 
 def _pack(snapshot: Snapshot) -> int:

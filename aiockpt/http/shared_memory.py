@@ -15,6 +15,8 @@ manifest says. Anything else is a reason to take the bytes over HTTP.
 from __future__ import annotations
 
 import asyncio
+import base64
+import ctypes
 import hashlib
 import hmac
 import os
@@ -31,7 +33,7 @@ import msgspec
 
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.manifest import Outline
-from aiockpt.memory.arena import LENT_SEALS, Arena, Borrowed
+from aiockpt.memory.arena import LENT_SEALS, Borrowed
 from aiockpt.runtime.children import close_in_forks
 from aiockpt.runtime.ipc import arrival, is_ours, receive
 
@@ -49,6 +51,8 @@ __all__ = [
     "NotLentError",
     "Offer",
     "attach",
+    "decode_ticket",
+    "encode_ticket",
     "format_offer",
     "format_probe",
     "identity",
@@ -57,15 +61,15 @@ __all__ = [
 ]
 
 _ANSWER: Final = 5.0  # seconds in which the lender must answer
-_PIECE: Final = 1 << 20  # what is read at once stays in the cache for its digest
-_MOST_VIEWS: Final = 1000  # of one call: IOV_MAX is 1024
+_PIECE: Final = 1 << 20  # what is copied at once stays in the cache for its digest
+_LARGE: Final = 16 << 10  # bytes; a larger copy releases the interpreter lock
 
 PROBE_HEADER: Final = "Aiockpt-Same-Host"
 OFFER_HEADER: Final = "Aiockpt-Lends"
 
 MAX_MESSAGE: Final = 4096
 RETURNED: Final = b"returned"
-"""What a receiver says that has read everything, and has the memory no more."""
+"""What a receiver says that has nothing of the memory mapped any more."""
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACES: Final = ("net", "user")
@@ -73,13 +77,14 @@ _NAMESPACES: Final = ("net", "user")
 _PURPOSE: Final = b"aiockpt same host\n"
 _NONCE_BYTES: Final = 16
 _PROBE: Final = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{64})")
-_OFFER: Final = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})")
+_OFFER: Final = re.compile(r"([0-9a-f]{32})\.([A-Za-z0-9_-]{1,2000})")
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """The receiver's first packet: its ticket, and whether it keeps the memory.
+    """The receiver's first packet: its ticket, and whether the memory must not change.
 
-    What is kept must never change again; else the receiver gives it back.
+    ``keep`` is false if the receiver compares the digests of what it has copied, and
+    reads nothing later. Then the lender may reuse the memory after the loan.
     """
 
     ticket: str
@@ -153,81 +158,98 @@ def parse_offer(value: str | None) -> Offer | None:
     return match and Offer(*match.groups())
 
 
+def encode_ticket(data: bytes) -> str:
+    """Return the text of a ticket."""
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def decode_ticket(ticket: str) -> bytes:
+    """Return the bytes of a ticket; none if it is not the text of one."""
+    with suppress(ValueError):
+        return base64.urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4))
+    return b""
+
+
 class NotLentError(Exception):
     """There is no memory to be had, for this reason; HTTP still works."""
 
 
 class LentMemory:
-    """The memory of a data segment that another process has lent.
+    """The memory of a data segment that another process has lent, mapped here.
 
-    It is given back by :meth:`give_back`, once nothing of it is mapped or read here.
-    After :meth:`close` alone the lender does not use the memory again, since tensors
-    may lie in it.
+    Only pages that are written here are copied. After the loan it stays valid memory,
+    but without ``keep`` it may get the bytes of a later checkpoint.
+
+    Attributes:
+        arena: The mapping.
     """
 
     def __init__(self, lender: socket.socket, fd: int, nbytes: int) -> None:
         self._lender = lender
-        self._fd = fd
-        self._nbytes = nbytes
-        self._arena: Arena | None = None
+        self.arena = Borrowed(fd, nbytes)
 
     def __repr__(self) -> str:
-        how = "read" if self._arena is None else "mapped"
-        return f"<LentMemory bytes={self._nbytes} {how}>"
+        return f"<LentMemory bytes={self.arena.nbytes}>"
 
-    def map(self) -> Arena:
-        """Return it as memory of which only what is written here is copied.
-
-        Raises:
-            OSError: the system has no addresses, or promises no more memory.
-        """
-        self._arena = Borrowed(self._fd, self._nbytes)
-        return self._arena
+    @property
+    def has_ended(self) -> bool:
+        """Whether the lender has ended the loan."""
+        try:
+            return not self._lender.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def take(
         self, views: Sequence[memoryview], start: int, hasher: ChunkHasher
     ) -> list[HashedChunk]:
-        """Read bytes from ``start`` on into ``views``; return the chunks that ended.
+        """Copy bytes from ``start`` on into ``views``; return the chunks that ended.
 
         For threads.
-
-        Raises:
-            OSError: it cannot be read.
         """
         hashed: list[HashedChunk] = []
-        for batch in _batches(views):
-            nbytes = sum(view.nbytes for view in batch)
-            if os.preadv(self._fd, batch, start) != nbytes:
-                raise OSError(f"{nbytes} bytes at {start} were not read whole")
-            hashed += hasher.update(start, *batch)
-            start += nbytes
+        for view in views:
+            for at in range(0, view.nbytes, _PIECE):
+                piece = view[at : at + _PIECE]
+                stop = start + piece.nbytes
+                for source in self.arena.buffers(start, stop):
+                    _copy(piece, source)
+                hashed += hasher.update(start, piece)
+                start = stop
         return hashed
 
     def give_back(self) -> None:
-        """Return it, if no page of it is mapped; else close it only. For threads."""
-        arena, fd = self._arena, self._fd
-        if arena is not None:
-            arena.close()
-        if fd >= 0 and (arena is None or arena.closed):
+        """End the loan, and unmap the memory unless tensors lie in it. For threads."""
+        self.arena.close()
+        if self.arena.closed:
             with suppress(OSError):
                 self._lender.send(RETURNED)
         self.close()
 
     def close(self) -> None:
-        """Let go of it, whatever is still mapped. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """End the loan, whatever still reads the memory here. Idempotent."""
         self._lender.close()
 
 
-async def attach(offered: str, outline: Outline, *, keep: bool) -> LentMemory:
-    """Return the memory that an offer in a reply speaks of.
+def _copy(target: memoryview, source: memoryview) -> None:
+    nbytes = target.nbytes
+    if nbytes < _LARGE:
+        target[:] = source
+        return
+    ctypes.memmove(_address(target), _address(source), nbytes)
 
-    ``keep``: it will not be given back, so the lender never writes to it again.
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+async def attach(offered: str, outline: Outline, *, keep: bool) -> LentMemory:
+    """Map the memory that an offer in a reply speaks of; ``keep`` is as of `Ask`.
 
     Raises:
-        NotLentError: it is not to be had, or not what it should be.
+        NotLentError: it is not to be had, or not what it should be; or the system has
+            no addresses, or promises no more memory.
 
     If cancelled, nothing is left behind.
     """
@@ -245,6 +267,10 @@ async def attach(offered: str, outline: Outline, *, keep: bool) -> LentMemory:
         async with asyncio.timeout(_ANSWER):
             await arrival(lender)
         fd = _descriptor(lender, outline)
+        try:
+            return LentMemory(lender, fd, outline.grid.segment_bytes)
+        finally:
+            os.close(fd)
     except BaseException as error:
         lender.close()
         if isinstance(error, TimeoutError):
@@ -252,7 +278,6 @@ async def attach(offered: str, outline: Outline, *, keep: bool) -> LentMemory:
         if isinstance(error, OSError):
             raise NotLentError(str(error)) from error
         raise
-    return LentMemory(lender, fd, outline.grid.segment_bytes)
 
 
 def _descriptor(lender: socket.socket, outline: Outline) -> int:
@@ -289,19 +314,3 @@ def _check(fd: int, nbytes: int) -> None:
         raise NotLentError("it is not sealed")
     if os.fstat(fd).st_size < nbytes:
         raise NotLentError("it is too short")
-
-
-def _batches(views: Sequence[memoryview]) -> list[list[memoryview]]:
-    """Return the views cut and grouped into what one call reads."""
-    batches: list[list[memoryview]] = [[]]
-    room = _PIECE
-    for view in views:
-        rest = view
-        while rest:
-            if not room or len(batches[-1]) == _MOST_VIEWS:
-                batches.append([])
-                room = _PIECE
-            piece, rest = rest[:room], rest[room:]
-            batches[-1].append(piece)
-            room -= piece.nbytes
-    return batches

@@ -108,7 +108,7 @@ class HttpSource:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let go of mapped memory; tell the sender of a failure, unless it is lost."""
+        """Give mapped memory back; tell the sender of a failure, unless it is lost."""
         await self._peers.let_go()
         told = isinstance(error, AiockptError) and not isinstance(error, LOST)
         swarm, self._swarm = self._swarm, None
@@ -123,7 +123,11 @@ class HttpSource:
             if told and self._step is not None:
                 await self.end(self._step)
         finally:
-            self.close()
+            if self._lent is not None:
+                if self.arena is None:  # to unmap gigabytes takes a while
+                    self._bridge.post(self._lent.give_back)
+                else:  # a device may still copy from it
+                    self._lent.close()
 
     async def _leave(self, swarm: Membership) -> None:
         """Leave a swarm, before the lease ends: the sender may keep nothing after it.
@@ -164,13 +168,12 @@ class HttpSource:
         enforce("the checkpoint's size", outline.grid.segment_bytes, most, "max_bytes")
         sharing = self._sharing
         try:
-            self._lent = await attach(offer, outline, keep=sharing.keep)
-            if sharing.keep or sharing.through:
-                self.arena = self._lent.map()
-        except (NotLentError, OSError) as error:
+            used = sharing.keep or sharing.through
+            self._lent = await attach(offer, outline, keep=used)
+        except NotLentError as error:
             self.remark = f"not shared: {error}"
-            self.close()
         else:
+            self.arena = self._lent.arena if used else None
             self.medium = _MEMORY
 
     @property
@@ -222,21 +225,10 @@ class HttpSource:
             await self._peers.end_lease(step)
 
     def give_back(self) -> None:
-        """Give the memory back, unless tensors lie in it. For threads."""
-        lent, self._lent, self.arena = self._lent, None, None
-        if lent is None:
-            return
-        if self._sharing.keep:
-            lent.close()
-        else:
-            lent.give_back()
-
-    def close(self) -> None:
-        """Let go of the memory, which may be in use. Idempotent."""
+        """Give the memory back, unless tensors lie in it. For threads. Idempotent."""
         lent, self._lent, self.arena = self._lent, None, None
         if lent is not None:
-            # Not on the loop: if the lender is gone, this frees gigabytes.
-            self._bridge.post(lent.close)
+            lent.give_back()
 
     async def _take(
         self,
@@ -266,7 +258,8 @@ class HttpSource:
 
         await map_in_threads(self._bridge, _WORKERS, take, chunks, taken)
         if bad:
-            self.remark = f"{len(bad)} chunks of the shared memory were bad"
+            why = "the sender took its memory back: " if lent.has_ended else ""
+            self.remark = f"{why}{len(bad)} chunks of the shared memory were bad"
         return sorted(bad)
 
     def _digest(

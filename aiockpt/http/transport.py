@@ -33,7 +33,7 @@ from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.format.chunks import Algorithm
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
-from aiockpt.http.handlers import CheckpointService, ServerConfig
+from aiockpt.http.handlers import CheckpointService, ServerConfig, ServerStatistics
 from aiockpt.http.host import RelayHost
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
@@ -99,8 +99,9 @@ class TransportStatistics(NamedTuple):
 
     Attributes:
         step: The published step, or None.
-        readers: Response bodies that the server is sending now, of any checkpoint.
-        oldest_reader: Seconds since the oldest of these bodies began.
+        readers: Response bodies that the server is sending now, of any checkpoint, and
+            processes of this host that read the shared memory of one.
+        oldest_reader: Seconds since the oldest of these began.
         superseded: Replaced checkpoints that receivers still read.
         waiting: Requests that wait for a step.
         requests: Requests that have arrived.
@@ -109,7 +110,7 @@ class TransportStatistics(NamedTuple):
         gone: Bodies that ended early because the client left or its connection broke.
         stalled: Bodies that the server aborted because no byte moved.
         evicted: Readers whose connection was cut at the end of the grace period.
-        lent: Checkpoints that processes of this host mapped instead of copying.
+        lent: Checkpoints that processes of this host took as shared memory.
         threads: The calls in the threads that stage, verify and load.
     """
 
@@ -208,11 +209,9 @@ class HTTPTransport(CheckpointTransport[T]):
         self._allow_pickle = allow_pickle
         swarm_options = Swarm() if swarm is True else swarm or None
         self._swarm = swarm_options
-        # The server process maps the memory of what it serves to a swarm.
-        self._shared = swarm_options is not None and server.process
         self._warm = None
         if receive.keep_arena:
-            self._warm = ArenaPool(keep=1, staging=False, shared=self._shared)
+            self._warm = ArenaPool(keep=1, staging=False)
         tls, token = auth.ssl_context, self._credentials.token
         self._endpoint = Endpoint(server, advertise=advertise, tls=tls is not None)
         config = ServerConfig(
@@ -237,7 +236,14 @@ class HTTPTransport(CheckpointTransport[T]):
         else:
             self._server = CheckpointServer(config, self._bridge, ssl_context=tls)
             self._store = self._server.store
-        self._host = RelayHost(self._endpoint, self._server, self._bridge)
+        self._front = RelayHost(self._endpoint, self._server, self._bridge)
+        self._relays = self._server  # what serves this transport's part in a swarm
+        self._host = self._front
+        if server.process:  # a member serves from its own loop, at any free port
+            name = advertise if advertise and "://" not in advertise else None
+            where = Endpoint(replace(server, port=0), advertise=name, tls=False)
+            self._relays = CheckpointServer(replace(config, lends=False), self._bridge)
+            self._host = RelayHost(where, self._relays, self._bridge)
         self._grace = server.grace
         self._turn = anyio.Lock()  # one send at a time
         self._offered: Snapshot | None = None
@@ -283,6 +289,9 @@ class HTTPTransport(CheckpointTransport[T]):
     def statistics(self) -> TransportStatistics:
         """Return the published step, the counters and the state of the threads."""
         store, served, lent = msgspec.structs.astuple(self._server.counters())
+        if self._relays is not self._server:
+            relayed = self._relays.counters().server
+            served = ServerStatistics.sum((served, relayed))
         return TransportStatistics(
             step=store.step,
             readers=store.readers,
@@ -350,7 +359,7 @@ class HTTPTransport(CheckpointTransport[T]):
             OSError: the address cannot be bound; the message names it.
         """
         with self._lifetime.call():
-            await self._host.start()
+            await self._front.start()
 
     def mount(self, prefix: str) -> CheckpointService:
         """Return the handlers for an application that serves them below ``prefix``.
@@ -412,7 +421,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 async with deadline:
                     # Within the call, so that a withdrawal wins over the start as
                     # well, and waiting receivers are told if that fails.
-                    await self._host.start()
+                    await self._front.start()
                     async with self._turn:
                         self._check_offer(step, before)
                         snapshot = await self._stager.stage(
@@ -446,7 +455,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 offered = self._offered
                 if offered is None:
                     raise StepNotFoundError(step)
-                await self._host.start()
+                await self._front.start()
                 if self._store.statistics().step is None:  # its server process has died
                     raise StepNotFoundError(step)
                 self._check_offer(step, before)
@@ -820,6 +829,7 @@ class HTTPTransport(CheckpointTransport[T]):
         await self._lifetime.end(
             self._host.say_goodbye,
             partial(self._keep_nothing, self._grace if wait else 0.0),
+            self._front.stop,
             self._host.stop,
             self._client.aclose,
             partial(self._lifetime.calls_ended, timeout=_CLOSING),
@@ -913,7 +923,6 @@ class HTTPTransport(CheckpointTransport[T]):
             direct=direct,
             ports=port_for,
             warm=self._warm,
-            shared=self._shared,
             marks=Marks.of_caller(port_for),
         )
         sharing = Sharing(

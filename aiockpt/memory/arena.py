@@ -344,19 +344,6 @@ class Arena:
             self._lent = sealed(self.fd)
         return self._lent
 
-    def revoke(self) -> None:
-        """Make the memory unreadable for all processes; shared memory, in a thread.
-
-        The memory shrinks to nothing. A system call that reads it fails (EFAULT), and
-        any other read ends its process (SIGBUS), also here. So the arena is spent, and
-        can only be closed.
-
-        Raises:
-            OSError: the arena was lent, so its size is sealed.
-        """
-        self.spent = True
-        os.ftruncate(self.fd, 0)
-
     @property
     def closed(self) -> bool:
         """Whether the pages are gone, so that no view can be left."""
@@ -528,7 +515,6 @@ def lend(
     used: int,
     most: int | None,
     pool: ArenaPool | None,
-    shared: bool = False,
 ) -> Loan:
     """Return memory for a checkpoint.
 
@@ -537,7 +523,6 @@ def lend(
         used: How many of its bytes will be used.
         most: The largest accepted ``used``; None: the spare memory of the host.
         pool: The pool that the memory comes from and returns to; None: the system.
-        shared: See `Arena`; of memory of the system.
 
     Raises:
         LimitExceededError: ``used`` is more than ``most``.
@@ -547,8 +532,6 @@ def lend(
         most = spare_memory(kept=pool.kept_for(nbytes) if pool else 0)
     enforce("the checkpoint's size", used, most, "max_bytes")
     with allocating("a checkpoint", nbytes):
-        if pool is None and shared:  # which closes the descriptor when it comes back
-            pool = ArenaPool(keep=0, shared=True, staging=False)
         loan = pool.lend(nbytes) if pool else Loan(Arena(nbytes))
     loan.arena.touched = max(loan.arena.touched, used)
     return loan

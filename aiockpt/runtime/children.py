@@ -86,7 +86,7 @@ class Child:
 
     Args:
         module: The module that has ``main``.
-        greeting: The first message to the process, if any.
+        greeting: The first message to the process, if any; the socket must hold it.
         fds: The descriptors that travel with the greeting; they stay the caller's.
         inherited: Descriptors that the process has under the same numbers.
         quiet: Whether the process has no standard output.
@@ -193,14 +193,6 @@ class Child:
     def kill(self) -> None:
         """End the process at once, whatever it does."""
         self._popen.kill()
-
-    def pause(self) -> None:
-        """Stop the process until `resume`; the stop takes effect a moment later."""
-        self._popen.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let a paused process go on; a process that runs is not affected."""
-        self._popen.send_signal(signal.SIGCONT)
 
     @property
     def starved(self) -> float:

@@ -1,10 +1,10 @@
 """Messages between processes of one host, with file descriptors beside the bytes.
 
 The socket carries packets, not a stream. A message arrives whole with its descriptors,
-or not at all. A packet that the trainer has sent can be read even if the trainer is
-killed right after. A message is MessagePack, which supports bytes and infinity.
-Large data is in shared memory, whose descriptor travels with the message. It is an
-arena, or a *parcel*: a memory file with bytes (see `pack`).
+or not at all, and may take several packets. A packet that the trainer has sent can be
+read even if the trainer is killed right after. A message is MessagePack, which supports
+bytes and infinity. Large data is in shared memory, whose descriptor travels with the
+message. It is an arena, or a *parcel*: a memory file with bytes (see `pack`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from typing import Final
 
 import msgspec
 
-from aiockpt.errors import LocalProtocolError
 from aiockpt.runtime.secrets import Token
 
 __all__ = [
-    "MAX_MESSAGE",
     "Channel",
     "arrival",
     "close_all",
@@ -44,7 +42,8 @@ __all__ = [
 
 logger = logging.getLogger("aiockpt")
 
-MAX_MESSAGE: Final = 192 << 10  # a packet must fit into the socket's buffer
+_MAX_PACKET: Final = 192 << 10  # bytes; a packet must fit into the socket's buffer
+_MORE, _LAST = b"\1", b"\0"  # the first byte of a packet: whether the message goes on
 
 _PACKETS: Final = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 _STANDARD: Final = 2  # the highest number of a standard stream
@@ -100,7 +99,7 @@ def is_ours(sock: socket.socket) -> bool:
 
 
 def receive(
-    sock: socket.socket, nbytes: int = MAX_MESSAGE, fds: int = _MAX_FDS
+    sock: socket.socket, nbytes: int = _MAX_PACKET, fds: int = _MAX_FDS
 ) -> tuple[bytes, list[int]]:
     """Return the next packet and its descriptors; empty ones at the end.
 
@@ -128,13 +127,21 @@ def receive(
 
 
 def send(sock: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
-    """Send a message with descriptors, which stay the caller's.
+    """Send a message for a `Channel`, with descriptors, which stay the caller's.
 
     Raises:
         BlockingIOError: the socket is full, and does not block.
         OSError: the other end is gone.
     """
-    socket.send_fds(sock, [encode(message)], list(fds))
+    for packet in _packets(message):
+        socket.send_fds(sock, [packet], list(fds))
+        fds = ()
+
+
+def _packets(message: object) -> list[bytes]:
+    data, room = encode(message), _MAX_PACKET - 1
+    pieces = [data[at : at + room] for at in range(0, len(data), room)]
+    return [*(_MORE + each for each in pieces[:-1]), _LAST + pieces[-1]]
 
 
 async def arrival(sock: socket.socket) -> None:
@@ -174,7 +181,7 @@ class Channel:
 
     Args:
         sock: The end of the connection; the channel owns it.
-        on_message: Called on the loop with each packet and its descriptors. The
+        on_message: Called on the loop with each message and its descriptors. The
             callback owns the descriptors.
         on_end: Called once when the other end is gone, after the last message.
     """
@@ -191,6 +198,7 @@ class Channel:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._queue: deque[tuple[bytes, list[int]]] = deque()
+        self._begun, self._its_fds = bytearray(), list[int]()  # the rest is to come
         self._ended = False
         self._is_short = False  # of what the kernel needs, and not of room
         self._retry: asyncio.TimerHandle | None = None
@@ -205,22 +213,18 @@ class Channel:
         A message to an end that is gone is dropped; ``on_end`` reports that end.
 
         Raises:
-            LocalProtocolError: the message is larger than a packet may be.
             OSError: the system refuses the message. Or it has to wait, and no
                 descriptor is left for copies of its own. Then nothing is sent.
         """
         if self._ended:
             return
-        data = encode(message)
-        if len(data) > MAX_MESSAGE:
-            raise LocalProtocolError(
-                f"a message to another process has {len(data)} bytes, and may have "
-                f"{MAX_MESSAGE}: shorten the path, or what goes with it"
-            )
-        if self._queue or not self._is_sent(data, fds):
-            self._queue.append((data, _duplicates(fds)))
-            if len(self._queue) == 1:
-                self._wait_for_room()
+        first, *rest = _packets(message)
+        was_idle = not self._queue
+        if self._queue or not self._is_sent(first, fds):
+            self._queue.append((first, _duplicates(fds)))
+        self._queue += [(packet, []) for packet in rest]
+        if was_idle and self._queue:
+            self._wait_for_room()
 
     @property
     def full(self) -> bool:
@@ -236,12 +240,18 @@ class Channel:
                 return
             except ConnectionResetError:
                 continue  # reported once, before the packets of the dead end
-            except OSError:
+            except OSError as error:
+                logger.error("a message of another process is lost: %s", error)
                 data, fds = b"", []
-            if data:
-                self._on_message(data, fds)
-            else:
+            if not data:
                 self._end()
+                return
+            self._begun += memoryview(data)[1:]
+            self._its_fds += fds
+            if data.startswith(_LAST):
+                message, fds = bytes(self._begun), self._its_fds
+                self._begun, self._its_fds = bytearray(), []
+                self._on_message(message, fds)
 
     def close(self) -> None:
         """Close this end; the channel makes no more callbacks. Idempotent."""
@@ -252,16 +262,17 @@ class Channel:
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
             self._sock.close()
-        for _, fds in self._queue:
+        for _, fds in (*self._queue, (b"", self._its_fds)):
             close_all(fds)
         self._queue.clear()
+        self._its_fds = []
 
     def _is_sent(self, data: bytes, fds: Sequence[int]) -> bool:
         """Send a packet, or drop it if the other end is gone; False if it must wait."""
+        self._is_short = False
         try:
             socket.send_fds(self._sock, [data], fds)
         except BlockingIOError:
-            self._is_short = False
             return False
         except OSError as error:
             if error.errno in _SHORT:

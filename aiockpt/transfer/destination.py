@@ -61,9 +61,8 @@ class Terms:
     """The bounds of a receive, and whether bytes go directly into a template.
 
     ``warm`` is a pool of memory to reuse. ``ahead`` says that the thread that brings
-    the bytes must not touch new pages, because gloo has only one thread. ``shared``
-    says that a server process of this transport serves the bytes on. ``marks`` are of
-    the caller's device work: nothing is copied to or from a device before it.
+    the bytes must not touch new pages, because gloo has only one thread. ``marks`` are
+    of the caller's device work: nothing is copied to or from a device before it.
     """
 
     limits: Limits
@@ -72,7 +71,6 @@ class Terms:
     ports: PortFor
     warm: ArenaPool | None = None
     ahead: bool = False
-    shared: bool = False
     marks: Marks = Marks()  # noqa: RUF009 - frozen
 
 
@@ -495,7 +493,7 @@ def _nbytes_of(on_device: OnDevice | None) -> int:
 def _allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
     """Return an arena for the segment, of which ``nbytes`` will be used."""
     size, most = manifest.segment_bytes, terms.limits.max_bytes
-    return lend(size, used=nbytes, most=most, pool=terms.warm, shared=terms.shared)
+    return lend(size, used=nbytes, most=most, pool=terms.warm)
 
 
 def _nbytes_in_place(backings: Backings, ports: PortFor) -> int:

@@ -8,8 +8,10 @@ import json
 import os
 import socket
 import sys
+import threading
 from asyncio.subprocess import PIPE, create_subprocess_exec
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,8 +21,9 @@ from aiohttp import ClientSession, web
 
 import aiockpt.http
 from aiockpt import Limits
-from aiockpt.errors import LimitExceededError
+from aiockpt.errors import LimitExceededError, UnavailableError
 from aiockpt.events import TransferEvent, add_hook
+from aiockpt.format.chunks import ChunkHasher
 from aiockpt.http import lender, shared_memory
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.http.shared_memory import (
@@ -29,6 +32,8 @@ from aiockpt.http.shared_memory import (
     Ask,
     Lent,
     Offer,
+    decode_ticket,
+    encode_ticket,
     format_offer,
     format_probe,
     identity,
@@ -39,7 +44,7 @@ from aiockpt.runtime.ipc import arrival
 from aiockpt.runtime.ipc import receive as packet_of
 from aiockpt.testing import assert_same
 from tests.support.proofs import proves
-from tests.support.servers import running
+from tests.support.servers import running, settle
 from tests.support.transports import (
     MIB,
     Halfway,
@@ -128,8 +133,9 @@ class TestShare:
             got = await receive(sender, receiver, share=True, verify_shared=verify)
             assert_same(got, state)
             assert events.came_by == MEMORY
+            await settle(lambda: not sender.statistics().readers)  # it has hung up
             now = sender.statistics()
-            assert (now.lent, now.readers, now.requests) == (1, 0, 1)  # the manifest
+            assert (now.lent, now.requests) == (1, 1)  # the manifest
             part = await receive(sender, receiver, share=True, select=["half"])
             assert_same(part, {"half": state["half"]})
             assert events.came_by == MEMORY
@@ -250,10 +256,10 @@ class TestCopy:
 
     @pytest.mark.parametrize("into", [False, True])
     @pytest.mark.parametrize("what", ["retraction", "shutdown", "cancel"])
-    async def test_one_under_way_is_not_waited_for(self, what, into):
-        """What was lent is read to its end; a cancel leaves nothing, not even open."""
+    async def test_one_under_way_gets_the_grace(self, what, into):
+        """It reads to its end even after it; a cancel leaves nothing, not even open."""
         state = weights(2.0, mib=8)
-        async with lending_pair(grace=30.0) as (sender, receiver):
+        async with lending_pair(grace=0.1) as (sender, receiver):
             await sender.send_checkpoint([1], 1, state)
             template = like(state) if into else None
 
@@ -277,10 +283,176 @@ class TestCopy:
                 assert_same(await task, state)
 
 
+# ------------------------------------------------------------------- the end of a loan
+
+
+def mapped_bytes():
+    """Return how many bytes of memory that can be lent this process has mapped."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/memfd:aiockpt" in line:
+            start, stop = (int(each, 16) for each in line.split()[0].split("-"))
+            total += stop - start
+    return total
+
+
+@asynccontextmanager
+async def hung(sender, *, keep, step=1):
+    """Have a process that was lent a step and then says nothing; yield its memory."""
+    offer = await offered(sender, step=step)
+    sock = guest_at(offer)
+    fds: list[int] = []
+    try:
+        sock.send(msgspec.json.encode(Ask(offer.ticket, keep)))
+        await arrival(sock)
+        said, fds = packet_of(sock, 4096, 1)
+        assert msgspec.json.decode(said, type=Lent).nbytes
+        yield sock, fds[0]
+    finally:
+        sock.close()
+        for fd in fds:
+            os.close(fd)
+
+
+def first_of(fd):
+    """Return the first number that is in lent memory."""
+    return torch.frombuffer(bytearray(os.pread(fd, 4, 0)), dtype=torch.float32).item()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+class TestHung:
+    """A process that was lent memory and hangs is a reader with a deadline."""
+
+    @proves("threat D22")
+    async def test_it_is_counted_and_let_go(self, keep, events):
+        """After the stall timeout; what it has mapped stays valid."""
+        async with (
+            lending(stall_timeout=0.5) as sender,
+            hung(sender, keep=keep) as (_, fd),
+        ):
+            assert sender.statistics().readers == 1
+            await sender.send_checkpoint([1], 2, weights(2.0))
+            assert sender.statistics().superseded == 1
+            await settle(lambda: sender.statistics().superseded == 0)
+            [ended] = [each for each in events if each.stop == "evict"]
+            assert ended.detail == "the loan has ended"
+            assert (ended.step, ended.peer) == (1, f"pid:{os.getpid()}")
+            for step in range(3, 7):
+                await sender.send_checkpoint([1], step, weights(float(step)))
+            assert (first_of(fd) == 1.0) is keep
+
+    @proves("threat D22")
+    async def test_a_superseded_snapshot_is_kept_for_some_only(self, keep):
+        """``keep_superseded`` bounds what hung processes hold, however many."""
+        async with lending(keep_superseded=1) as sender, AsyncExitStack() as stack:
+            most = 0
+            for step in range(1, 7):
+                await sender.send_checkpoint([1], step, weights(float(step)))
+                await stack.enter_async_context(hung(sender, keep=keep, step=step))
+                await settle(lambda: sender.statistics().superseded <= 1)
+                most = max(most, mapped_bytes())
+            assert most <= 5 * MIB
+
+    @proves("threat D22")
+    @pytest.mark.parametrize("what", ["retraction", "shutdown"])
+    async def test_a_retraction_ends_it_after_the_grace(self, keep, what):
+        """The memory goes back to the system, or to the next send."""
+        async with (
+            lending(grace=0.2) as sender,
+            hung(sender, keep=keep) as (sock, fd),
+        ):
+            if what == "retraction":
+                await sender.disallow_checkpoint()
+                assert sender.statistics().readers == 0
+                assert sender.statistics().evicted == 1
+            else:
+                await sender.shutdown()
+            await settle(lambda: not mapped_bytes())
+            await arrival(sock)
+            assert packet_of(sock, 4096, 1) == (b"", [])  # the end
+            assert first_of(fd) == 1.0
+
+
+class TestEnded:
+    """A receiver whose loan has ended meanwhile."""
+
+    @proves("threat D22", "invariant 1")
+    @pytest.mark.parametrize("end", ["superseded", "retracted"])
+    @pytest.mark.parametrize("how", ["copy", "direct", "into", "share", "part"])
+    async def test_it_gets_its_checkpoint_or_an_error(self, how, end, monkeypatch):
+        """Never bytes of the checkpoint that is staged into the memory."""
+        state: dict[str, Any] = {**weights(2.0, mib=8), "n": torch.arange(70_000)}
+        template = {key: torch.full_like(value, 7) for key, value in state.items()}
+        options: dict[str, dict[str, Any]] = {
+            "copy": {},
+            "direct": {"into": template, "direct": True},
+            "into": {"into": template},
+            "share": {"share": True, "verify_shared": True},
+            "part": {"select": ["w0"]},
+        }
+        async with lending_pair(grace=0.0, keep_superseded=0) as (sender, receiver):
+            await sender.send_checkpoint([1], 1, state)
+            await sender.send_checkpoint([1], 2, state)
+            arena, used = arena_of(sender), set()
+
+            async def act():
+                if end == "retracted":
+                    await sender.disallow_checkpoint()
+                other = {**weights(5.0, mib=8), "n": torch.zeros(70_000).long()}
+                for step in (3, 4, 5):
+                    await sender.send_checkpoint([1], step, other)
+                    used.add(arena_of(sender))
+
+            with held_up(monkeypatch) as reached:
+                task = asyncio.create_task(receive(sender, receiver, 2, **options[how]))
+                await reached.wait()
+                await act()
+            await asyncio.wait({task})
+            if how in ("into", "share"):
+                assert arena not in used
+            elif end == "superseded":  # what was retracted goes back to the system
+                assert arena in used
+                assert isinstance(task.exception(), UnavailableError)
+            if task.exception() is None:
+                got = task.result()
+                assert_same(got, {key: state[key] for key in got})
+            else:
+                assert isinstance(task.exception(), UnavailableError)
+
+
+@contextmanager
+def held_up(monkeypatch):
+    """Have receives wait in the middle of what is lent, until the block ends."""
+    loop, reached, go_on = (
+        asyncio.get_running_loop(),
+        asyncio.Event(),
+        threading.Event(),
+    )
+
+    class Waiting(ChunkHasher):
+        def update(self, start, *views):
+            if start >= 4 * MIB:
+                loop.call_soon_threadsafe(reached.set)
+                go_on.wait(30)
+            return super().update(start, *views)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("aiockpt.http.source.ChunkHasher", Waiting)
+        try:
+            yield reached
+        finally:
+            go_on.set()
+
+
+def arena_of(sender):
+    """Return the memory of what a sender serves."""
+    return sender._offered.arena
+
+
 # -------------------------------------------------------------------------- who is lent
 
 
-async def offered(sender, probe=""):
+async def offered(sender, probe="", step=1):
     """Return what a request for the manifest is offered, with a probe of this host."""
     here = identity()
     assert here is not None
@@ -290,7 +462,7 @@ async def offered(sender, probe=""):
         headers[PROBE_HEADER] = probe or format_probe(here, os.urandom(16))
     async with (
         ClientSession(headers=headers) as session,
-        session.get(f"{sender.address()}1/metadata") as answer,
+        session.get(f"{sender.address()}{step}/metadata") as answer,
     ):
         await answer.read()
         return parse_offer(answer.headers.get(OFFER_HEADER))
@@ -337,31 +509,32 @@ class TestWho:
             assert await offered(sender)
 
     @proves("threat S5")
-    async def test_a_ticket_is_good_once(self):
-        """And nothing else opens the socket."""
-        async with lending() as sender:
+    async def test_nothing_but_a_ticket_opens_the_socket(self):
+        """A ticket of another sender, one that was changed, and nonsense do not."""
+        async with lending() as sender, lending() as another_one:
             offer = await offered(sender)
-            bad = msgspec.json.encode(Ask("0" * 32, keep=False))
-            for said in (bad, b"{}", b"nonsense", b"", b"x" * 5000):
+            data = decode_ticket(offer.ticket)
+            changed = encode_ticket(data[:-1] + bytes([data[-1] ^ 1]))
+            others = (await offered(another_one)).ticket
+            for ticket in ("0" * 32, "", "%", "é", others, changed, offer.ticket[:40]):
+                said = msgspec.json.encode(Ask(ticket, keep=False))
+                assert await answer_to(guest_at(offer), said) == b""
+            for said in (b"{}", b"nonsense", b"", b"x" * 5000):
                 assert await answer_to(guest_at(offer), said) == b""
             assert await redeem(offer)
-            assert not await redeem(offer)
 
     @pytest.mark.parametrize("end", ["replaced", "retracted", "old"])
     async def test_a_ticket_is_for_its_checkpoint(self, end, monkeypatch):
-        """What was replaced or retracted is not lent; old tickets are forgotten."""
-        monkeypatch.setattr(lender, "_TICKETS", 2)
+        """What was replaced or retracted is not lent; nor do old tickets open it."""
+        if end == "old":
+            monkeypatch.setattr(lender, "_VALID", -1.0)
         async with lending() as sender:
             offer = await offered(sender)
             if end == "replaced":
                 await sender.send_checkpoint([1], 2, weights(2.0))
             elif end == "retracted":
                 await sender.disallow_checkpoint()
-            else:
-                newer = [await offered(sender) for _ in range(2)]
             assert await redeem(offer, keep=True) == b""
-            if end == "old":
-                assert all([await redeem(each) for each in newer])
 
     async def test_guests_that_say_nothing_are_let_go(self, monkeypatch):
         """They cost a descriptor for a moment, and never more than there may be."""

@@ -14,15 +14,11 @@ import signal
 import ssl
 import subprocess
 import sys
-import threading
 import time
-from contextlib import asynccontextmanager, closing, contextmanager
-from functools import partial
-from http import HTTPStatus
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import torch
 from aiohttp import web
@@ -36,13 +32,10 @@ from aiockpt.errors import (
 )
 from aiockpt.events import add_hook
 from aiockpt.http import setup
-from aiockpt.http.relay import Relay
-from aiockpt.memory.arena import CAN_LEND, Arena
-from aiockpt.runtime.ipc import pack
-from aiockpt.runtime.secrets import Token
+from aiockpt.memory.arena import CAN_LEND
 from aiockpt.testing import assert_same, interruptions
 from tests.support.proofs import proves
-from tests.support.servers import Memory, settle
+from tests.support.servers import settle
 from tests.support.shortages import exhausted_fds
 from tests.support.transports import in_the_middle, receive, transport, weights
 from tests.support.waiting import FROM_A_TERMINAL, ignored
@@ -67,42 +60,6 @@ async def pair(**options):
 def process_of(sender) -> Any:
     """Return what keeps the process that serves."""
     return sender._store
-
-
-@contextmanager
-def a_relay():
-    """Yield a relay that has no chunk yet."""
-    memory = Memory()
-    relay = Relay(memory.manifest, {}, slots=1)
-    relay.token = Token("of the swarm")
-    with closing(Arena(len(memory.data), shared=True)) as relay.memory:
-        yield relay
-
-
-@asynccontextmanager
-async def beginning():
-    """Yield a sender, a relay, the task that begins it, and what lets that go on."""
-    async with apart() as sender:
-        await sender.start()
-        with a_relay() as relay:
-            pid = process_of(sender).pid
-            os.kill(pid, signal.SIGSTOP)
-            relaying = asyncio.create_task(process_of(sender).relay(relay))
-            await settle(lambda: relay in process_of(sender)._relays)
-            try:
-                yield sender, relay, relaying, partial(os.kill, pid, signal.SIGCONT)
-            finally:
-                await process_of(sender).end_relay(relay)
-
-
-async def status_of(relay, sender) -> int:
-    """Return what the sender answers to a member that asks for the manifest."""
-    headers = {"Authorization": f"Bearer {relay.token}"}
-    async with (
-        aiohttp.ClientSession(headers=headers) as session,
-        session.get(f"{sender.address()}7/metadata") as answer,
-    ):
-        return answer.status
 
 
 def arena_of(sender) -> Any:
@@ -259,88 +216,12 @@ class TestServing:
             await sending
             assert process_of(sender).restarts == 0
 
-    async def test_a_cancelled_relay_leaves_no_descriptor(self, monkeypatch):
-        """Not even if the thread has just made it."""
-        packing, go_on, made = asyncio.Event(), threading.Event(), []
-        loop = asyncio.get_running_loop()
-
-        def slow_pack(*parts):
-            made.append(pack(*parts))
-            loop.call_soon_threadsafe(packing.set)
-            go_on.wait()
-            return made[0]
-
-        async with apart() as sender:
-            await sender.start()
-            monkeypatch.setattr("aiockpt.http.server_process.pack", slow_pack)
-            with a_relay() as relay:
-                relaying = asyncio.create_task(process_of(sender).relay(relay))
-                await packing.wait()
-                relaying.cancel()
-                go_on.set()
-                await asyncio.wait({relaying})
-            assert relaying.cancelled()
-            with pytest.raises(OSError, match="descriptor"):
-                os.fstat(made[0])
-
-    async def test_a_relay_that_begins_as_the_process_dies_waits(self, monkeypatch):
-        """It is the next process that serves it."""
-        packing, go_on = asyncio.Event(), threading.Event()
-        loop = asyncio.get_running_loop()
-
-        def slow_pack(*parts):
-            loop.call_soon_threadsafe(packing.set)
-            go_on.wait()
-            return pack(*parts)
-
-        async with apart() as sender:
-            await sender.start()
-            monkeypatch.setattr("aiockpt.http.server_process.pack", slow_pack)
-            with a_relay() as relay:
-                relaying = asyncio.create_task(process_of(sender).relay(relay))
-                await packing.wait()
-                os.kill(process_of(sender).pid, signal.SIGKILL)
-                await settle(lambda: process_of(sender).restarts == 1)
-                go_on.set()
-                await relaying
-                assert await status_of(relay, sender) == HTTPStatus.OK
-                await process_of(sender).end_relay(relay)
-
-    async def test_a_relay_begins_when_the_process_serves_it(self):
-        """A member that is told of it too soon would be refused."""
-        async with beginning() as (sender, relay, relaying, go_on):
-            done, _ = await asyncio.wait({relaying}, timeout=0.1)
-            go_on()
-            assert not done
-            await relaying
-            assert await status_of(relay, sender) == HTTPStatus.OK
-
-    async def test_a_relay_that_is_cancelled_as_it_begins_ends(self):
-        """The answer to its beginning is not taken for that to its end."""
-        async with beginning() as (sender, relay, relaying, go_on):
-            relaying.cancel()
-            await asyncio.wait({relaying})
-            ending = asyncio.create_task(process_of(sender).end_relay(relay))
-            done, _ = await asyncio.wait({ending}, timeout=0.1)
-            go_on()
-            assert not done
-            await ending
-            assert await status_of(relay, sender) == HTTPStatus.UNAUTHORIZED
-
-    async def test_a_relay_that_ends_as_it_begins_is_refused(self):
-        """Its address would name what nobody serves."""
-        async with beginning() as (_, relay, relaying, go_on):
-            relay.end()
-            go_on()
-            with pytest.raises(WorkerError, match="ended before"):
-                await relaying
-
 
 class TestItsDeath:
     """A process that dies is replaced; what was offered is offered again."""
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-    async def test_another_one_serves_the_same(self, number, caplog):
+    async def test_another_one_serves_the_same(self, number, caplog, events):
         """At the same address, while peers that connect meanwhile wait."""
         async with pair() as (sender, receiver):
             await sender.send_checkpoint([1], 1, STATE)
@@ -349,7 +230,11 @@ class TestItsDeath:
                 await settle(lambda: process_of(sender).restarts == 1)
             assert_same(await receive(sender, receiver), STATE)
             assert process_of(sender).restarts == 1
-            assert number == signal.SIGTERM or "exit code -9" in caplog.text
+            [told] = of_kind("restart", events)
+            code = -9 if number == signal.SIGKILL else 0
+            assert told.detail == f"the server process has ended: exit code {code}"
+            assert (told.step, told.level) == (1, logging.WARNING)
+            assert told.detail in caplog.text
 
     async def test_what_was_retracted_stays_so(self):
         """The next process does not offer it."""

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import anyio
@@ -208,32 +209,15 @@ async def test_a_template_is_filled() -> None:
 
 
 @pytest.mark.parametrize("keep_arena", [False, True])
-async def test_server_processes_serve_what_is_received(keep_arena: bool) -> None:
-    """The bytes do not pass the receivers' own processes again."""
+async def test_a_member_with_a_server_process_serves_from_its_own_loop(
+    keep_arena: bool,
+) -> None:
+    """At a port of its own; the process has no part in it, and may die meanwhile."""
     options: dict[str, Any] = {"process": True, "keep_arena": keep_arena}
     async with (
         sending(process=True) as sender,
         receivers(3, **options) as members,
         slow(sender, 2 * SLOW) as url,
-    ):
-        for _ in range(2):
-            await all_of(members, url)
-        await settle(lambda: relayed(members) > NBYTES)
-        into = {name: torch.zeros_like(torch.as_tensor(STATE[name])) for name in STATE}
-        got = await members[0].recv_checkpoint(0, url, 1, into={**into, "n": 0})
-        assert_same(got, STATE)
-        # The processes say what they have sent ten times per second.
-        await settle(
-            lambda: relayed(members) + sender.statistics().bytes_sent >= 7 * NBYTES
-        )
-
-
-async def test_a_server_process_that_dies_takes_its_relay_along() -> None:
-    """The receive itself succeeds."""
-    async with (
-        sending() as sender,
-        receivers(2, process=True) as members,
-        slow(sender) as url,
     ):
         tasks = [
             asyncio.create_task(each.recv_checkpoint(0, url, 1)) for each in members
@@ -243,29 +227,49 @@ async def test_a_server_process_that_dies_takes_its_relay_along() -> None:
             server = each._server
             assert isinstance(server, ServerProcess)
             assert server.pid is not None
+            assert server.counters().server.requests == 0
             os.kill(server.pid, signal.SIGKILL)
         for state in await asyncio.gather(*tasks):
             assert_same(state, STATE)
+        await all_of(members, url)
+        await settle(lambda: relayed(members) > NBYTES)
+        into = {name: torch.zeros_like(torch.as_tensor(STATE[name])) for name in STATE}
+        got = await members[0].recv_checkpoint(0, url, 1, into={**into, "n": 0})
+        assert_same(got, STATE)
+        # The sender's process says what it has sent ten times per second.
+        await settle(
+            lambda: relayed(members) + sender.statistics().bytes_sent >= 7 * NBYTES
+        )
+        # Each sends checkpoints of its own, too, from its process.
+        await members[0].send_checkpoint([1], 2, STATE)
+        got = await members[1].recv_checkpoint(0, members[0].metadata(), 2)
+        assert_same(got, STATE)
 
 
-async def test_a_server_process_ends_a_relay_that_has_just_begun() -> None:
-    """Or it would serve memory that the receive has given back."""
-    async with sending() as sender, receivers(1, process=True) as (receiver,):
-        await receiver.start()
-        server = receiver._server
-        assert isinstance(server, ServerProcess)
-        assert server.pid is not None
-        os.kill(server.pid, signal.SIGSTOP)
-        async with slow(sender, SLOW // 20) as url:
-            await offer_to_join(url)
-            receiving = asyncio.create_task(receiver.recv_checkpoint(0, url, 1))
-            await settle(lambda: bool(server._relays))
-            receiving.cancel()
-            done, _ = await asyncio.wait({receiving}, timeout=0.1)
-            os.kill(server.pid, signal.SIGCONT)
-            await asyncio.wait({receiving})
-        assert not done
-        assert not server._relays
+@pytest.mark.parametrize(
+    ("advertise", "host"),
+    [("localhost", "localhost"), ("http://proxy.example/ckpt/", "127.0.0.1")],
+)
+async def test_the_address_of_a_member_with_a_server_process(
+    advertise: str, host: str
+) -> None:
+    """Its host is the advertised one, but a proxy's URL leads to the process only."""
+    async with (
+        told() as events,
+        sending() as sender,
+        receivers(2, process=True, advertise=advertise) as members,
+        slow(sender) as url,
+    ):
+        await all_of(members, url)
+        addresses = {each.address() for each in members}
+    found = {
+        each.detail.removeprefix("serves the swarm at ")
+        for each in events
+        if each.detail.startswith("serves the swarm at ")
+    }
+    assert len(found) == len(members)
+    assert not found & addresses
+    assert {urlsplit(each).hostname for each in found} == {host}
 
 
 async def test_a_member_that_asks_for_a_long_range_needs_no_slot() -> None:
@@ -361,13 +365,12 @@ async def test_a_member_lingers_and_serves_a_late_one() -> None:
         await all_of(members[1:], sender.metadata())
 
 
-@pytest.mark.parametrize("process", [False, True])
-async def test_what_the_caller_has_changed_is_not_sent(process: bool) -> None:
+async def test_what_the_caller_has_changed_is_not_sent() -> None:
     """A member that lingers compares the digests before it sends, and then leaves."""
     async with (
         told() as events,
         sending() as sender,
-        receivers(2, Swarm(linger=60), process=process) as members,
+        receivers(2, Swarm(linger=60)) as members,
         slow(sender) as url,
     ):
         got = await asyncio.gather(

@@ -18,10 +18,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from aiockpt.errors import LocalProtocolError
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import Child, Pauses
-from aiockpt.runtime.ipc import arrival, is_ours, owner_of, receive
+from aiockpt.runtime.ipc import Channel, arrival, is_ours, owner_of, receive
 from tests.support.servers import settle
 
 pytestmark = [pytest.mark.every_loop, pytest.mark.torch_free]
@@ -144,18 +143,18 @@ async def test_its_death_is_noticed(kernel, monkeypatch) -> None:
 
 
 @pytest.mark.asyncio
-async def test_it_may_be_paused() -> None:
+async def test_it_may_be_stopped() -> None:
     """It says nothing then, and goes on later."""
     async with started(greeting="here") as (child, said):
         await settle(lambda: said == ["here"])
         assert not child.is_stopped
-        child.pause()
+        os.kill(child.pid, signal.SIGSTOP)
         await settle(lambda: child.is_stopped)
         child.send("still here")
         await asyncio.sleep(0.05)
         assert said == ["here"]
         assert await child.exitcode(0) is None
-        child.resume()
+        os.kill(child.pid, signal.SIGCONT)
         await settle(lambda: said == ["here", "still here"])
         assert not child.is_stopped
 
@@ -165,10 +164,10 @@ async def test_it_ends_when_nobody_talks_to_it_any_more() -> None:
     """A child that is released is left to itself, and leaves no zombie."""
     async with started(greeting="here") as (child, said):
         await settle(lambda: said == ["here"])
-        child.pause()  # it still runs while it is closed
+        os.kill(child.pid, signal.SIGSTOP)  # it still runs while it is closed
         child.close()
         child.close()
-        child.resume()
+        os.kill(child.pid, signal.SIGCONT)
         await settle(lambda: not Path(f"/proc/{child.pid}").exists())
 
 
@@ -215,11 +214,61 @@ async def test_what_the_kernel_lacks_for_a_moment_delays_a_message(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("nbytes", [196_602, 196_603, 196_604, 5_000_000])
+async def test_a_message_of_any_size_arrives_whole(nbytes: int) -> None:
+    """In packets, in both directions; it waits for room, and others wait for it."""
+    async with started() as (child, said):
+        words = ["one", "y" * nbytes, "two", "z" * nbytes, "three"]
+        for word in words:
+            child.send(word)
+        await settle(lambda: len(said) == 5)
+        assert said == words
+        assert not child.gone.is_set()
+
+
+@pytest.mark.asyncio
+@pytest.mark.allow_error_logs
+async def test_a_long_message_brings_its_descriptors(ends: Ends) -> None:
+    """Once, with the message; a message that breaks off leaves none open."""
+    ours, theirs = ends
+    heard, ended, before = list[Any](), asyncio.Event(), len(os.listdir("/dev/fd"))
+    sender = Channel(theirs, lambda *_: None, lambda: None)
+    receiver = Channel(ours, lambda *each: heard.append(each), ended.set)
+    fd = os.open(__file__, os.O_RDONLY)
+    sender.send("x" * 1_000_000, [fd])
+    await settle(lambda: len(heard) == 1)
+    [(data, [copy])] = heard
+    assert msgspec.msgpack.decode(data) == "x" * 1_000_000
+    assert os.pread(copy, 3, 0) == b'"""'
+    os.close(copy)
+    sender.send("y" * 1_000_000, [fd])
+    os.close(fd)
+    sender.close()  # the first packets are on their way
+    async with asyncio.timeout(20):
+        await ended.wait()
+    assert len(heard) == 1
+    receiver.close()
+    assert len(os.listdir("/dev/fd")) == before - 2  # the two ends
+
+
+@pytest.mark.asyncio
+@pytest.mark.allow_error_logs
+async def test_a_message_that_cannot_be_read_is_told(ends: Ends, caplog) -> None:
+    """The end of a channel has its reason in the log: it may end a process."""
+    ours, theirs = ends
+    ended = asyncio.Event()
+    receiver = Channel(ours, lambda *_: None, ended.set)
+    theirs.send(b"x" * 199_000)
+    async with asyncio.timeout(20):
+        await ended.wait()
+    assert "a message of another process is lost" in caplog.text
+    receiver.close()
+
+
+@pytest.mark.asyncio
 async def test_what_will_never_be_sent_is_the_senders_error(monkeypatch) -> None:
     """With a type; the channel works on."""
     async with started() as (child, said):
-        with pytest.raises(LocalProtocolError, match="has 300005 bytes, and may have"):
-            child.send("x" * 300_000)
         for code in (errno.EMSGSIZE, errno.EPERM):
             with monkeypatch.context() as patch:
                 refusing(patch, code)
