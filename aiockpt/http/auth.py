@@ -11,7 +11,6 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
-import os
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,7 +24,7 @@ from aiockpt.http.problems import HostNotAllowed, RefusedError
 from aiockpt.http.tokens import Grant, make_token, read_token
 from aiockpt.runtime.secrets import Token, discreet
 from aiockpt.storage.directory import expanded
-from aiockpt.storage.files import named, open_regular
+from aiockpt.storage.files import named, regular_file
 
 __all__ = ["Credentials", "admit", "bearer", "find_credentials"]
 
@@ -113,7 +112,7 @@ def find_credentials(
 
 def _read_token_file(path: str) -> str:
     place = Path(expanded(path))
-    with named(place), os.fdopen(open_regular(place), "rb") as file:
+    with named(place), regular_file(place) as file:
         content = file.read(_LONGEST + 1)
     if len(content) > _LONGEST:
         raise ValueError(f"the token file {path} is too long: at most {_LONGEST} bytes")

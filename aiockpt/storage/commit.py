@@ -48,7 +48,7 @@ from aiockpt.storage.files import (
     lock,
     move_directory,
     named,
-    open_regular,
+    regular_file,
     rename_to_new,
     set_aside,
     sync_directory,
@@ -417,7 +417,7 @@ def _is_free(path: Path) -> bool:
 def _described(path: Path, step: int) -> RankFile:
     """Return the marker's entry for a file, from the start of its header."""
     try:
-        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        with regular_file(path) as file:
             head = os.pread(file.fileno(), _HEAD_BYTES, 0)[LENGTH_BYTES:]
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:

@@ -34,7 +34,7 @@ from msgspec import Meta
 from aiockpt.errors import CheckpointNotFoundError, StorageError
 from aiockpt.format.entries import Count
 from aiockpt.runtime.words import command_line
-from aiockpt.storage.files import MARKER, named, open_regular
+from aiockpt.storage.files import MARKER, named, regular_file
 
 __all__ = [
     "MARKER",
@@ -223,7 +223,7 @@ def _serial_in(place: Path) -> int:
     # Only the start is read: a marker of many ranks is long.
     for each in (place, old_of(place)):
         with suppress(OSError):
-            with os.fdopen(open_regular(each / MARKER), "rb", buffering=0) as file:
+            with regular_file(each / MARKER) as file:
                 said = _SERIAL.match(os.pread(file.fileno(), _MARKER_HEAD, 0))
             return int(said[1]) if said else 0
     return 0
@@ -358,12 +358,13 @@ def _read_marker(path: Path) -> tuple[Commit, float] | None:
     """Return the content of a marker and its file time; None if it is not there."""
     with named(path):
         try:
-            fd = open_regular(path)
+            file = regular_file(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        with os.fdopen(fd, "rb") as file:
-            saved_at = os.fstat(fd).st_mtime
-            text = file.read(_MARKER_LIMIT)
+        with file:
+            said = os.fstat(file.fileno())
+            saved_at = said.st_mtime
+            text = file.read(min(said.st_size, _MARKER_LIMIT))
     try:
         return _decode(text), saved_at
     except (msgspec.MsgspecError, UnicodeError) as error:

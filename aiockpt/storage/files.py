@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,7 @@ __all__ = [
     "open_locked",
     "open_regular",
     "read_at",
+    "regular_file",
     "rename_to_new",
     "reserve",
     "saying_what_is_free",
@@ -311,6 +313,15 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int
         os.close(fd)
         raise
     return fd
+
+
+def regular_file(path: Path, flags: int = 0) -> FileIO:
+    """Open a regular file for reading, with more flags; see `open_regular`."""
+
+    def opened(_: str, given: int) -> int:
+        return open_regular(path, given | flags)
+
+    return open(path, "rb", buffering=0, opener=opened)
 
 
 @contextmanager

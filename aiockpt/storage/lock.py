@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from aiockpt.errors import StorageError
-from aiockpt.storage.files import is_at, open_locked, open_regular, unlock
+from aiockpt.storage.files import is_at, open_locked, regular_file, unlock
 
 __all__ = ["Holder", "SaveLock", "holder_of", "lock_of", "temporary_of"]
 
@@ -65,7 +65,7 @@ def temporary_of(path: Path, nonce: str) -> Path:
 
 def holder_of(path: Path) -> Holder | None:
     """Return what a lock says; None if it is not there, or not a checkpointer's."""
-    with suppress(OSError), os.fdopen(open_regular(path), "rb", buffering=0) as file:
+    with suppress(OSError), regular_file(path) as file:
         return _said(file.fileno())
     return None
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from aiockpt.format.header import LENGTH_BYTES, PREFIX
-from aiockpt.storage.files import rename_to_new
+from aiockpt.storage.files import regular_file, rename_to_new
 
 __all__ = ["begins_as_ours", "is_ours", "move_along", "others_in", "remove_ours"]
 
@@ -48,11 +48,9 @@ def is_ours(path: Path) -> bool:
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return False
-        # A FIFO that has taken its place would block.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
-    with suppress(OSError), os.fdopen(fd, "rb", buffering=0) as file:
+    with suppress(OSError), regular_file(path, os.O_NOFOLLOW) as file:
         if not found[1].startswith("commit"):
             return begins_as_ours(file.fileno())
         head = os.pread(file.fileno(), _HEAD_BYTES, 0)
