@@ -155,6 +155,11 @@ class BodySender:
                 self._timer.cancel()
 
     @property
+    def acknowledged(self) -> int:
+        """How many bytes had arrived at the last look, a fraction of a second ago."""
+        return max(self._acknowledged, 0)
+
+    @property
     def left(self) -> int:
         """How many bytes the kernel has not taken."""
         return self._nbytes - self.sent

@@ -65,7 +65,7 @@ __all__ = ["Download"]
 _MAX_RUN = 1 << 30  # tens of megabytes might come in the time of one request
 _TURN = 0.25  # seconds that a run takes where several peers share the work
 _BUSY = 0.25  # seconds between two looks; if it takes longer, this process is slow
-_TICK = 0.05  # seconds after which a free connection looks at the others again
+_TICK = 0.05  # seconds after which a free connection of a peer looks at the others
 _SLOW = 3  # runs that are stolen from a member in a row, before it is dropped
 _USELESS = 12.0  # usual requests without a chunk, after which members do not count
 _VAIN = 2  # requests to members for a chunk, before only sources are asked for it
@@ -140,6 +140,7 @@ class Download:
         ]
         self._joining: dict[Peer, anyio.CancelScope] = {}
         self._news = Notifier()
+        self._lookouts = set[Peer | None]()  # those with one that looks; None: members
         self._looked = 0.0
         self._ranges = RangeFetcher(self._client, outline, target, self._on_progress)
         for peer, patience in self._patience.items():
@@ -274,16 +275,38 @@ class Download:
 
         The peer's first connection asks for the manifest, where that is needed.
         """
-        peer = connection.peer
+        peer, looked = connection.peer, False
         if not peer.joined and number == 0:
             await self._join(peer)
         while not self._is_done and peer.error is None:
             if not peer.joined or number >= self._connections_of_each():
                 await self._news.wait(None)  # until it joins, or another is dropped
             elif (job := self._job(connection)) is not None:
+                if looked:
+                    self._news.notify()  # so that another connection looks
+                    looked = False
                 await job
             else:
-                await self._news.wait(_TICK)
+                looked = await self._idle(peer, connection.resting_until)
+
+    async def _idle(self, of: Peer | None, until: float = 0.0) -> bool:
+        """Wait for news, or for the end of a rest; return whether this one looked.
+
+        A connection can become slow without any news. So one of the free connections
+        to each peer, and one of those to members, looks from time to time.
+        """
+        rest = max(until - _now(), 0.0)
+        looks = not rest and of not in self._lookouts
+        looks = looks and bool(self._assignments or self._one_by_one)
+        if not looks:
+            await self._news.wait(rest or None)
+            return False
+        self._lookouts.add(of)
+        try:
+            await self._news.wait(_TICK)
+        finally:
+            self._lookouts.discard(of)
+        return True
 
     def _job(
         self, connection: Connection, *, waits: bool = True
@@ -336,7 +359,7 @@ class Download:
         Some members have more to do than others. So it looks for one that can send at
         once, before it waits.
         """
-        refusals = 0
+        refusals, looked = 0, False
         while not self._is_done:
             wanted, waits = self._fresh & self._for_members, refusals + 1 >= _TRIES
             for run in filter(self._is_for_members, self._begun):
@@ -346,11 +369,12 @@ class Download:
             if connection is not None:
                 job = self._job(connection, waits=waits)
             if job is None:
-                await self._news.wait(_TICK)
-            elif await job:
-                refusals = (refusals + 1) % _TRIES
-            else:
-                refusals = 0
+                looked = await self._idle(None)
+                continue
+            if looked:
+                self._news.notify()
+                looked = False
+            refusals = (refusals + 1) % _TRIES if await job else 0
 
     async def _watch(self, peer: Peer) -> None:
         """Learn which chunks a member has, until everything has come."""

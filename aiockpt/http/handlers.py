@@ -12,8 +12,21 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final, NamedTuple, cast
@@ -37,6 +50,7 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.http import protocol as http
 from aiockpt.http import sockets
 from aiockpt.http.acceptor import Caller
+from aiockpt.http.admission import Admission
 from aiockpt.http.audit import STATUS, VISIT, Auditor
 from aiockpt.http.auth import admit, bearer
 from aiockpt.http.body_writer import BodySender, Outcome
@@ -54,7 +68,7 @@ from aiockpt.http.responses import (
     page_reply,
     plan_reply,
 )
-from aiockpt.http.security import Reach, plain_address
+from aiockpt.http.security import Reach, network_of, plain_address
 from aiockpt.http.shared_memory import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.status import wants_page
 from aiockpt.http.store import Publication, Store
@@ -203,6 +217,8 @@ class CheckpointService:
         self._interrupted: dict[str, float] = {}  # ids of leases, and when
         self._slots = Slots(2 * (config.swarm or Swarm()).slots)
         self._reach = None if config.peers is None else Reach(config.peers)
+        self._places = Admission(config.options.readers)
+        self._manifests = Admission(config.options.readers)
         self._readers = 0
         self._waiting = 0
         self._counts: Counter[str] = Counter()
@@ -218,7 +234,8 @@ class CheckpointService:
         """Return the counters as one immutable record."""
         counts = {name: self._counts[name] for name in ServerStatistics._fields[2:]}
         counts["bytes_sent"] += sum(body.sent for body in self._bodies)
-        return ServerStatistics(self._readers, self._waiting, **counts)
+        waiting = self._waiting + self._places.waiting + self._manifests.waiting
+        return ServerStatistics(self._readers, waiting, **counts)
 
     def close(self) -> None:
         """Abort the bodies that are being sent, refuse every request. Idempotent."""
@@ -551,7 +568,7 @@ class CheckpointService:
         if not isinstance(relay, Relay):
             body = http.format_have((1 << count) - 1, count)
             return _Answer(body=body, headers=reply.headers)
-        host, watchers = plain_address(request.remote or ""), self._watchers
+        host, watchers = network_of(request.remote or ""), self._watchers
         is_full = watchers[host] >= _MOST_WATCHERS_OF_HOST
         if is_full or watchers.total() >= _MOST_WATCHERS:
             raise PeerBusy(retry_after=_RETRY_AFTER)
@@ -622,10 +639,10 @@ class CheckpointService:
         async with self.store.reading(publication, evict=relay.end):
             return await self._threads.run(relay.is_intact, chunks)
 
-    def _wait_of(self, request: web.Request) -> float:
-        """Return the seconds for which a request waits for a slot."""
+    def _wait_of(self, request: web.Request, *, unasked: float = 0.0) -> float:
+        """Return the seconds for which a request waits for a slot or a place."""
         asked = http.parse_prefer_wait(request.headers.get("Prefer"))
-        return min(asked or 0.0, self.config.max_wait)
+        return min(unasked if asked is None else asked, self.config.max_wait)
 
     # ----------------------------------------------------------------- deltas
 
@@ -733,8 +750,6 @@ class CheckpointService:
         If the body holds a slot, this returns only when almost all of it has left, and
         calls ``sent`` if that succeeds.
         """
-        if self._readers >= self.config.options.readers:
-            raise PeerBusy(retry_after=_RETRY_AFTER)
         if publication.lost is not None:
             raise publication.lost
         servable, nbytes = publication.servable, reply.stop - reply.start
@@ -760,10 +775,19 @@ class CheckpointService:
             threads=self._threads,
             joins=lease.id if lease and lease.joins and delta is None else "",
         )
-        self._readers += 1
+        is_small = nbytes <= small
+        place: AbstractAsyncContextManager[None] = nullcontext()
+        if not is_small:
+            is_manifest = reply.stop <= servable.manifest.header_bytes
+            places = self._manifests if is_manifest else self._places
+            wait = self._wait_of(request, unasked=self.config.stall_timeout / 2)
+            place = places.take(network_of(request.remote or ""), body, wait=wait)
         try:
-            async with self.store.reading(publication, evict=body.evict, lease=lease):
-                if nbytes <= small:
+            async with (
+                place,
+                self._reading(request, publication, lease, body),
+            ):
+                if is_small:
                     data = b"".join(views(0, nbytes))
                     self._counts["bytes_sent"] += nbytes
                     request[VISIT].nbytes = body.sent = body.arrived = nbytes
@@ -777,10 +801,26 @@ class CheckpointService:
                     sent()
             return response
         finally:
-            self._readers -= 1
             if body.joins:
                 given = _chunks_within(publication, reply.start, body.arrived)
                 publication.tracker.give(given)
+
+    @asynccontextmanager
+    async def _reading(
+        self,
+        request: web.Request,
+        publication: Publication,
+        lease: http.Lease | None,
+        body: BodySender,
+    ) -> AsyncIterator[None]:
+        """Keep the memory during the block, and count a reader."""
+        _transport_of(request)  # the client may have left while it waited
+        async with self.store.reading(publication, evict=body.evict, lease=lease):
+            self._readers += 1
+            try:
+                yield
+            finally:
+                self._readers -= 1
 
     @contextmanager
     def _accounting(

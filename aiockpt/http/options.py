@@ -48,8 +48,10 @@ class Server:
             if it dies, and serves from the shared memory of the snapshot. It excludes
             ``ssl_context`` and ``zero_copy``. What the transport receives in a swarm,
             it serves from its own event loop, at a free port.
-        readers: How many response bodies the server sends at once. It tells further
-            receivers to come back later.
+        readers: How many response bodies the server sends at once. Further requests
+            wait. If few bodies end meanwhile, the slowest ones are ended, and their
+            receivers ask for the rest later. Manifests have as many places of their
+            own, and answers of at most 64 KiB need none.
         grace: Seconds that receivers get to finish when a checkpoint is retracted.
         keep_superseded: How many replaced snapshots the server keeps for receivers that
             still read them. Each takes the memory of one checkpoint for as long as it

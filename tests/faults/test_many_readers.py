@@ -43,7 +43,7 @@ class Gaps:
 @proves("threat D8")
 @proves("fault 42")
 async def test_very_many_readers_do_not_stall_the_senders_loop(record: Record) -> None:
-    """As many as are admitted read, the others come back, and nobody is cut off."""
+    """As many as are admitted read, others wait or come back, and nobody is cut off."""
     count = record.pick(600, 2000)
     async with transport(timeout=60, chunk_bytes=16 << 20) as sender:
         await sender.send_checkpoint([1], 1, weights(mib=8))
@@ -69,7 +69,7 @@ async def test_very_many_readers_do_not_stall_the_senders_loop(record: Record) -
     seen = json.loads(said)
     assert seen["wrong"] == {}
     assert seen["whole"] == count
-    assert seen["refused"] >= count - MOST
+    assert seen["refused"] >= count - 2 * MOST  # as many may wait
     assert gaps.readers <= MOST
     record.within("longest stall", max(gaps.seconds), 0.5)
     record.ran(count)

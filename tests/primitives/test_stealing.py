@@ -26,8 +26,10 @@ from aiockpt.testing.faults import (
     Pipe,
     StallAfter,
 )
+from tests.support.proofs import proves
 from tests.support.rangepeer import Memory, RangePeer, fetch, noise, receiver, serving
 from tests.support.servers import settle
+from tests.support.steps import counted_steps
 
 pytestmark = [
     pytest.mark.usefixtures("no_blocking"),
@@ -117,6 +119,28 @@ async def test_a_straggler_that_is_stopped_while_a_thread_receives_lied_not() ->
     assert memory.content == segment
     assert memory.bytes == len(segment)
     assert not memory.errors
+
+
+@proves("threat D19")
+async def test_connections_without_work_sleep() -> None:
+    """Only one of them looks whether the one that works has become slow."""
+    found = []
+    for parallel in (2, 32):
+        async with (
+            serving(noise(CHUNK), chunk_bytes=CHUNK) as peer,
+            proxy_to(peer, then=StallAfter(HEADS)) as proxy,
+            receiver(max_concurrency=parallel, stall_timeout=FAR) as client,
+        ):
+            task = asyncio.create_task(fetch(client, peer, port=proxy.port))
+            await settle(lambda peer=peer: peer.ranges())
+            await asyncio.sleep(0.1)
+            with counted_steps() as steps:
+                await asyncio.sleep(0.5)
+            found.append(steps.count)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    few, many = found
+    assert many < 2 * few
 
 
 async def test_connections_that_are_equally_slow_are_left_alone() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -457,7 +457,7 @@ async def test_too_many_readers_are_asked_to_come_back():
         async with site.peer(receive_buffer=4096) as slow, site.peer() as peer:
             await slow.request("/checkpoint/7/full")
             await settle(lambda: site.server.counters().server.readers == 1)
-            refused = await peer.ask("/checkpoint/7/full")
+            refused = await peer.ask("/checkpoint/7/full", Prefer="wait=0")
             head = await peer.ask("/checkpoint/7/full", method="HEAD")
             assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
             assert head.status == 200
@@ -465,6 +465,28 @@ async def test_too_many_readers_are_asked_to_come_back():
         async with site.peer() as peer:
             assert (await peer.ask("/checkpoint/7/0")).status == 200
         assert site.server.counters().server.gone == 1
+
+
+@proves("threat D23")
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+async def test_slow_readers_make_way_for_one_that_waits(host):
+    """Also for one behind the same proxy; manifests and small answers need no place."""
+    memory = Memory(LARGE)
+    async with serving(memory, readers=2) as site, AsyncExitStack() as stack:
+        slow = [
+            await stack.enter_async_context(site.peer(receive_buffer=4096))
+            for _ in range(2)
+        ]
+        for each in slow:
+            await each.request("/checkpoint/7/full")
+        await settle(lambda: site.server.counters().server.readers == 2)
+        peer = await stack.enter_async_context(site.peer(host=host))
+        for path, fields in [("metadata", {}), ("full", {"Range": "bytes=0-999"})]:
+            found = await peer.ask(f"/checkpoint/7/{path}", Prefer="wait=0", **fields)
+            assert found.status in (200, 206)
+        found = await peer.ask("/checkpoint/7/full", Prefer="wait=30")
+        assert found.body == memory.file
+        await settle(lambda: site.server.counters().server.readers == 1)
 
 
 @proves("cell HTTPTransport.disallow_checkpoint: success")
