@@ -288,12 +288,18 @@ class CheckpointWriter:
             written = Written("", content, writable.segment_bytes)
             warning = save.meet(draft, rank)
             unused: list[Path] = []
-            with save.reporting("committed", draft, written):
-                if not rank:
-                    world_size = self._rank_info.global_world_size
-                    unused = draft.commit(save.step, world_size)
-            warning = warning or save.confirm(draft, rank)
-            written = written._replace(warning=warning)
+            try:
+                with save.reporting("committed", draft):
+                    if not rank:
+                        world_size = self._rank_info.global_world_size
+                        unused = draft.commit(save.step, world_size)
+                warning = warning or save.confirm(draft, rank)
+                written = written._replace(warning=warning)
+            except BaseException as error:
+                unconfirmed = getattr(error, "may_be_committed", False)
+                if not unconfirmed and draft.is_committed():
+                    mark_committed(error, written)
+                raise
         # The checkpoint is committed. Nothing that follows changes that.
         try:
             try:
@@ -373,22 +379,14 @@ class _Save:
         self,
         phase: Phase,
         draft: Draft | None = None,
-        written: Written | None = None,
     ) -> Iterator[None]:
-        """Clean up after a failure of the block, and tell the other ranks.
-
-        With ``written``, an error that came after the commit is marked with it.
-        """
+        """Clean up after a failure of the block, and tell the other ranks."""
         try:
             yield
         except BaseException as error:
-            known = None  # what is certainly committed
+            mark_committed(error, None)
             if draft is not None:
-                if written is not None and draft.is_committed():
-                    unconfirmed = getattr(error, "may_be_committed", False)
-                    known = None if unconfirmed else written
                 draft.discard()
-            mark_committed(error, known)
             self.tell(phase, _reason(error))
             raise
 

@@ -103,13 +103,15 @@ class Draft:
         StorageError: no checkpoint can be built there. Existing files are untouched.
     """
 
+    fd = -1
+    _lock: SaveLock | None = None
+
     def __init__(self, target: Path, rank: int, *, durable: bool) -> None:
         self.target = target
         self.part = part_of(target)
         self.path = self.part / rank_file(rank)
         self._durable = durable
         self.temporary = self.part / f"{self.path.name}.tmp"
-        self.fd = -1
         _check_free(target)
         with named(target):
             self._make_parents()
@@ -132,6 +134,10 @@ class Draft:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A signal's handler has raised before anything else had it.
         self.close()
 
     def __repr__(self) -> str:

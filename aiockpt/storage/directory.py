@@ -225,7 +225,10 @@ def _serial_in(place: Path) -> int:
         with suppress(OSError):
             with regular_file(each / MARKER) as file:
                 said = _SERIAL.match(os.pread(file.fileno(), _MARKER_HEAD, 0))
-            return int(said[1]) if said else 0
+            if said is None:  # an older one, or one that another program has rewritten
+                found = _read_marker(each / MARKER)
+                return found[0].serial if found else 0
+            return int(said[1])
     return 0
 
 

@@ -87,6 +87,8 @@ class SaveLock:
         OSError: the lock cannot be made.
     """
 
+    _fd = -1
+
     def __init__(self, target: Path, *, wait: float) -> None:
         self.path = lock_of(target)
         nonce = secrets.token_hex(4)
@@ -114,6 +116,10 @@ class SaveLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        # A signal's handler has raised before anything else had it.
         self.release()
 
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -177,6 +178,14 @@ class TestWhole:
         save(tmp_path / "step-5", {"a": 5})
         assert steps(tmp_path) == [30, 20, 10, 5]
         assert checkpoint_at(tmp_path / "step-5").serial == 1
+
+    def test_a_marker_that_another_program_has_rewritten(self, tmp_path) -> None:
+        """Its serial number counts, wherever it stands."""
+        for step in (1, 2, 3):
+            marker = save(tmp_path / f"step-{step}", {"a": step}) / MARKER
+            found = json.loads(marker.read_text())
+            marker.write_text(json.dumps(found, sort_keys=True))
+        assert [each.serial for each in list_checkpoints(tmp_path)] == [1, 2, 3]
 
     def test_the_highest_serial_number(self, tmp_path) -> None:
         """A marker that has it makes no later one invalid."""

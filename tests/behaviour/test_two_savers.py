@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.checkpointers import writer
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.errors import StorageError
@@ -138,9 +139,9 @@ def test_the_second_one_of_several_ranks_is_told(tmp_path, path, gate) -> None:
     """Each of its ranks: the first one's files are its own until they are committed."""
     with ThreadPoolExecutor(1) as pool:
         first = begun("thread", path, gate, pool)
-        writer = CheckpointWriter(config(), RankInfo(0, 2), Nobody())
+        saver = CheckpointWriter(config(), RankInfo(0, 2), Nobody())
         with pytest.raises(StorageError, match=BUSY):
-            writer.write(path, state(2))
+            saver.write(path, state(2))
         with commit.Draft(path, 1, durable=False) as other:
             with pytest.raises(StorageError, match=BUSY):
                 commit.Draft(path, 1, durable=False)
@@ -267,6 +268,25 @@ def no_locks(*_: Any) -> None:
 
 def silent(*_: Any) -> None:
     """Say that it is locked, as a host does whose locks do not reach another one."""
+
+
+@pytest.mark.parametrize("place", [(commit, "SaveLock"), (writer, "Draft")])
+def test_what_nobody_has_got_is_given_back(path, monkeypatch, place: Any) -> None:
+    """A signal's handler raises when it is made, and before it has a name."""
+    module, name = place
+    real = getattr(module, name)
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        real(*args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(path, state(1))
+    save(path, state(2))
+    assert value_at(path) == 2
+    assert names(path.parent) == ["step-1"]
 
 
 @pytest.mark.parametrize("flock", [no_locks, silent])
