@@ -61,11 +61,12 @@ class BodySink:
 
     Args:
         buffers: Returns the memory of ``[start, stop)`` as contiguous views of format
-            ``B``, in order. It raises if the memory is not there any more, so it is
-            asked again right before each write.
+            ``B``, in order.
         start: The first byte to write.
         stop: The byte after the last one.
         run: Digests the bytes as they come, while they are in the processor's cache.
+        check: Raises if the memory of ``[start, stop)`` is not there any more. It is
+            called right before each write.
 
     Attributes:
         size: How many bytes there are to write.
@@ -78,6 +79,7 @@ class BodySink:
         "_ask",
         "_asked",
         "_buffers",
+        "_check_memory",
         "_index",
         "_offset",
         "_run",
@@ -95,10 +97,12 @@ class BodySink:
         start: int,
         stop: int,
         run: ChunkRun | None = None,
+        *,
+        check: Callable[[int, int], object] = lambda _, __: None,
     ) -> None:
         self.size = stop - start
         self.filled = 0
-        self._ask = buffers
+        self._ask, self._check_memory = buffers, check
         self._run = run
         self._asked, self._stop = start, stop
         self._buffers: Sequence[memoryview] = ()
@@ -171,6 +175,7 @@ class BodySink:
             self.report()
         finally:
             self._buffers, self._ask, self._run = (), _no_buffers, None
+            self._check_memory = _no_buffers
 
     def _reached(self) -> Place:
         if self._run is None:
@@ -200,7 +205,7 @@ class BodySink:
     def _check(self, count: int) -> None:
         """Check that the memory of the next ``count`` bytes is still there."""
         at = self._stop - self.remaining - self._staged
-        self._ask(at, at + count)
+        self._check_memory(at, at + count)
 
     def _next_whole(self) -> memoryview:
         return self._buffers[self._index][self._offset :]
@@ -214,6 +219,9 @@ class BodySink:
         return wanted
 
     def _came(self, count: int) -> bool:
+        # The caller's thread may have freed the memory since; a digest would read it.
+        at = self._stop - self.remaining - count
+        self._check_memory(at, at + count)
         wanted = False
         while count:
             piece = self._next_whole()[:count]

@@ -58,6 +58,9 @@ class _Closed:
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         raise AssertionError(f"bytes {start} to {stop} come after the download")
 
+    def check(self, start: int, stop: int) -> None:
+        raise AssertionError(f"bytes {start} to {stop} come after the download")
+
 
 class RangeFetcher:
     """Fetches ranges of one checkpoint into ``target``, for the assignments of runs.
@@ -162,7 +165,8 @@ class RangeFetcher:
                 await self._patch(run, deltas, range(start, stop), answer)
                 return
             _check_length(answer, stop - start)
-            writer = BodySink(self._target.memory.buffers, start, stop, run)
+            memory = self._target.memory
+            writer = BodySink(memory.buffers, start, stop, run, check=memory.check)
             prepare = self._target.prepare
             if prepare is None or writer.size < _SHORT:
                 await answer.read_into(writer)

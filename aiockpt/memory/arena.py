@@ -72,6 +72,9 @@ class Memory(Protocol):
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return the writable bytes of ``[start, stop)``, in order."""
 
+    def check(self, start: int, stop: int) -> None:
+        """Raise an error if views of ``[start, stop)`` must not be used any more."""
+
 
 class Lendable(Protocol):
     """Memory of which another process may get a descriptor.
@@ -290,6 +293,9 @@ class Arena:
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return the writable bytes of ``[start, stop)`` as one view."""
         return [memoryview(self._map)[start:stop]] if stop > start else []
+
+    def check(self, start: int, stop: int) -> None:
+        """Do nothing: a view of the arena keeps its memory."""
 
     def populate(self, start: int, stop: int, *, every: bool = False) -> None:
         """Map the pages of ``[start, stop)`` now, not when bytes arrive.

@@ -31,7 +31,7 @@ import torch
 from aiockpt.format.entries import Entries
 from aiockpt.memory.arena import Arena, view_of_address
 from aiockpt.memory.device import Event, Fences, Pair, PortFor, checked
-from aiockpt.memory.held import HeldMemory
+from aiockpt.memory.held import HeldMemory, picked
 
 __all__ = [
     "Backing",
@@ -141,14 +141,13 @@ class Backings:
 
     def taken(self, order: Sequence[int]) -> Backings:
         """Return the backings of the given entries, in order; -1 gives an empty one."""
-        if order == range(len(self)):
-            return self
-        addresses, sizes, parts = self.addresses, self.sizes, self.parts
+        held, parts = self.held.taken(order), self.parts
         places = [*enumerate(order)] if parts else []
+        alike = self.addresses is self.held.addresses  # one column may be enough
         return Backings(
-            self.held.taken(order),
-            array("Q", (0 if entry < 0 else addresses[entry] for entry in order)),
-            array("Q", (0 if entry < 0 else sizes[entry] for entry in order)),
+            held,
+            held.addresses if alike else picked(self.addresses, order),
+            picked(self.sizes, order),
             {place: parts[entry] for place, entry in places if entry in parts},
             {place: self.inner[entry] for place, entry in places if entry in parts},
         )
@@ -293,9 +292,16 @@ class _Rows:
             self.held[entry] = self.stops[entry]
             self.addresses[entry] = 0
 
-    def check(self, first: int = 0, last: int = sys.maxsize) -> None:
+    def check(self, first: int, last: int) -> None:
         """Check that entries still have their memory; see `Backings.check`."""
         self._backings.check(first, last, self._names)
+
+    def check_range(self, start: int, stop: int) -> range:
+        """Return the entries that overlap a range, after a check of their memory."""
+        lowest = max(bisect_right(self.starts, start) - 1, 0)
+        near = range(lowest, bisect_left(self.starts, stop, lowest))
+        self.check(near.start, near.stop)
+        return near
 
     def between(self, start: int, stop: int) -> list[_Row]:
         """Return the entries that overlap a range, clipped to it; use them at once.
@@ -303,9 +309,7 @@ class _Rows:
         Raises:
             LocalProtocolError: a tensor of them has other memory than it had.
         """
-        lowest = max(bisect_right(self.starts, start) - 1, 0)
-        near = range(lowest, bisect_left(self.starts, stop, lowest))
-        self.check(near.start, near.stop)
+        near = self.check_range(start, stop)
         columns = (self.addresses, self.starts, self.held, self.stops)
         some = (column[near.start : near.stop] for column in columns)
         rows = [*zip(near, *some, strict=True)]
@@ -352,17 +356,6 @@ class CopyPlan:
         found = {device: port_for(device) for device in backings.devices()}
         self.ports = {device: port for device, port in found.items() if port}
         self._rows = _Rows(backings, entries, away=self.ports.keys())
-
-    def check(self) -> None:
-        """Check that all tensors still have the memory that they had.
-
-        Each copy compares what it uses, too. This is for callers that copy all or
-        nothing.
-
-        Raises:
-            LocalProtocolError: a tensor has other memory.
-        """
-        self._rows.check()
 
     def fences(self, made: Fences = MappingProxyType({})) -> Fences:
         """Return an event of each device for its copies to wait for.
@@ -559,6 +552,14 @@ class InPlace:
             if own < last:
                 found += self._arena.buffers(own, last)
         return found
+
+    def check(self, start: int, stop: int) -> None:
+        """Check that the memory of ``[start, stop)`` is still the state dict's.
+
+        Raises:
+            LocalProtocolError: a tensor has other memory.
+        """
+        self._rows.check_range(start, stop)
 
     def split(
         self, start: int, spare: memoryview, kept: Sequence[int]

@@ -22,7 +22,7 @@ import torch
 
 from aiockpt.errors import LocalProtocolError
 
-__all__ = ["Geometry", "HeldMemory", "changed_error"]
+__all__ = ["Geometry", "HeldMemory", "changed_error", "picked"]
 
 # How many tensors one C call reads, because it holds the interpreter lock.
 _SLICE: Final = 1000
@@ -32,7 +32,15 @@ _ADDRESS: Final = torch.Tensor.data_ptr
 _SIZE: Final = torch.UntypedStorage.nbytes
 _SHAPE: Final = attrgetter("shape")
 _DTYPE: Final = attrgetter("dtype")
-_STRIDE: Final = torch.Tensor.stride
+_IS_CONTIGUOUS: Final = torch.Tensor.is_contiguous
+
+# A number for each dtype, because a byte per tensor is less than a reference.
+_DTYPES: Final = {
+    dtype: number
+    for number, dtype in enumerate(
+        {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    )
+}
 
 
 def changed_error(path: str, what: str) -> LocalProtocolError:
@@ -44,25 +52,32 @@ def changed_error(path: str, what: str) -> LocalProtocolError:
     )
 
 
+def picked(column: array[int], order: Sequence[int]) -> array[int]:
+    """Return the numbers at the given places, in order; 0 at place -1."""
+    with_none = column + array(column.typecode, [0])
+    return array(column.typecode, map(with_none.__getitem__, order))
+
+
 class HeldMemory:
     """The storages of some tensors, held, with the addresses and sizes they had.
 
     Attributes:
         tensors: The tensors.
         addresses: The address of each tensor's first element.
+        storage_sizes: The bytes of each tensor's storage.
     """
 
-    __slots__ = ("_sizes", "_storages", "addresses", "tensors")
+    __slots__ = ("_kept", "addresses", "storage_sizes", "tensors")
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
-        storages: Sequence[torch.UntypedStorage],
+        kept: object,
         addresses: array[int],
-        sizes: array[int],
+        storage_sizes: array[int],
     ) -> None:
         self.tensors, self.addresses = tensors, addresses
-        self._storages, self._sizes = storages, sizes
+        self._kept, self.storage_sizes = kept, storage_sizes
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> HeldMemory:
@@ -81,25 +96,24 @@ class HeldMemory:
         return f"<HeldMemory tensors={len(self.tensors)}>"
 
     def taken(self, order: Sequence[int]) -> HeldMemory:
-        """Return the memory of the given tensors, in order; -1 stands for none."""
-        nothing = torch.empty(0)
-        nowhere = nothing.untyped_storage()
-        tensors, storages = self.tensors, self._storages
-        addresses, sizes = self.addresses, self._sizes
+        """Return the memory of the given tensors, in order; -1 stands for none.
+
+        All storages are held, also those of other tensors.
+        """
         return HeldMemory(
-            [nothing if number < 0 else tensors[number] for number in order],
-            [nowhere if number < 0 else storages[number] for number in order],
-            array("Q", (0 if number < 0 else addresses[number] for number in order)),
-            array("Q", (0 if number < 0 else sizes[number] for number in order)),
+            [*map([*self.tensors, torch.empty(0)].__getitem__, order)],
+            self._kept,
+            picked(self.addresses, order),
+            picked(self.storage_sizes, order),
         )
 
     def beside(self, other: HeldMemory) -> HeldMemory:
         """Return the memory of these tensors, followed by that of others."""
         return HeldMemory(
             [*self.tensors, *other.tensors],
-            [*self._storages, *other._storages],
+            (self._kept, other._kept),
             self.addresses + other.addresses,
-            self._sizes + other._sizes,
+            self.storage_sizes + other.storage_sizes,
         )
 
     def check(
@@ -116,7 +130,7 @@ class HeldMemory:
             some = self.tensors[start:stop]
             addresses = array("Q", map(_ADDRESS, some))
             sizes = array("Q", map(_SIZE, map(_STORAGE, some)))
-            was = self.addresses[start:stop], self._sizes[start:stop]
+            was = self.addresses[start:stop], self.storage_sizes[start:stop]
             if (addresses, sizes) != was:
                 before, after = (
                     [*zip(*was, strict=True)],
@@ -129,21 +143,29 @@ class HeldMemory:
 
 
 class Geometry:
-    """The shapes, strides and dtypes of some tensors, to notice when one changes."""
+    """The shapes, strides and dtypes of some tensors, to notice when one changes.
 
-    __slots__ = ("_dtypes", "_shapes", "_strides", "_tensors")
+    Args:
+        tensors: The tensors.
+        shapes: Their shapes, if the caller knows them.
+    """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    __slots__ = ("_dense", "_dtypes", "_shapes", "_strides", "_tensors")
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        shapes: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
         self._tensors = tensors
-        known: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._shapes: list[tuple[int, ...]] = []
-        self._strides: list[tuple[int, ...]] = []
-        self._dtypes: list[torch.dtype] = []
+        self._shapes = [*map(_SHAPE, tensors)] if shapes is None else shapes
+        self._dtypes, self._dense = b"", b""  # a byte for each tensor
+        self._strides: dict[int, tuple[int, ...]] = {}
         for start in range(0, len(tensors), _SLICE):
-            shapes, strides, dtypes = _read(tensors[start : start + _SLICE])
-            self._shapes += map(known.setdefault, shapes, shapes)
-            self._strides += map(known.setdefault, strides, strides)
-            self._dtypes += dtypes
+            some = tensors[start : start + _SLICE]
+            self._dtypes += bytes(map(_DTYPES.__getitem__, map(_DTYPE, some)))
+            self._dense += (dense := bytes(map(_IS_CONTIGUOUS, some)))
+            self._strides |= _strides(some, dense, start)
 
     def __repr__(self) -> str:
         return f"<Geometry tensors={len(self._tensors)}>"
@@ -156,17 +178,43 @@ class Geometry:
                 its path.
         """
         for start in range(0, len(self._tensors), _SLICE):
-            near = slice(start, start + _SLICE)
-            now = _read(self._tensors[near])
-            was = self._shapes[near], self._strides[near], self._dtypes[near]
-            if now != was:
-                before, after = [*zip(*was, strict=True)], zip(*now, strict=True)
-                at = next(n for n, each in enumerate(after) if each != before[n])
-                what = "got another shape, stride or dtype"
-                raise changed_error(name(start + at), what)
+            stop = start + _SLICE
+            some = self._tensors[start:stop]
+            dense = bytes(map(_IS_CONTIGUOUS, some))
+            now = (
+                [*map(_SHAPE, some)],
+                bytes(map(_DTYPES.__getitem__, map(_DTYPE, some))),
+                dense,
+            )
+            was = (column[start:stop] for column in self._columns)
+            strides = _strides(some, dense, start)
+            if (*now,) == (*was,) and strides.items() <= self._strides.items():
+                continue
+            for number in range(start, min(stop, len(self._tensors))):
+                if not self._is_alike(number):
+                    what = "got another shape, stride or dtype"
+                    raise changed_error(name(number), what)
+
+    @property
+    def _columns(self) -> tuple[Sequence[object], ...]:
+        return self._shapes, self._dtypes, self._dense
+
+    def _is_alike(self, number: int) -> bool:
+        tensor = self._tensors[number]
+        stride = self._strides.get(number)
+        return (
+            tensor.shape == self._shapes[number]
+            and _DTYPES[tensor.dtype] == self._dtypes[number]
+            and tensor.is_contiguous() == self._dense[number]
+            and (stride is None or tensor.stride() == stride)
+        )
 
 
-def _read(
-    tensors: Sequence[torch.Tensor],
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[torch.dtype]]:
-    return [*map(_SHAPE, tensors)], [*map(_STRIDE, tensors)], [*map(_DTYPE, tensors)]
+def _strides(
+    tensors: Sequence[torch.Tensor], dense: bytes, first: int
+) -> dict[int, tuple[int, ...]]:
+    """Return the strides of the tensors that are not contiguous, by number."""
+    if all(dense):
+        return {}
+    pairs = enumerate(zip(tensors, dense, strict=True), first)
+    return {number: each.stride() for number, (each, flag) in pairs if not flag}

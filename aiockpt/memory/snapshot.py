@@ -78,6 +78,10 @@ class Snapshot:
         """Return the bytes as writable views, as torch requires; nobody may write."""
         return self._memory.buffers(start, stop)
 
+    def check(self, start: int, stop: int) -> None:
+        """Check that the bytes are still there; see `Memory`."""
+        self._memory.check(start, stop)
+
     def changed(self) -> bool:
         """Say whether torch has written to a watched live state dict since staging."""
         return not isinstance(self._memory, Arena) and self._memory.changed()
@@ -120,6 +124,9 @@ class MappedSnapshot:
         return [memoryview(self._map)[start:stop]] if stop > start else []
 
     buffers = views  # though nobody can write to them
+
+    def check(self, start: int, stop: int) -> None:
+        """Do nothing: a view keeps the mapping."""
 
     def close(self) -> None:
         """Unmap the memory; existing views keep their pages."""

@@ -339,6 +339,10 @@ class Segment:
         """Return a range in host memory."""
         return self._host.buffers(start, stop)
 
+    def check(self, start: int, stop: int) -> None:
+        """Check a range in host memory."""
+        self._host.check(start, stop)
+
     def spans(
         self, start: int, stop: int
     ) -> Iterator[tuple[int, int, torch.Tensor | None]]:

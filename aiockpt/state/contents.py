@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from operator import and_, is_
 from typing import Any, Final, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 
 from aiockpt.format.paths import Path, format_path
 from aiockpt.memory.held import Geometry, HeldMemory, changed_error
+from aiockpt.runtime.system import collector_paused
 from aiockpt.state.distributed import local_tensors
 from aiockpt.state.nodes import opened
 
@@ -57,10 +58,14 @@ class Contents:
     Args:
         entries: The containers of the template.
         held: The memory of its tensors, if that is held already.
+        shapes: The shapes of these tensors.
     """
 
     def __init__(
-        self, entries: Iterable[Entry], held: HeldMemory | None = None
+        self,
+        entries: Iterable[Entry],
+        held: HeldMemory | None = None,
+        shapes: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         self._entries = [*entries]
         self._wholes: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
@@ -76,8 +81,11 @@ class Contents:
                     self._wholes.append((value, own))
                     tensors += own
         dense = [each for each in tensors if each.layout is torch.strided]
-        self._held = [*filter(None, [held]), HeldMemory.of(dense)]
-        self._geometries = [Geometry(each.tensors) for each in self._held]
+        self._held = [HeldMemory.of(dense)]
+        self._geometries = [Geometry(dense)]
+        if held is not None:
+            self._held.append(held)
+            self._geometries.append(Geometry(held.tensors, shapes))
 
     def __repr__(self) -> str:
         return f"<Contents tensors={sum(len(each.tensors) for each in self._held)}>"
@@ -91,6 +99,10 @@ class Contents:
             LocalProtocolError: one was replaced, removed or added, or has other memory
                 or another shape, stride or dtype.
         """
+        with collector_paused():  # there may be 100,000 tensors
+            self._check()
+
+    def _check(self) -> None:
         for entry in self._entries:
             _check_items(entry)
         for whole, own in self._wholes:
@@ -137,10 +149,10 @@ def entries_of(template: object) -> Iterator[Entry]:
             keys, values = [*compress(keys, noted)], [*compress(values, noted)]
             pairs = zip(keys, values, strict=True)
             waiting += (((*path, key), value) for key, value in pairs)
-        if values:
+        if values or isinstance(container, dict | list):  # something may be added
             yield Entry(path, container, keys, values, count)
-        if type(container) is OrderedDict and (attributes := vars(container)):
-            waiting.append((path, attributes))
+        if type(container) is OrderedDict:
+            waiting.append((path, vars(container)))
 
 
 def _items(value: Any) -> tuple[Sequence[Any], Sequence[Any]] | None:
@@ -176,8 +188,13 @@ def _check_items(entry: Entry) -> None:
             raise changed_error(entry.path_of(key), what)
     if 0 <= entry.length < len(items[0]):
         for key, value in there.items():
-            if any(True for _ in entries_of(value)):
+            if _has_tensor(value):
                 raise changed_error(entry.path_of(key), "was added")
+
+
+def _has_tensor(value: object) -> bool:
+    within = chain.from_iterable(entry.values for entry in entries_of(value))
+    return any(isinstance(each, torch.Tensor) for each in within)
 
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:

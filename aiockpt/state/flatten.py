@@ -454,7 +454,7 @@ def _draft(
             written, since one of its elements belongs to another entry too.
     """
     held = HeldMemory.of(tensors)
-    codes, shapes, sizes = _looked_at(tensors, held.addresses)
+    codes, shapes, sizes = _looked_at(held)
     members: dict[int, Member] = {}
     for number, code in enumerate(codes):
         if code is None:
@@ -484,29 +484,34 @@ def _draft(
     )
 
 
-def _looked_at(tensors: Sequence[torch.Tensor], starts: array[int]) -> _Columns:
+def _looked_at(held: HeldMemory) -> _Columns:
     """Return the codes, shapes and sizes; equal shapes share one tuple."""
     codes: list[str | None] = []
     shapes: list[tuple[int, ...]] = []
     sizes = array("Q")
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for first in range(0, len(tensors), _SLICE):
-        some = tensors[first : first + _SLICE]
+    for first in range(0, len(held.tensors), _SLICE):
+        near = slice(first, first + _SLICE)
+        some = held.tensors[near]
         sizes.extend(map(_NBYTES, some))
         own = [*map(tuple, map(_SHAPE, some))]
         shapes += map(known.setdefault, own, own)
-        codes += _plain_codes(some, starts[first : first + _SLICE], sizes[first:])
+        memory = held.addresses[near], sizes[near], held.storage_sizes[near]
+        codes += _plain_codes(some, *memory)
     return codes, shapes, sizes
 
 
 def _plain_codes(
-    tensors: Sequence[torch.Tensor], addresses: Sequence[int], sizes: Sequence[int]
+    tensors: Sequence[torch.Tensor],
+    addresses: Sequence[int],
+    sizes: Sequence[int],
+    storage_sizes: Sequence[int],
 ) -> list[str | None]:
     """Return the code of each plain tensor; None for each other one."""
     codes = [*map(CODES.__getitem__, map(_DTYPE, tensors))]
-    if _all_are_plain(tensors, codes, addresses, sizes):
+    if _all_are_plain(tensors, codes, addresses, sizes, storage_sizes):
         return codes
-    return [*map(_plain_code, tensors, addresses, sizes)]
+    return [*map(_plain_code, tensors, addresses, sizes, storage_sizes)]
 
 
 def _all_are_plain(
@@ -514,6 +519,7 @@ def _all_are_plain(
     codes: Sequence[str | None],
     addresses: Sequence[int],
     sizes: Sequence[int],
+    storage_sizes: Sequence[int],
 ) -> bool:
     """Say whether all tensors are plain, faster than `_plain_code` one by one."""
     kinds = {*codes}
@@ -529,12 +535,12 @@ def _all_are_plain(
         return False
     widths = map(_ITEMSIZES.__getitem__, codes)  # type: ignore[arg-type]
     offsets = map(mul, map(torch.Tensor.storage_offset, tensors), widths)
-    storages = map(torch.Tensor.untyped_storage, tensors)
-    held = map(torch.UntypedStorage.nbytes, storages)
-    return all(map(le, map(add, offsets, sizes), held))
+    return all(map(le, map(add, offsets, sizes), storage_sizes))
 
 
-def _plain_code(tensor: torch.Tensor, address: int, nbytes: int) -> str | None:
+def _plain_code(
+    tensor: torch.Tensor, address: int, nbytes: int, storage_bytes: int
+) -> str | None:
     """Return the code of a tensor that is plain unless others overlap it, or None."""
     code = CODES[tensor.dtype]
     if (
@@ -548,7 +554,7 @@ def _plain_code(tensor: torch.Tensor, address: int, nbytes: int) -> str | None:
     ):
         return None
     stop = tensor.storage_offset() * _ITEMSIZES[code] + nbytes
-    return code if stop <= tensor.untyped_storage().nbytes() else None
+    return code if stop <= storage_bytes else None
 
 
 def _backings(held: HeldMemory, sizes: array[int], groups: Sequence[Group]) -> Backings:

@@ -112,8 +112,11 @@ class Template:
         self._tree, self._tensors, self._drafts = own.tree, own.tensors, own.drafts
         self._wholes = own.wholes
         self._adoption = Adoption(state_dict) if exact else None
-        entries = entries_of(state_dict)
-        self._contents = Contents(entries, own.drafts.held) if exact else None
+        self._contents: Contents | None = None
+        if exact:
+            entries, drafts = entries_of(state_dict), own.drafts
+            with collector_paused():
+                self._contents = Contents(entries, drafts.held, drafts.shapes)
         self._nodes = decoders_for(state_dict)
         self._count = _count_filled(own.tree, exact=exact)
 

@@ -85,6 +85,9 @@ class FileMapping(Arena):
         """Return the bytes of ``[start, stop)`` as one view."""
         return [self.buffer[start:stop]] if stop > start else []
 
+    def check(self, start: int, stop: int) -> None:
+        """Do nothing: a view keeps the mapping."""
+
     def populate(self, start: int, stop: int, *, every: bool = False) -> None:
         """Do nothing: a page that is made writable is a copy."""
 

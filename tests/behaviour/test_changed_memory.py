@@ -7,6 +7,7 @@ address that was taken before then belongs to somebody else.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -225,6 +226,32 @@ async def test_a_tensor_that_is_added_is_noticed(way: str, tmp_path: Path) -> No
         await WAYS[way](template, Once(add, template), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda state: state["notes"].update(new=torch.zeros(2)),
+        lambda state: state["none"].append({"new": torch.zeros(2)}),
+        lambda state: setattr(state["ordered"], "new", torch.zeros(2)),
+    ],
+)
+async def test_a_tensor_is_added_where_there_was_none(
+    add: Change, tmp_path: Path
+) -> None:
+    """A container without tensors, and the attributes of a dict, are watched, too."""
+    more: Any = lambda: {  # noqa: E731 - one for each side
+        "notes": {"lr": 0.1},
+        "none": [],
+        "ordered": OrderedDict(x=torch.zeros(2)),
+    }
+    template = {**state_of(1.0), **more()}
+    async with pair(**CHUNKS) as (sender, receiver):
+        await sender.send_checkpoint(step=1, state_dict={**state_of(2.0), **more()})
+        ready = await receiver.prepare(sender.metadata(), 1, into=template)
+        add(template)
+        with pytest.raises(LocalProtocolError, match=r"(new|none\[0\]) was added"):
+            ready.apply()
+
+
 @ANY
 async def test_plain_values_may_change(way: str, tmp_path: Path) -> None:
     """They get the checkpoint's values all the same, and new plain ones stay."""
@@ -233,12 +260,12 @@ async def test_plain_values_may_change(way: str, tmp_path: Path) -> None:
 
     def go_on(state: dict[str, Any]) -> None:
         state["step"], state["lr"] = 9, 0.9
-        state["note"] = "mine"
+        state["note"] = {"mine": []}
 
     seen = Once(go_on, template)
     await WAYS[way](template, seen, tmp_path)
     seen.check()
-    assert_same(template, {**state_of(2.0), "note": "mine"})
+    assert_same(template, {**state_of(2.0), "note": {"mine": []}})
 
 
 @ANY

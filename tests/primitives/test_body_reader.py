@@ -121,12 +121,37 @@ class TestBodyWriter:
             fill.advance(len(room))
         assert memory == bytes(5) + source[5:]
         assert max(stop - start for start, stop in asked) == body_reader.WINDOW
-        reached = 5  # it is asked again right before each write, for no more than that
-        for start, stop in asked:
-            assert start <= reached
-            reached = max(reached, stop)
-        assert reached == 10 << 20
-        assert sum(stop - start for start, stop in asked) == 2 * (reached - 5)
+        assert [start for start, _ in asked[1:]] == [stop for _, stop in asked[:-1]]
+
+    def test_memory_is_checked_right_before_each_write(self) -> None:
+        """It may have become somebody else's since its views were made."""
+        memory, checked = bytearray(3 << 20), list[tuple[int, int]]()
+
+        def note(start: int, stop: int) -> None:
+            checked.append((start, stop))
+
+        ends = [300, 600, 1 << 20]  # the small ones share a scratch
+        fill = BodySink(cutting(memory, ends), 5, len(memory), check=note)
+        while fill.remaining:
+            fill.advance(len(fill.next_buffer()))
+        fill.close()
+        checked = [*dict.fromkeys(checked)]  # before the bytes come, and after it
+        assert [start for start, _ in checked[1:]] == [stop for _, stop in checked[:-1]]
+        assert (checked[0][0], checked[-1][1]) == (5, len(memory))
+
+    def test_gone_memory_is_not_written_to(self) -> None:
+        """The error of the check ends the body."""
+        memory = bytearray(100)
+
+        def gone(start: int, stop: int) -> None:
+            raise LocalProtocolError(f"{start} to {stop} are gone")
+
+        fill = BodySink(cutting(memory, [10, 20]), 0, 100, check=gone)
+        room = fill.next_buffer()
+        room[:] = b"x" * len(room)
+        with pytest.raises(LocalProtocolError, match="are gone"):
+            fill.advance(len(room))
+        assert not any(memory)
 
     def test_destination_of_another_size_is_the_callers_mistake(self) -> None:
         """Better no byte at all than one in the wrong place."""

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiockpt.checkpointers import make_sync_checkpointer
+from aiockpt.errors import TemplateMismatchError
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.state.load_plan import LoadPlan, LoadPlanner, ValueWalk
 from aiockpt.state.selection import Select, Selection
@@ -103,6 +104,12 @@ def test_an_entry_is_straight_only_where_it_is_alone(tmp_path: Path, case: str) 
     assert plan.backings is not None
     assert sum(size > 0 for size in plan.backings.sizes) == straight
     assert sum(plan.kept) == kept
+
+
+def test_two_tensors_for_overlapping_memory_are_refused(tmp_path: Path) -> None:
+    """One of them would be lost."""
+    with pytest.raises(TemplateMismatchError, match=r"b: .* shared with a"):
+        planned(save(tmp_path / "c", two()), overlapping())
 
 
 def test_only_what_is_selected_is_read(tmp_path: Path) -> None:
