@@ -274,34 +274,35 @@ class CheckpointWriter:
             if not rank:
                 sweep(save.target.parent, shared=self._barrier is not None)
             draft = Draft(save.target, rank, durable=config.fsync)
-        with draft:
-            with save.reporting("written", draft):
-                header = write_file(
-                    draft.temporary, draft.fd, writable, durable=config.fsync
-                )
-                draft.keep_file()
-                if self._on_kept is not None:
-                    self._on_kept(draft.identity)
-                if self._hook is not None:
-                    _finish(self._hook.pre_commit(os.fspath(path), **kwargs))
-            content = content_of(header) if isinstance(header, Manifest) else ""
-            written = Written("", content, writable.segment_bytes)
-            warning = save.meet(draft, rank)
-            unused: list[Path] = []
-            try:
-                with save.reporting("committed", draft):
-                    if not rank:
-                        world_size = self._rank_info.global_world_size
-                        unused = draft.commit(save.step, world_size)
-                warning = warning or save.confirm(draft, rank)
-                written = written._replace(warning=warning)
-            except BaseException as error:
-                unconfirmed = getattr(error, "may_be_committed", False)
-                if not unconfirmed and draft.is_committed():
-                    mark_committed(error, written)
-                raise
-        # The checkpoint is committed. Nothing that follows changes that.
+        written: Written | None = None  # until it is committed
         try:
+            with draft:
+                with save.reporting("written", draft):
+                    header = write_file(
+                        draft.temporary, draft.fd, writable, durable=config.fsync
+                    )
+                    draft.keep_file()
+                    if self._on_kept is not None:
+                        self._on_kept(draft.identity)
+                    if self._hook is not None:
+                        _finish(self._hook.pre_commit(os.fspath(path), **kwargs))
+                content = content_of(header) if isinstance(header, Manifest) else ""
+                result = Written("", content, writable.segment_bytes)
+                warning = save.meet(draft, rank)
+                unused: list[Path] = []
+                try:
+                    with save.reporting("committed", draft):
+                        if not rank:
+                            world_size = self._rank_info.global_world_size
+                            unused = draft.commit(save.step, world_size)
+                    warning = warning or save.confirm(draft, rank)
+                except BaseException as error:
+                    unconfirmed = getattr(error, "may_be_committed", False)
+                    if not unconfirmed and draft.is_committed():
+                        written = result
+                    raise
+                written = result._replace(warning=warning)
+            # The checkpoint is committed. Nothing that follows changes that.
             try:
                 if self._hook is not None:
                     _finish(self._hook.post_commit(os.fspath(path), **kwargs))
@@ -311,7 +312,8 @@ class CheckpointWriter:
                 if not rank:
                     remove_old(save.target, config)
         except BaseException as error:
-            mark_committed(error, written)
+            if written is not None:
+                mark_committed(error, written)
             raise
         return written
 

@@ -242,13 +242,16 @@ def test_an_error_that_is_raised_again_in_the_foreground(place) -> None:
     assert [each.step for each in list_checkpoints(place)] == [1]
 
 
-def test_a_signal_between_the_commit_and_the_report(place, monkeypatch) -> None:
+@pytest.mark.parametrize("at", ["_Save.confirm", "Draft.__exit__"])
+def test_a_signal_between_the_commit_and_the_report(
+    place, monkeypatch, at: str
+) -> None:
     """Its handler raises; the save counts as written."""
 
     def interrupted(*_: Any) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("aiockpt.checkpointers.writer._Save.confirm", interrupted)
+    monkeypatch.setattr(f"aiockpt.checkpointers.writer.{at}", interrupted)
     with sync_checkpointer(Troubled()) as made:
         with pytest.raises(KeyboardInterrupt):
             made.save(state(1), place / "step-1")
