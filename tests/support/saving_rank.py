@@ -90,7 +90,7 @@ class Telling(WriterHook):
 
 def tell(event: TransferEvent) -> None:
     """Print a warning."""
-    if event.level == logging.WARNING:
+    if event.stop != "restart" and event.level == logging.WARNING:
         print(f"{event.step} warning: {event.detail}", flush=True)
 
 
