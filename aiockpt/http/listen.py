@@ -280,7 +280,9 @@ def _naming(host: str | None, port: int) -> Iterator[None]:
 
 def _found(host: str, *, literal: bool) -> Addresses:
     flags = socket.AI_NUMERICHOST if literal else 0
-    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=flags)
+    # For a text, Python would load its codec "idna", on the event loop.
+    name = host.encode() if literal else host
+    found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM, flags=flags)
     return list(dict.fromkeys((info[0], info[4]) for info in found))
 
 

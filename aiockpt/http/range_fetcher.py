@@ -39,7 +39,7 @@ from aiockpt.http.protocol import (
 from aiockpt.http.scheduling import Assignment
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import Notifier, beside
-from aiockpt.transfer.deltas import HEAD_BYTES, is_available, split
+from aiockpt.transfer.deltas import HEAD_BYTES, split
 from aiockpt.transfer.source import OnProgress, PlainTarget, Prepare, Target
 
 __all__ = ["RangeFetcher"]
@@ -106,7 +106,7 @@ class RangeFetcher:
         If more of them have failed than succeeded, the receiver does not hold the base.
         """
         vain = self._unpatched > self._patched + _VAIN
-        return self._target.patch is not None and not vain and is_available()
+        return self._target.patch is not None and not vain
 
     async def fetch(
         self, assignment: Assignment, hear: Callable[[Mapping[str, str]], None]

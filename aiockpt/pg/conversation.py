@@ -167,6 +167,7 @@ class Ranks:
         self.bridge = bridge
         self._group, self._medium = group, medium
         self._turns: dict[tuple[bool, int], asyncio.Lock] = {}
+        self._told = set[tuple[bool, int]]()  # peers that know that it is broken
         self._why = ""
         self._rank: int | None = None
 
@@ -182,6 +183,31 @@ class Ranks:
         """Raise ``ProcessGroupError`` if the group is broken."""
         if self._why:
             raise ProcessGroupError(self._why, rank=self._rank)
+
+    def check_for(self, ranks: Iterable[int], *, sending: bool) -> None:
+        """Raise ``ProcessGroupError`` if the group is broken, and tell ``ranks`` so.
+
+        Another rank may have broken it. Such a peer knows nothing of that, and would
+        wait until its deadline.
+        """
+        if self.broken:
+            for rank in ranks:
+                turn = self._turns.get((sending, rank))
+                if turn is None or not turn.locked():  # a conversation tells it itself
+                    self.tell(self._medium.channel(self._group, rank, sending=sending))
+        self.check()
+
+    def tell(self, channel: Channel, why: str = "") -> None:
+        """Tell a peer that the group is broken, once and without waiting for it."""
+        peer = (channel.sending, channel.rank)
+        if channel.tagged and peer not in self._told:
+            self._told.add(peer)
+            text = f"the other end gave up: {why or self._why}"
+            frame = Frame(Kind.FAILED, 0, text=text).encode()
+            self.bridge.post(self._give_up, channel, frame)
+
+    def _give_up(self, channel: Channel, frame: bytearray) -> None:
+        self.remains.append(channel.give_up(frame))
 
     def break_off(self, rank: int, error: BaseException) -> None:
         """Mark the group as broken; remember the first error and its rank."""
@@ -204,6 +230,8 @@ class Ranks:
         channel = self._medium.channel(self._group, rank, sending=sending)
         key = (sending, rank) if channel.tagged else (True, -1)
         async with self._turns.setdefault(key, asyncio.Lock()):
+            if self.broken:
+                self.tell(channel)
             self.check()
             yield channel
 
@@ -421,9 +449,4 @@ class Conversation:
             self._ranks.remains.append(self._channel)
             return
         cut = isinstance(error, asyncio.CancelledError)
-        why = "it was cut short" if cut else str(error)
-        frame = Frame(Kind.FAILED, 0, text=f"the other end gave up: {why}")
-        self._bridge.post(self._give_up, frame.encode())
-
-    def _give_up(self, frame: bytearray) -> None:
-        self._ranks.remains.append(self._channel.give_up(frame))
+        self._ranks.tell(self._channel, "it was cut short" if cut else str(error))

@@ -360,6 +360,7 @@ class Channel:
 
     def __init__(self, group: Group, rank: int, *, sending: bool) -> None:
         self.rank = rank
+        self.sending = sending
         self._group = group
         self._out, self._in = _FORWARD, _BACKWARD
         if not sending:

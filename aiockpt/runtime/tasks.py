@@ -18,6 +18,7 @@ from collections.abc import (
     Iterator,
 )
 from contextlib import asynccontextmanager, suppress
+from importlib import import_module
 from itertools import islice
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -25,6 +26,9 @@ import anyio
 from anyio.abc import TaskGroup
 
 from aiockpt.runtime.bridge import Bridge
+
+# anyio would load its parts on their first use, which is on an event loop.
+import_module("anyio._backends._asyncio")
 
 __all__ = ["Notifier", "Over", "beside", "map_in_threads", "run_all", "task_group"]
 

@@ -27,6 +27,7 @@ from aiockpt.state.load_plan import Selected
 from aiockpt.state.segment import Segment
 from aiockpt.state.selection import Select
 from aiockpt.state.template import Template
+from aiockpt.transfer.deltas import is_available
 from aiockpt.transfer.destination import Destination, Terms, selected
 from aiockpt.transfer.prepared import Prepared
 from aiockpt.transfer.reuse import Delta, Held, HeldInTemplate
@@ -271,7 +272,8 @@ def _make_room(
         else:
             held = Held.of(manifest, own, arena=goal.arena, ports=ports)
         delta = Delta(held, options.terms.marks, bridge, report.reuse)
-        goal.patch = delta.patch
+        if is_available():  # asked here, since it imports libraries
+            goal.patch = delta.patch
     del manifest, template, own
     if many:
         return_freed()

@@ -491,6 +491,40 @@ async def test_a_cancelled_wait_is_told() -> None:
 
 
 @LEFT
+@pytest.mark.parametrize("broken", ["sender", "receiver"])
+@pytest.mark.parametrize("first", ["well", "broken"])
+async def test_a_pair_is_told_that_another_rank_was_lost(
+    broken: str, first: str
+) -> None:
+    """Both ends of a connection that works hear at once; neither waits in vain."""
+    async with transports(3) as (sender, receiver, _):
+
+        async def send() -> None:
+            await sender.send_checkpoint([1], 1, sample())
+
+        async def receive() -> None:
+            await receiver.recv_checkpoint(0, "", 1)
+
+        if broken == "sender":
+            lost, fails, waits = sender.send_checkpoint([2], 1, {}), send, receive
+        else:
+            lost, fails, waits = receiver.recv_checkpoint(2, "", 1), receive, send
+        cut = asyncio.ensure_future(lost)
+        await asyncio.sleep(0.1)
+        cut.cancel()
+        await asyncio.wait({cut})
+        async with asyncio.timeout(PROMPT):
+            waiting = asyncio.create_task(waits() if first == "well" else fails())
+            await asyncio.sleep(0.1)
+            with pytest.raises(ProcessGroupError):
+                await (fails() if first == "well" else waits())
+            with pytest.raises(ProcessGroupError):
+                await waiting
+            with pytest.raises(ProcessGroupError, match=r"gave up: .* was cut short"):
+                await waits()
+
+
+@LEFT
 async def test_a_cancel_while_a_sender_is_refused_gives_the_turn_back() -> None:
     """The receive that waits for it hears at once that the group is broken."""
     sparse = {"w": torch.ones(4).to_sparse()}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -17,8 +19,6 @@ from aiockpt.testing import assert_same
 from tests.support.hostile import stalls
 from tests.support.servers import settle
 from tests.support.transports import receive, transport, weights
-
-pytestmark = pytest.mark.asyncio
 
 NAME = "sender.test"
 SLOW = 0.5
@@ -51,6 +51,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Names:
 
 
 @pytest.mark.parametrize("server", ["loop", "process"])
+@pytest.mark.asyncio
 async def test_a_name_is_looked_up_beside_the_loop(server: Any, names: Names) -> None:
     """However slow the name service is, and before the URL is asked for."""
     sender = transport(host=NAME, advertise="127.0.0.1", process=server == "process")
@@ -68,6 +69,7 @@ async def test_a_name_is_looked_up_beside_the_loop(server: Any, names: Names) ->
         await sender.shutdown()
 
 
+@pytest.mark.asyncio
 async def test_an_unknown_name_is_told_with_the_address(names: Names) -> None:
     """As an address that is not this host's is."""
     sender = transport(host="nobody.test")
@@ -76,6 +78,7 @@ async def test_an_unknown_name_is_told_with_the_address(names: Names) -> None:
     await sender.shutdown()
 
 
+@pytest.mark.asyncio
 async def test_a_start_that_waits_for_a_name_can_be_cancelled(names: Names) -> None:
     """At once; and the transport can be started afterwards."""
     sender = transport(host=NAME)
@@ -90,6 +93,7 @@ async def test_a_start_that_waits_for_a_name_can_be_cancelled(names: Names) -> N
     await sender.shutdown()
 
 
+@pytest.mark.asyncio
 async def test_the_url_of_a_name_is_there_once_it_was_looked_up(names: Names) -> None:
     """Before that, asking for it says what to do, and looks nothing up."""
     sender = transport(host=NAME)
@@ -102,6 +106,7 @@ async def test_the_url_of_a_name_is_there_once_it_was_looked_up(names: Names) ->
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", None, "::1"])
+@pytest.mark.asyncio
 async def test_the_url_of_an_address_needs_no_name_service(
     host: str | None, names: Names
 ) -> None:
@@ -115,6 +120,7 @@ async def test_the_url_of_an_address_needs_no_name_service(
     await sender.shutdown()
 
 
+@pytest.mark.asyncio
 async def test_a_thread_without_a_loop_may_look_the_name_up(names: Names) -> None:
     """Nobody else waits for it."""
     sender = transport(host=NAME)
@@ -124,6 +130,7 @@ async def test_a_thread_without_a_loop_may_look_the_name_up(names: Names) -> Non
 
 
 @pytest.mark.parametrize("options", [{}, {"same_host": True}, {"zero_copy": True}])
+@pytest.mark.asyncio
 async def test_staging_memory_is_mapped_in_a_thread(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +151,7 @@ async def test_staging_memory_is_mapped_in_a_thread(
     assert threading.get_ident() not in threads
 
 
+@pytest.mark.asyncio
 async def test_a_cancelled_send_gives_back_what_was_mapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -170,6 +178,7 @@ async def test_a_cancelled_send_gives_back_what_was_mapped(
     assert [arena.closed for arena in made] == [True]
 
 
+@pytest.mark.asyncio
 async def test_kept_memory_is_unmapped_in_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -191,6 +200,7 @@ async def test_kept_memory_is_unmapped_in_a_thread(
         assert threading.get_ident() not in threads
 
 
+@pytest.mark.asyncio
 async def test_what_comes_back_after_the_end_is_unmapped_in_a_thread() -> None:
     """A snapshot may be given back late, and have gigabytes."""
     bridge = Bridge(threads=1, name="bridge")
@@ -199,3 +209,83 @@ async def test_what_comes_back_after_the_end_is_unmapped_in_a_thread() -> None:
     bridge.post(lambda: done.append(threading.get_ident()))
     await settle(lambda: done)
     assert done != [threading.get_ident()]
+
+
+IMPORTS = """
+import asyncio, sys, threading
+import torch, aiockpt
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from torch import distributed
+
+found, loop = [], threading.get_ident()
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if threading.get_ident() == loop:
+            found.append(name)
+
+def server(**options):
+    return aiockpt.Server(host="127.0.0.1", **options)
+
+async def over_http(sender, receiver):
+    async with sender, receiver:
+        for step in (1, 2):
+            state["w"][step] = 9
+            await sender.send_checkpoint(step=step, state_dict=state)
+            await receiver.recv_checkpoint(metadata=sender.metadata(), step=step)
+            await receiver.recv_checkpoint(
+                metadata=sender.metadata(), into=template, have=True
+            )
+        async for prepared in receiver.follow(
+            sender.metadata(), into=template, prepare=True
+        ):
+            prepared.apply()
+            break
+    return sender.statistics().bytes_sent
+
+async def over_a_group(sender, receiver):
+    async with sender, receiver:
+        await asyncio.gather(
+            sender.send_checkpoint([1], 1, state), receiver.recv_checkpoint(0, step=1)
+        )
+
+def ranks():
+    store = distributed.HashStore()
+    join = lambda r: distributed.ProcessGroupGloo(store, r, 2, timedelta(seconds=30))
+    with ThreadPoolExecutor(2) as pool:
+        return [aiockpt.PGTransport(each, 30) for each in pool.map(join, range(2))]
+
+state = {{"w": torch.ones(300_000), "words": ["a", 1]}}
+template = {{"w": torch.zeros(300_000), "words": ["", 0]}}
+call = {call}
+sys.meta_path.insert(0, Finder())
+asyncio.run(call)
+print(*found)
+"""
+TRANSFERS = {
+    "http": "over_http(*(aiockpt.HTTPTransport(server=server()) for _ in '12'))",
+    "memory": (
+        "over_http(*(aiockpt.HTTPTransport(server=server(), same_host=True) "
+        "for _ in '12'))"
+    ),
+    "swarm": (
+        "over_http(*(aiockpt.HTTPTransport(server=server(), swarm=True) for _ in '12'))"
+    ),
+    "deltas": (
+        "over_http(aiockpt.HTTPTransport(server=server(keep_base=True)), "
+        "aiockpt.HTTPTransport(server=server()))"
+    ),
+    "group": "over_a_group(*ranks())",
+}
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
+@pytest.mark.parametrize("kind", TRANSFERS)
+def test_the_first_transfer_imports_nothing_on_the_loop(kind: str) -> None:
+    """An import reads files. A thread makes it, or the constructor does."""
+    program = IMPORTS.format(call=TRANSFERS[kind])
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
