@@ -131,7 +131,7 @@ HEAD = {"Content-Type": "application/problem+json"}
     [
         (401, HEAD, b"", AuthenticationError, "refused the token"),
         (401, {}, b"app says no", AuthenticationError, "not as a sender does"),
-        (401, {}, b"", AuthenticationError, "credentials of its own"),
+        (401, {}, b"", AuthenticationError, "login of its own"),
         (403, {}, b"", AuthenticationError, "token"),
         (404, HEAD, b"", StepNotFoundError, "step 5"),
         (404, {}, b"", RemoteProtocolError, "is that an aiockpt server?"),
