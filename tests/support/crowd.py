@@ -1,10 +1,10 @@
 """Many readers of one checkpoint, in a process of their own.
 
-``python crowd.py PORT TOKEN COUNT`` connects as often as that, says "ready", and waits
-for a line. Then everybody asks for the whole of step 1 at once, over the connection
-that it has, and asks again when it is told to come back. The last line is JSON: how
-many got it ``whole``, how often one was ``refused`` (503, with a time to come back),
-and what was ``wrong``.
+``python crowd.py PORT TOKEN COUNT`` connects as often as that, shows the token on each
+connection, says "ready", and waits for a line. Then everybody asks for the whole of
+step 1 at once, over the connection that it has, and asks again when it is told to come
+back. The last line is JSON: how many got it ``whole``, how often one was ``refused``
+(503, with a time to come back), and what was ``wrong``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,20 @@ from collections import Counter
 
 LIMIT = 100.0
 PIECE = 1 << 20
+
+
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def connect(port: int, token: str) -> Ends:
+    """Return a connection that has shown the token: a sender keeps few others."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    ask = (
+        f"HEAD /checkpoint/1/full HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}"
+    )
+    writer.write(f"{ask}\r\n\r\n".encode())
+    await reader.readuntil(b"\r\n\r\n")
+    return reader, writer
 
 
 async def read_whole(
@@ -39,7 +53,7 @@ async def read_whole(
 
 
 async def one_of_them(
-    ends: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    ends: Ends,
     token: str,
     seen: Counter[str],
 ) -> None:
@@ -58,7 +72,7 @@ async def one_of_them(
 
 async def main(port: int, token: str, count: int) -> None:
     """Connect, wait for the word, and read."""
-    ends = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+    ends = [await connect(port, token) for _ in range(count)]
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     seen: Counter[str] = Counter()
