@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aiockpt import checkpointers
 
+ROOT = Path(__file__).parents[2]
 PACKAGE = "torch.distributed.checkpoint._experimental"
 MODULES = [
     *("barriers", "builder", "checkpoint_process", "checkpoint_reader"),
@@ -53,6 +55,20 @@ def test_it_is_called_in_the_same_words(name: str) -> None:
                 assert expected == ["self", "path", "state_dict"]
                 expected = ["self", "state_dict", "path"]
             assert words(getattr(ours, method))[: len(expected)] == expected
+
+
+def test_the_page_of_migration_has_every_name() -> None:
+    """A class or function of torch's package has a replacement there, or a reason."""
+    pytest.importorskip(f"{PACKAGE}.checkpointer")
+    page = (ROOT / "docs/howto/migrating-from-torch.md").read_text()
+    named = {
+        name
+        for module in map(import_module, (f"{PACKAGE}.{each}" for each in MODULES))
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__
+        and not name.startswith("_")
+    }
+    assert not {name for name in named if name not in page}
 
 
 # We always fsync, find the ranks' meeting place, and need no accelerator: what they
