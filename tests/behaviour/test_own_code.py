@@ -202,7 +202,7 @@ def test_a_signal_in_a_blocking_save(tmp_path, interrupted) -> None:
 
     config = aiockpt.CheckpointerConfig(use_process=False)
     with aiockpt.make_background_checkpointer(config) as made:
-        made._checkpointer._stager = Slow()
+        made._source._stager = Slow()
         began = time.monotonic()
         with pytest.raises(interrupted, match="the job's own"):
             made.save({"w": torch.ones(2)}, tmp_path / "a")
