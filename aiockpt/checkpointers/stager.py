@@ -18,6 +18,7 @@ from aiockpt.memory.device import Marks, PortFor, completed, port_for
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.runtime.system import failing_here
 from aiockpt.state.nodes import Decoders, decoders_for
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from aiockpt.storage.checkpoint_file import blaming_file
@@ -175,7 +176,8 @@ class DefaultStager(CheckpointStager):
                 state_dict, step=exact_step(step), marks=marks
             )
             try:
-                nodes = await self._bridge.run(_nodes, snapshot, state_dict)
+                with failing_here(f"staging step {step}"):
+                    nodes = await self._bridge.run(_nodes, snapshot, state_dict)
             except BaseException:
                 snapshot.release()
                 raise

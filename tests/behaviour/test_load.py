@@ -661,7 +661,8 @@ class TestPeer:
 
         async def meddle(peer, request):
             if refused in request.path:
-                return web.Response(status=status)
+                kind = "application/problem+json"  # a sender's
+                return web.Response(status=status, content_type=kind)
             if not request.path.endswith("latest"):
                 return None
             tag = f'"{peer.manifest.snapshot_id}"'

@@ -87,7 +87,8 @@ async def lagged(stall_timeout: float, slow: Drip) -> AsyncIterator[Any]:
                 url = through(proxy, sender)
                 got = await receiver.recv_checkpoint(0, url, 1, 300)
                 assert_same(got, weights(mib=8))
-                assert proxy.statistics().connections <= RANGES
+                # One more may renew the lease while all ranges are on their way.
+                assert proxy.statistics().connections <= RANGES + 1
 
             yield transfer
 

@@ -38,7 +38,7 @@ LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
 pytestmark = [pytest.mark.asyncio(loop_factories=[LOOP]), pytest.mark.timeout(900)]
 
 SUPPORT = Path(__file__).parents[1] / "support"
-TOKEN = "secret"
+TOKEN = "a-secret-of-16-letters"
 
 
 def program(name: str, *arguments: object, errors: Path | None = None) -> PeerProcess:

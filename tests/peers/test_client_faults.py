@@ -282,6 +282,6 @@ async def test_large_problem_document_is_read_no_further_than_of_interest(
         serving(SMALL, meddle=ramble) as peer,
         receiver(fast_path=fast_path) as client,
     ):
-        with pytest.raises(AiockptError, match="refused the token"):
+        with pytest.raises(AiockptError, match="refused the request: HTTP 401"):
             await fetch(client, peer)
     assert sent < 50_000_000
