@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,8 +26,11 @@ from aiockpt.errors import (
     StepNotFoundError,
     UnsupportedLeafError,
 )
+from aiockpt.memory.device import Event
+from aiockpt.state.flatten import ready_for_threads
 from aiockpt.testing import assert_same
 from aiockpt.torchft import PGTransport
+from tests.support.accelerators import FakeAccelerator
 from tests.support.groups import store_at
 from tests.support.proofs import proves
 
@@ -260,14 +264,14 @@ def test_that_a_stream_has_failed_is_told(
 ) -> None:
     """What it was to compute can never be sent, and the receiver need not wait."""
 
-    class Stream:
-        def synchronize(self) -> None:
+    class Broken(FakeAccelerator):
+        def marker(self) -> Callable[[], Event]:
             raise RuntimeError("an illegal memory access was encountered")
 
     source, heir = quorums.transports()
     quorums.next()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+    ready = partial(ready_for_threads, ports=Broken().port_for)
+    monkeypatch.setattr("aiockpt.torchft.group.ready_for_threads", ready)
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(heir.recv_checkpoint, 0, source.metadata(), 1, LIMIT)
         with pytest.raises(StagingError, match="illegal memory access"):
