@@ -448,7 +448,7 @@ class AuthenticationError(AiockptError, PermissionError):
         if not self.by_sender:
             return (
                 f"{self.url} refused the request{why}, and not as a sender does: an "
-                "application or a proxy asks for a login of its own; let it pass "
+                "application or a proxy has rules or a login of its own; let it pass "
                 "the requests that aiockpt.http.serves() knows"
             )
         return (

@@ -2,9 +2,11 @@
 
 Every connection takes a descriptor of a process that also trains, and anybody who
 reaches the port can connect. So connections that have not shown a token are few, and
-the oldest of them makes way for a new one. When few descriptors are left, idle
-connections are closed, those without a token first. If there are none left to accept
-with, the kernel's backlog holds the newcomers, and the log says so once a minute.
+the oldest of them makes way for a new one. When few descriptors are left, each new
+connection costs another one: an idle one without a token, or an idle one, or one of the
+host that has the most. If the new one's host has as many, the new one is closed. If
+there is no descriptor left to accept with, the kernel's backlog holds the newcomers.
+The log says so once a minute.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from aiockpt.http.security import network_of
 from aiockpt.runtime.children import close_in_forks
 from aiockpt.runtime.system import descriptor_limit, is_hosts
 
@@ -43,16 +46,19 @@ class Caller(web.RequestHandler):
     """One accepted connection.
 
     Attributes:
+        host: Whose it is, as `network_of` names it.
         since: When it was accepted, or has answered last, in loop time.
         is_known: Whether it has sent a request that may be answered.
     """
 
-    __slots__ = ("_acceptor", "_requests", "is_known", "since")
+    __slots__ = ("_acceptor", "_requests", "host", "is_known", "since")
 
-    def __init__(self, acceptor: Acceptor, server: web.Server, **options: Any) -> None:
+    def __init__(
+        self, acceptor: Acceptor, server: web.Server, host: str, **options: Any
+    ) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, **options)
-        self._acceptor, self._requests = acceptor, 0
+        self._acceptor, self._requests, self.host = acceptor, 0, host
         self.since, self.is_known = loop.time(), False
 
     def begin(self) -> None:
@@ -119,6 +125,8 @@ class Acceptor:
         self._most_strangers = min(self._limit // _PART, _MOST_STRANGERS)
         self._spared = min(self._limit // _PART, _MOST_SPARED)
         self._callers = set[Caller]()
+        # The one that has begun no request for the longest time first.
+        self._of_hosts: dict[str, OrderedDict[Caller, None]] = {}
         self._strangers = 0
         # Those that can be closed; the first ones first.
         self._idle_strangers = OrderedDict[Caller, None]()
@@ -151,9 +159,11 @@ class Acceptor:
     # -------------------------------------------------------------- connections
 
     def busy(self, caller: Caller) -> None:
-        """Do not close a connection, since a request is being handled."""
-        self._idle_strangers.pop(caller, None)
-        self._idle.pop(caller, None)
+        """Count a connection among those in use, since a request is being handled."""
+        if caller in self._callers:
+            self._of_hosts[caller.host].move_to_end(caller)
+            self._idle_strangers.pop(caller, None)
+            self._idle.pop(caller, None)
 
     def idle(self, caller: Caller) -> None:
         """Close a connection if its descriptor is needed."""
@@ -177,8 +187,12 @@ class Acceptor:
     def lost(self, caller: Caller) -> None:
         """Forget a connection."""
         if caller in self._callers:
-            self._callers.discard(caller)
             self.busy(caller)
+            self._callers.discard(caller)
+            of_host = self._of_hosts[caller.host]
+            del of_host[caller]
+            if not of_host:
+                del self._of_hosts[caller.host]
             self._strangers -= not caller.is_known
             self._resume_soon()
 
@@ -190,29 +204,32 @@ class Acceptor:
                 self._pause()
                 return
             try:
-                accepted, _ = listening.accept()
+                accepted, address = listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if not is_hosts(error):
-                    raise
-                self._warn(str(error))
-                for _ in range(_PER_SHORTAGE):
-                    self._make_room()
+                if is_hosts(error):
+                    self._warn_of_shortage(str(error))
+                    for _ in range(_PER_SHORTAGE):
+                        self._close_idle()
+                else:  # such as a firewall's
+                    self._warn(str(error))
                 self._pause()
                 return
-            self._admit(accepted)
+            self._admit(accepted, network_of(address[0]))
 
-    def _admit(self, accepted: socket.socket) -> None:
+    def _admit(self, accepted: socket.socket, host: str) -> None:
         accepted.settimeout(0)
+        close_in_forks([accepted])
         # The kernel gives the lowest number that is free, so all lower ones are taken.
         is_scarce = accepted.fileno() >= self._limit - self._spared
-        if is_scarce and len(self._callers) >= _LEAST and not self._make_room():
-            self._warn("connections that are in use have taken all that are for them")
+        if is_scarce and len(self._callers) >= _LEAST and not self._make_room(host):
+            self._warn_of_shortage("connections that are in use have taken all")
             accepted.close()
             return
-        caller = Caller(self, self._server, **self._options)
+        caller = Caller(self, self._server, host, **self._options)
         self._callers.add(caller)
+        self._of_hosts.setdefault(host, OrderedDict())[caller] = None
         self._strangers += 1
         self._idle_strangers[caller] = None
         opening = self._loop.create_task(
@@ -233,8 +250,17 @@ class Acceptor:
 
         opening.add_done_callback(opened)
 
-    def _make_room(self) -> bool:
-        """Close an idle connection, and say whether there was one."""
+    def _make_room(self, host: str) -> bool:
+        """Close a connection for a new one of a host, and say whether there was one."""
+        if self._close_idle():
+            return True
+        most = max(self._of_hosts.values(), key=len)
+        if len(most) <= len(self._of_hosts.get(host, ())) + 1:
+            return False
+        self._close(next(iter(most)))
+        return True
+
+    def _close_idle(self) -> bool:
         return self._close_stranger() or self._close_first(self._idle)
 
     def _close_stranger(self) -> bool:
@@ -244,6 +270,10 @@ class Acceptor:
         caller = next(iter(among), None)
         if caller is None or self._loop.time() - caller.since < _GRACE:
             return False
+        self._close(caller)
+        return True
+
+    def _close(self, caller: Caller) -> None:
         opening = self._opening.get(caller)
         if opening is not None:
             opening.cancel()
@@ -251,7 +281,6 @@ class Acceptor:
         self.lost(caller)
         if transport is not None:
             transport.abort()
-        return True
 
     # ------------------------------------------------------------------ pausing
 
@@ -280,15 +309,15 @@ class Acceptor:
             with suppress(OSError, ValueError):
                 self._loop.remove_reader(each)
 
+    def _warn_of_shortage(self, why: str) -> None:
+        self._warn(
+            f"few descriptors are left: {why}; this process may open {self._limit} "
+            f"files, with {len(self._callers)} connections among them: raise the limit "
+            "with `ulimit -n`"
+        )
+
     def _warn(self, why: str) -> None:
         now = self._loop.time()
         if now - self._warned >= _SILENCE:
             self._warned = now
-            logger.warning(
-                "new receivers have to wait, because few descriptors are left: %s; "
-                "this process may open %d files, with %d connections among them: "
-                "raise the limit with `ulimit -n`",
-                why,
-                self._limit,
-                len(self._callers),
-            )
+            logger.warning("new receivers have to wait: %s", why)

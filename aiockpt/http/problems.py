@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from operator import attrgetter
 from typing import Final
@@ -23,6 +23,7 @@ from aiockpt.errors import (
     CheckpointChangedError,
     ClosedError,
     PeerFailedError,
+    PeerUnreachableError,
     RemoteProtocolError,
     StepNotFoundError,
     TransportError,
@@ -46,6 +47,7 @@ __all__ = [
 
 PROBLEM_TYPE = "application/problem+json"
 _TAG = "tag:aiockpt,2025:"
+_CLOSING = "closing"
 _MAX_BODY = 64 * 1024
 _MAX_DETAIL = 300
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
@@ -140,7 +142,7 @@ _TABLE = (
     ),
     _Row(RangeNotSatisfiable, 416, "range", "Range not satisfiable", ("size",)),
     _Row(PeerBusy, 503, "busy", "Too many readers", ("retry_after",)),
-    _Row(ClosedError, 503, "closing", "The server is shutting down"),
+    _Row(ClosedError, 503, _CLOSING, "The server is shutting down"),
     _Row(RemoteProtocolError, 400, "bad-request", "The request makes no sense"),
 )
 _INTERNAL = _Row(Exception, 500, "internal", "Internal error")
@@ -201,6 +203,7 @@ class _Document(msgspec.Struct):
     title: str = ""
     reason: str = ""
     serving: int | None = None
+    expected: str | int | None = None
     actual: str | int | None = None
 
 
@@ -215,7 +218,11 @@ class _Answer:
     snapshot_id: str | None
     retry_after: float | None
     document: _Document
-    ours: bool = field(default=False)
+
+    @property
+    def ours(self) -> bool:
+        """Whether a sender gave it: a proxy's error has another type, or none."""
+        return self.document.type.startswith(_TAG)
 
     @property
     def detail(self) -> str:
@@ -239,10 +246,7 @@ def from_problem(
     """
     document = _parse(body)
     retry_after = parse_retry_after(headers.get("Retry-After"))
-    kind = headers.get("Content-Type", "")
-    # The answer to HEAD has no body. A proxy's answer has another type.
-    ours = document.type.startswith(_TAG) or (not body and kind == PROBLEM_TYPE)
-    answer = _Answer(status, url, step, snapshot_id, retry_after, document, ours)
+    answer = _Answer(status, url, step, snapshot_id, retry_after, document)
     return _BUILDERS.get(status, _unexpected)(answer)
 
 
@@ -265,9 +269,11 @@ def _step_not_found(answer: _Answer) -> AiockptError:
 
 
 def _changed(answer: _Answer) -> AiockptError:
-    actual = answer.document.actual
+    expected, actual = answer.document.expected, answer.document.actual
+    if answer.snapshot_id is None and not (answer.ours and isinstance(expected, str)):
+        return _unexpected(answer)  # no snapshot was asked for
     return CheckpointChangedError(
-        expected=answer.snapshot_id or "",
+        expected=answer.snapshot_id or _printable(str(expected)),
         actual=_printable(actual) if isinstance(actual, str) else None,
         url=answer.url,
     )
@@ -283,12 +289,12 @@ def _sender_failed(answer: _Answer) -> AiockptError:
 def _refused(answer: _Answer) -> AiockptError:
     told = _printable(answer.document.detail) if answer.ours else ""
     why = f"HTTP {answer.status}" + (f", {told}" if told else "")
-    # Anything else in front of the sender may ask for credentials of its own.
-    by_sender = answer.ours or answer.status != HTTPStatus.UNAUTHORIZED
-    return AuthenticationError(answer.url, why, by_sender=by_sender)
+    return AuthenticationError(answer.url, why, by_sender=answer.ours)
 
 
 def _busy(answer: _Answer) -> AiockptError:
+    if answer.document.type == _TAG + _CLOSING:  # no sign of life: it does not return
+        return PeerUnreachableError(answer.url, "its transport has shut down")
     proxy = None if answer.ours else answer.status
     return PeerBusy(answer.url, retry_after=answer.retry_after, proxy=proxy)
 

@@ -25,10 +25,8 @@ from aiockpt.http.handlers import (
 from aiockpt.http.lender import Lender
 from aiockpt.http.listen import PREFIX
 from aiockpt.http.responses import COMMON_HEADERS
-from aiockpt.http.sockets import descriptor_of
 from aiockpt.http.store import Store, StoreStatistics
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.children import cut_off_in_forks
 
 __all__ = ["CheckpointServer", "Counters"]
 
@@ -94,7 +92,6 @@ class CheckpointServer:
         self._acceptor: Acceptor | None = None
         self._turn = anyio.Lock()
         self._closed = False
-        cut_off_in_forks(self)
 
     def __repr__(self) -> str:
         now = self.counters()
@@ -107,13 +104,6 @@ class CheckpointServer:
             ServerStatistics.sum(service.statistics() for service in self._services),
             self._lender.count if self._lender else 0,
         )
-
-    def descriptors(self) -> list[int]:
-        """Return the descriptors of the connections."""
-        if self._runner is None:
-            return []
-        found = map(descriptor_of, _transports(self._runner))
-        return [descriptor for descriptor in found if descriptor is not None]
 
     def mount(self) -> CheckpointService:
         """Return the handlers for an application, instead of sockets.

@@ -30,7 +30,6 @@ __all__ = [
     "Turn",
     "begin_classic",
     "cut",
-    "descriptor_of",
     "duplicate",
     "is_same_host",
     "limit_unsent",
@@ -122,12 +121,6 @@ def duplicate(transport: asyncio.BaseTransport) -> socket.socket | None:
     copy.settimeout(0)
     close_in_forks([copy])
     return copy
-
-
-def descriptor_of(transport: asyncio.BaseTransport) -> int | None:
-    """Return the descriptor of the transport's socket while it is open."""
-    sock = _socket_of(transport)
-    return None if sock is None or sock.fileno() < 0 else int(sock.fileno())
 
 
 def unacknowledged(transport: asyncio.WriteTransport) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import warnings
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -26,6 +27,7 @@ from typing import (
     Concatenate,
     Final,
     Generic,
+    NoReturn,
     ParamSpec,
     Self,
     TypeVar,
@@ -76,10 +78,25 @@ class Background(AbstractContextManager[Any], Generic[A]):
         self._source = source
         self._entered = entered
         self._facade = SyncFacade(what, at_exit=at_exit)
-        self._closed = False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} over {self._source!r}>"
+
+    def __del__(self) -> None:
+        facade: SyncFacade | None = getattr(self, "_facade", None)
+        if facade is not None and facade.is_ours and not facade.is_closed:
+            name = type(self).__name__
+            warnings.warn(
+                f"a {name} was dropped and never closed, so its thread runs on until "
+                "the program ends: use it in a 'with' block",
+                ResourceWarning,
+                source=self,
+                stacklevel=1,
+            )
+
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"a {name} belongs to this process: make one in each process")
 
     def __enter__(self) -> Self:
         try:
@@ -90,7 +107,8 @@ class Background(AbstractContextManager[Any], Generic[A]):
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._end(partial(self._source.__aexit__, kind, error, trace))
+        if self._facade.is_ours:  # or it is a forked child, which must end nothing
+            self._end(partial(self._source.__aexit__, kind, error, trace))
 
     def _run(
         self, fn: Callable[[], Coroutine[Any, Any, R]], timeout: float, verb: str
@@ -103,18 +121,17 @@ class Background(AbstractContextManager[Any], Generic[A]):
 
         If interrupted, the end goes on, and a later call waits for it.
         """
-        if self._closed:
-            return None
         try:
             found = self._run(end, math.inf, "close")
-        except Exception:  # such as a failed save, with `raise_on_failure`
+        except Exception as error:  # such as a failed save, with `raise_on_failure`
+            if isinstance(error, ClosedError) and self._facade.is_closed:
+                return None  # an earlier call has ended it, or the interpreter's exit
             self._end_thread()
             raise
         self._end_thread()
         return found
 
     def _end_thread(self) -> None:
-        self._closed = True
         self._facade.close(_nothing, wait=_CLOSING)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from socket import socket
-from typing import Final, Protocol
+from typing import Final
 
 from aiockpt.errors import StagingError, WorkerError
 from aiockpt.runtime.bridge import start_daemon
@@ -31,7 +31,6 @@ __all__ = [
     "Parent",
     "Pauses",
     "close_in_forks",
-    "cut_off_in_forks",
     "leave_terminal",
 ]
 
@@ -346,15 +345,7 @@ def leave_terminal() -> None:
 # hang.
 
 
-class Connected(Protocol):
-    """An object with connections whose sockets belong to others."""
-
-    def descriptors(self) -> list[int]:
-        """Return the descriptors of the open connections."""
-
-
 _sockets: weakref.WeakSet[socket] = weakref.WeakSet()
-_connected: weakref.WeakSet[Connected] = weakref.WeakSet()
 
 
 def close_in_forks(sockets: Iterable[socket]) -> None:
@@ -362,18 +353,11 @@ def close_in_forks(sockets: Iterable[socket]) -> None:
     _sockets.update(sockets)
 
 
-def cut_off_in_forks(connected: Connected) -> None:
-    """Let a forked child drop the connections that are open at that moment."""
-    _connected.add(connected)
-
-
 def _cut_off_child() -> None:
     # A child inherits the loop and never runs it. The loop would close a descriptor a
     # second time, when it may belong to somebody else, and uvloop keeps a socket from
     # closing. So the descriptors are made to point nowhere.
     found = [sock.fileno() for sock in tuple(_sockets)]
-    for connected in tuple(_connected):
-        found += connected.descriptors()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in found:
         if descriptor >= 0:

@@ -74,6 +74,11 @@ class SyncFacade:
         """Whether this process made it; a forked child has no such thread."""
         return self._pid == os.getpid()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether its end has begun, by `close` or by the exit of the interpreter."""
+        return self._closed
+
     def call(
         self, fn: Callable[[], Coroutine[Any, Any, T]], *, timeout: float, stop: str
     ) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -391,6 +392,12 @@ def test_a_forked_child_is_told_to_make_its_own(
     assert next(steps)[0] == 1
 
 
+def test_it_does_not_travel_to_another_process(sender: Transport) -> None:
+    """As with the callbacks of a trainer that starts its ranks."""
+    with pytest.raises(TypeError, match="BackgroundTransport belongs to"):
+        pickle.dumps(sender)
+
+
 ENDS = """
 import os, signal, sys, threading
 import torch, aiockpt
@@ -422,6 +429,31 @@ WAYS = {
         ),
         -signal.SIGINT,
         "KeyboardInterrupt",
+    ),
+    "an exit of a forked child within a block": (
+        (
+            "with other:\n"
+            "    child = os.fork()\n"
+            "    if not child: sys.exit(7)\n"
+            "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+        ),
+        7,
+        "",
+    ),
+    "a shutdown after the exit has ended everything": (
+        (
+            "class Trainer:\n"
+            "    def __del__(self): self.sender.shutdown()\n"
+            "trainer = Trainer()\n"
+            "trainer.sender = made"
+        ),
+        0,
+        "",
+    ),
+    "nobody closes what nobody has any more": (
+        "import warnings; warnings.simplefilter('always'); del made",
+        0,
+        "ResourceWarning",
     ),
 }
 

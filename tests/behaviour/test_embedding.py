@@ -19,7 +19,12 @@ from aiohttp import web
 
 import aiockpt.http
 from aiockpt import AiockptError, AuthenticationError, StepNotFoundError
-from aiockpt.errors import ClosedError, LocalProtocolError, RemoteProtocolError
+from aiockpt.errors import (
+    ClosedError,
+    LocalProtocolError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+)
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.testing import assert_same
 from tests.support.proofs import proves
@@ -32,6 +37,7 @@ from tests.support.servers import (
     settle,
 )
 from tests.support.transports import MIB, Transport, receive, transport, weights
+from tests.support.waiting import PATIENCE
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_blocking")]
 
@@ -518,6 +524,19 @@ class TestEnd:
             await mounted.sender.shutdown()
         with pytest.raises(ClosedError):
             await mounted.sender.send_checkpoint([], 2, weights())
+
+    async def test_a_receiver_gives_up_a_transport_that_ended_before_its_application(
+        self,
+    ):
+        """The application goes on answering in its place: 503, for ever."""
+        mounted = Mounted(how="routes")
+        async with mounted.running(), transport() as receiver:
+            metadata = mounted.sender.metadata()
+            await mounted.sender.shutdown()
+            follower = receiver.follow(metadata, reconnect_timeout=0.2)
+            async with asyncio.timeout(PATIENCE):
+                with pytest.raises(PeerUnreachableError, match="has shut down"):
+                    await anext(follower)
 
     async def test_a_client_that_leaves_is_forgotten(self):
         """The runner of most applications cancels no handler, so it must be noticed."""

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import assert_same
 from tests.support.ports import free_port
 from tests.support.proofs import proves
-from tests.support.servers import Peer, settle
+from tests.support.servers import Peer, certified, settle
 from tests.support.states import Copies
 from tests.support.transports import (
     MIB,
@@ -35,6 +35,7 @@ from tests.support.transports import (
     transport,
     weights,
 )
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.asyncio
 
@@ -497,3 +498,19 @@ async def test_a_fork_does_not_disturb_the_parent():
             await sender.shutdown()
             with socket.socket() as peer:
                 assert peer.connect_ex(("127.0.0.1", port))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork with threads
+async def test_a_forked_child_keeps_no_connection_that_is_being_opened():
+    """Here: one whose TLS handshake has not ended."""
+    server, _ = certified()
+    sender = transport(ssl_context=server)
+    await sender.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(sender))
+    await asyncio.sleep(0.2)  # it has been accepted
+    with forked():
+        await sender.shutdown()
+        async with asyncio.timeout(PATIENCE):
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+    writer.close()

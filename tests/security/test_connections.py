@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import resource
@@ -15,9 +16,11 @@ from typing import Final
 
 import pytest
 
+from aiockpt.http.server import CheckpointServer
+from aiockpt.runtime.bridge import Bridge
 from tests.support.commandline import start_aiockpt
 from tests.support.proofs import proves
-from tests.support.servers import TOKEN, Memory, Peer, serving, settle
+from tests.support.servers import TOKEN, Memory, Peer, config, serving, settle
 from tests.support.shortages import exhausted_fds
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free, pytest.mark.every_loop]
@@ -118,6 +121,69 @@ async def test_an_application_that_needs_many_files_gets_them() -> None:
             assert ended == sorted(ended, reverse=True)
             assert any(ended)
             assert not all(ended)
+
+
+@proves("threat D20")
+async def test_one_host_cannot_keep_the_others_out() -> None:
+    """Connections in use make way for a host that has fewer; the oldest ones first."""
+    news, many = f"{LATEST}?after=999", {"Prefer": "wait=60"}
+    with limited(LIMIT), ExitStack() as files:
+        async with serving(Memory()) as site, AsyncExitStack() as stack:
+
+            def peer(host: str) -> Peer:
+                return Peer(site.port, host=host)
+
+            polls = [
+                await stack.enter_async_context(peer("127.0.0.2")) for _ in range(MANY)
+            ]
+            for poll in polls:
+                await poll.request(news, **many)
+            await settle(lambda: site.server.counters().server.waiting == MANY)
+            while (fd := os.dup(0)) < LIMIT - LIMIT // 4:
+                files.callback(os.close, fd)
+            os.close(fd)
+            for host in ("127.0.0.3", "127.0.0.4"):
+                other = await stack.enter_async_context(peer(host))
+                async with asyncio.timeout(30):
+                    assert (await other.ask(LATEST)).status == 200
+                await other.request(news, **many)
+                await settle(lambda: site.server.counters().server.waiting >= MANY)
+            assert [is_ended(poll) for poll in polls] == [True] * 2 + [False] * 38
+            own = await stack.enter_async_context(peer("127.0.0.2"))
+            async with asyncio.timeout(30):
+                assert await own.read(1) == b""
+            assert sum(map(is_ended, polls)) == 2
+
+
+class Guarded(socket.socket):
+    """A listening socket behind a firewall that refuses one connection."""
+
+    refused = False
+
+    def accept(self) -> tuple[socket.socket, object]:
+        """Fail once, as a system call may."""
+        if not self.refused:
+            self.refused = True
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        return super().accept()
+
+
+async def test_a_refused_connection_is_one_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And no traceback; the next connection is accepted."""
+    bridge = Bridge(threads=1, name="serving")
+    server = CheckpointServer(config(), bridge)
+    with Guarded() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        await server.start([listening])
+        async with Peer(listening.getsockname()[1]) as peer, asyncio.timeout(30):
+            assert (await peer.ask(LATEST)).status == 404
+        await server.stop()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "Operation not permitted" in record.getMessage()
 
 
 @proves("threat D20")

@@ -16,6 +16,7 @@ from aiockpt.errors import (
     ClosedError,
     LocalProtocolError,
     PeerFailedError,
+    PeerUnreachableError,
     RemoteProtocolError,
     StepNotFoundError,
 )
@@ -56,7 +57,7 @@ def answer(problem: Problem, **request: Any) -> AiockptError:
         (HostNotAllowed("evil.example"), 421, HostNotAllowed),
         (RemoteProtocolError("no such resource"), 400, RemoteProtocolError),
         (PeerBusy(retry_after=2), 503, PeerBusy),
-        (ClosedError("the server"), 503, PeerBusy),
+        (ClosedError("the server"), 503, PeerUnreachableError),
         (LocalProtocolError("a bug"), 500, RemoteProtocolError),
         (ZeroDivisionError("secret"), 500, RemoteProtocolError),
     ],
@@ -122,18 +123,35 @@ def test_a_replaced_checkpoint_comes_back() -> None:
     assert (error.expected, error.actual, error.url) == ("mine", "new", URL)
 
 
+def test_a_sender_that_has_shut_down_gives_no_sign_of_life() -> None:
+    """Its application may go on answering for ever."""
+    error = answer(to_problem(ClosedError("the server")))
+    assert isinstance(error, PeerUnreachableError)
+    assert "shut down" in str(error)
+
+
+def test_a_replaced_checkpoint_has_its_id_if_none_was_asked_for() -> None:
+    """The sender names the one that it was about to send."""
+    error = answer(to_problem(CheckpointChangedError(expected="x", actual="new")))
+    assert isinstance(error, CheckpointChangedError)
+    assert (error.expected, error.actual) == ("x", "new")
+
+
 PAGE, THERE = b"<html>Not Found</html>", {"Location": "http://evil"}
-HEAD = {"Content-Type": "application/problem+json"}
+EMPTY = {"Content-Type": "application/problem+json"}  # which a gateway may write, too
 
 
 @pytest.mark.parametrize(
     ("status", "headers", "body", "kind", "text"),
     [
-        (401, HEAD, b"", AuthenticationError, "refused the token"),
-        (401, {}, b"app says no", AuthenticationError, "not as a sender does"),
-        (401, {}, b"", AuthenticationError, "login of its own"),
-        (403, {}, b"", AuthenticationError, "token"),
-        (404, HEAD, b"", StepNotFoundError, "step 5"),
+        *[
+            (status, headers, body, AuthenticationError, "login of its own")
+            for status in (401, 403)
+            for headers, body in (({}, PAGE), ({}, b""), (EMPTY, b""))
+        ],
+        (404, EMPTY, b"", RemoteProtocolError, "is that an aiockpt server?"),
+        (412, {}, b"", RemoteProtocolError, "is that an aiockpt server?"),
+        (503, EMPTY | {"Retry-After": "7"}, b"", PeerBusy, "not as a sender does"),
         (404, {}, b"", RemoteProtocolError, "is that an aiockpt server?"),
         (404, {}, PAGE, RemoteProtocolError, "is that an aiockpt server?"),
         (302, THERE, b"", RemoteProtocolError, "redirects are not followed"),
@@ -147,7 +165,7 @@ HEAD = {"Content-Type": "application/problem+json"}
 def test_what_a_proxy_or_a_stranger_answers(
     status: int, headers: Any, body: bytes, kind: type[AiockptError], text: str
 ) -> None:
-    """HEAD has no body, a page is no step, and a server that restarts is busy."""
+    """A page is no step, a login no wrong token, and a server that restarts is busy."""
     error = from_problem(status, headers, body, url=URL, step=5)
     assert isinstance(error, kind)
     assert text in str(error)
@@ -168,7 +186,8 @@ def test_what_a_proxy_or_a_stranger_answers(
 )
 def test_an_odd_body_is_only_a_body(body: bytes) -> None:
     """The status still means what it means."""
-    assert isinstance(from_problem(412, {}, body, url=URL), CheckpointChangedError)
+    changed = from_problem(412, {}, body, url=URL, snapshot_id="mine")
+    assert isinstance(changed, CheckpointChangedError)
     assert isinstance(from_problem(418, {}, body, url=URL), RemoteProtocolError)
 
 
