@@ -4,7 +4,7 @@ Ranks meet twice in a save: when every file is written, and when rank 0 has comm
 A rank that fails reports that at the meeting, so that the other ranks fail at once.
 
 The store is the one of torch.distributed's default group, or the one whose address
-`BarrierConfig` gives. `RankLookup` finds out, at each save, who meets there.
+`BarrierConfig` gives.
 
 This module loads ``torch.distributed`` only when ranks meet, because a checkpoint
 process of one rank does not need torch.
@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
-import secrets
-import sys
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from aiockpt.checkpointers.config import BarrierConfig, GroupStore, RankInfo, SaveRanks
+from aiockpt.checkpointers.config import BarrierConfig, GroupStore, RankInfo
+from aiockpt.checkpointers.ranks import ALONE, default_store
 from aiockpt.errors import PeerFailedError, TransferTimeoutError, TransportError
 
 if TYPE_CHECKING:
@@ -34,10 +33,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Meeting",
     "Phase",
-    "RankLookup",
     "TCPStoreBarrier",
     "create_barrier_from_config",
-    "default_rank_info",
 ]
 
 logger = logging.getLogger("aiockpt")
@@ -50,136 +47,17 @@ _SAY_AFTER: Final = 30.0
 """Seconds after which a waiting rank logs for whom it waits; half its time if less."""
 
 _KEPT: Final = 32
-"""How many meetings that have failed stay in the store, for ranks that come late."""
+"""How many saves that have failed stay in the store, for ranks that come late."""
 
 _SHOWN: Final = 8
-_ALL_CAME: Final = "all came"
-_LATE: Final = "late"
 
-_ALONE: Final = "rank_info=RankInfo(0, 1)"
+# How a meeting ends: one of these, or one of the last two with a rank and a reason.
+_ALL_CAME: Final = "all came"
+_NEXT: Final = "next"  # rank 0 has begun the next round
+_LATE: Final = "late"
+_FAILED: Final = "failed"
 
 _PREFIX: Final = "aiockpt"
-
-
-# ------------------------------------------------------------------- who saves together
-
-
-class RankLookup:
-    """Finds out the ranks of a checkpointer, again at each save and load.
-
-    Args:
-        given: This process's rank, if the caller has given one.
-        config: How the ranks meet. None: a writer of the caller's own knows it.
-    """
-
-    def __init__(self, given: RankInfo | None, config: BarrierConfig | None) -> None:
-        self._given, self._config = given, config
-        self._warned = False
-
-    def info(self) -> RankInfo:
-        """Return this process's rank as it is now."""
-        return self._given or default_rank_info()
-
-    def at_start(self) -> SaveRanks | None:
-        """Return the ranks as they are now; None if they have nowhere to meet yet."""
-        with suppress(ValueError):
-            return self._found(self.info())
-        return None
-
-    def of_save(self) -> SaveRanks:
-        """Return the ranks of a save that begins now.
-
-        Raises:
-            ValueError: there are several ranks, and nowhere to meet.
-        """
-        info = self.info()
-        if self._given is None and not _is_initialized():
-            self._warn_if_alone()
-        return self._found(info)
-
-    def _found(self, info: RankInfo) -> SaveRanks:
-        alone = info.global_world_size == 1
-        if alone or self._config is None or self._config.names_store:
-            return SaveRanks(info)
-        return SaveRanks(info, _default_store(info.global_world_size))
-
-    def _warn_if_alone(self) -> None:
-        launched = os.environ.get("WORLD_SIZE", "")
-        if self._warned or not launched.isdecimal() or int(launched) < 2:
-            return
-        self._warned = True
-        logger.warning(
-            "this process saves as the only rank, although WORLD_SIZE is %s: call "
-            "torch.distributed.init_process_group before the first save, or give "
-            "rank_info; %s says that this process saves for all",
-            launched,
-            _ALONE,
-        )
-
-
-def default_rank_info() -> RankInfo:
-    """Return this process's rank in torch's default process group, or 0 of 1."""
-    if not _is_initialized():
-        return RankInfo(0, 1)
-    distributed = sys.modules["torch.distributed"]
-    return RankInfo(distributed.get_rank(), distributed.get_world_size())
-
-
-def _is_initialized() -> bool:
-    # If the program has initialized it, the program has imported it.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available():
-        return False
-    return bool(distributed.is_initialized())
-
-
-def _default_store(world_size: int) -> GroupStore:
-    """Return the default group's store.
-
-    Raises:
-        ValueError: there is no such group, or its store has no address.
-    """
-    remedy = (
-        "give the address of a TCP store by BarrierConfig('tcp_store', "
-        "{'master_address': ..., 'tcpstore_port': ...}); if only one process saves, "
-        f"give it {_ALONE}"
-    )
-    if not _is_initialized():
-        raise ValueError(
-            f"{world_size} ranks need somewhere to meet: initialize torch.distributed "
-            f"before the save, or {remedy}"
-        )
-    from torch import distributed as dist
-
-    given = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no other way
-    store = given
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
-        raise ValueError(
-            f"{world_size} ranks cannot meet in the {type(store).__name__} with which "
-            "torch.distributed was initialized: initialize it by env:// or tcp://, or "
-            f"{remedy}"
-        )
-    return GroupStore(store.host, store.port, _group_of(given))
-
-
-_groups: Final[weakref.WeakKeyDictionary[Store, str]] = weakref.WeakKeyDictionary()
-
-
-def _group_of(store: Store) -> str:
-    """Return the name of the group, on which its ranks agree in its store.
-
-    The group's own prefix, which is not known, keeps the name from other groups. If
-    the store has failed, the meeting fails, too, and says so.
-    """
-    if store not in _groups:
-        try:
-            said = store.compare_set(f"{_PREFIX}/group", "", secrets.token_hex(8))
-        except RuntimeError:
-            return ""
-        _groups[store] = _text(said)
-    return _groups[store]
 
 
 def create_barrier_from_config(
@@ -206,7 +84,7 @@ def create_barrier_from_config(
     found: dict[str, object] = {"global_rank": rank_info.global_rank}
     found |= {"global_world_size": size, **config.barrier_args}
     if not config.names_store:
-        store = store or _default_store(size)
+        store = store or default_store(size)
         found |= {"master_address": store.host, "tcpstore_port": store.port}
         found.setdefault("is_master", False)
         prefix = found.get("barrier_prefix", _PREFIX)
@@ -227,30 +105,37 @@ class Meeting:
         step: The checkpoint's step.
         phase: ``written`` (every rank's file is durable) or ``committed``.
         timeout: How many seconds to wait for the other ranks.
+        snapshot: The identity of this rank's file, which rank 0 gets.
     """
 
     directory: str
     step: int
     phase: Phase
     timeout: float
+    snapshot: str = ""
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.directory)}/{self.step}/{self.phase}"
 
     @property
     def key(self) -> str:
-        """The name of this meeting, whatever characters the directory has."""
+        """The name of this save, whatever characters the directory has."""
         where = hashlib.sha256(os.fsencode(self.directory)).hexdigest()[:32]
-        return f"{where}/{self.step}/{self.phase}"
+        return f"{where}/{self.step}"
 
 
 class TCPStoreBarrier:
     """Meets in a ``torch.distributed.TCPStore``.
 
     All state of a meeting is in the store, so a writer that died can be replaced. The
-    store has one or more *rounds*, or attempts, for each meeting. One decision ends a
-    round, and all of its ranks read it: either all ranks arrived, or a named rank
-    failed for a stated reason.
+    store has one or more *rounds*, or attempts, for each path and step. One decision
+    ends each of the two meetings of a round, and all ranks read it. It says that all
+    ranks arrived, or which rank failed and why.
+
+    Rank 0 begins another round with each save, and only rank 0 decides that all ranks
+    have arrived. Ranks that came to the round before it follow. So no rank that has
+    died with an earlier attempt of the job counts, although the store still has its
+    arrival.
 
     Args:
         global_rank: This rank.
@@ -291,14 +176,14 @@ class TCPStoreBarrier:
         self._address, self._port = master_address, int(tcpstore_port)
         self._init_timeout = timeout_barrier_init_secs
         self._libuv = use_checkpoint_barrier_tcpstore_libuv
-        self._longest = timeout_secs
+        self._longest = math.inf if timeout_secs is None else timeout_secs
         self._exit_timeout = timeout_exit_secs
         self._is_master = not global_rank if is_master is None else is_master
         self._hosts = False
         self._store: Store | None = None
-        self._begun: dict[str, int] = {}  # the round in which it will be, by meeting
-        self._past: dict[str, None] = {}  # the meetings whose keys rank 0 will remove
-        self._last: _Round | None = None  # the last one that this rank was in
+        # The last saves, and the round of each. Rank 0 removes their keys later.
+        self._rounds: dict[str, int] = {}
+        self._last: _Meeting | None = None  # the last one that this rank came to
         if self._is_master:
             with self._translating_errors():
                 self._connect()
@@ -310,24 +195,20 @@ class TCPStoreBarrier:
     def expect(self, meeting: Meeting) -> None:
         """Note that a save has begun whose ranks will meet twice.
 
-        The writer calls this before the first byte. An earlier save of the same
-        directory and step may have left a round unfinished, which must not be joined.
-        So another round begins if the last one certainly belongs to an earlier save.
-
-        Three kinds of rounds do: a round that this rank took part in, a round that was
-        given up before this save began, and any meeting to commit, because all ranks
-        come to the other meeting first. A round in which another rank has failed stays,
-        because it may belong to this save.
+        The writer calls this before the first byte. It chooses the round: the current
+        one may belong to an earlier save of the same directory and step.
 
         Raises:
             TransportError: the store cannot be reached.
         """
         with self._translating_errors():
-            for phase in _PHASES:
-                self._expect(self._connect(), self._key(meeting, phase), phase)
+            self._begin(self._connect(), self._key(meeting))
 
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
+    def meet(self, meeting: Meeting, *, failure: str | None = None) -> dict[int, str]:
         """Block until every rank has arrived; with ``failure``, report it and return.
+
+        Returns:
+            Rank 0 gets the ``snapshot`` of each rank; other ranks get nothing.
 
         Raises:
             PeerFailedError: another rank failed, or stopped waiting.
@@ -336,9 +217,9 @@ class TCPStoreBarrier:
         """
         with self._translating_errors():
             if failure is None:
-                self._meet(meeting)
-            else:
-                self._tell(meeting, failure)
+                return self._meet(meeting)
+            self._tell(meeting, failure)
+            return {}
 
     def close(self) -> None:
         """Disconnect. The host first lets the other ranks read the last decision.
@@ -349,139 +230,145 @@ class TCPStoreBarrier:
         if stays and self._store is not None and last is not None:
             with suppress(RuntimeError):
                 late = last.decision.startswith(_LATE)
-                readers = len(last.ranks("arrived")) if late else self._world_size
+                readers = len(last.arrived) if late else self._world_size
                 until = time.monotonic() + self._exit_timeout
                 while last.readers < readers and time.monotonic() <= until:
                     time.sleep(_POLL)
         self._store = self._last = None
 
-    def _expect(self, store: Store, key: str, phase: Phase) -> None:
+    # ------------------------------------------------------------ which round it is
+
+    def _begin(self, store: Store, key: str) -> int:
+        """Choose the round of a save that begins now.
+
+        A round in which another rank has failed may belong to this save. Unless this
+        rank has begun a save in it, this rank joins it, and is told.
+        """
         number = _current(store, key)
-        last = _Round(store, key, number)
-        decision = last.decision
-        if decision and (
-            phase == "committed"
-            or decision.startswith(_LATE)
-            or self._rank in last.ranks("arrived")
-        ):
+        last = _Meeting(store, key, number, "written")
+        again = self._rank in last.begun
+        decision = last.decision if self._rank else last.decide(_NEXT)
+        if again or (decision and not decision.startswith(_FAILED)):
             number += 1
             _advance_to(store, key, number)
+        return self._join(store, key, number)
+
+    def _join(self, store: Store, key: str, number: int) -> int:
         # If this process dies, its replacement reads this: the other ranks may be a
         # round ahead by then.
-        _Round(store, key, number).add("begun", self._rank)
-        self._begun[key] = number
-        while len(self._begun) > _KEPT:
-            del self._begun[next(iter(self._begun))]
-        self._note(store, key)
-
-    def _meet(self, meeting: Meeting) -> None:
-        store, key = self._connect(), self._key(meeting)
-        number = self._begun.pop(key, _current(store, key))
-        while self._rank in _Round(store, key, number).ranks("arrived"):
-            number += 1  # this rank was in it, perhaps before its process was replaced
-        _advance_to(store, key, number)
-        now = self._arrive(_Round(store, key, number))
-        if len(now.ranks("arrived")) == self._world_size:
-            now.decide(_ALL_CAME)
-        limits = (meeting.timeout, self._longest)
-        timeout = min(limit for limit in limits if limit is not None)
-        missing = self._wait(now, meeting, timeout)
-        waited = f"it waited {timeout:.3g} s for {missing}"
-        late = f"{_LATE}:{self._rank}:{waited}"
-        found = now.decide(late)
-        now.note_read()
-        if found == late:
-            raise TransferTimeoutError(
-                f"the barrier ({meeting}), which waited for {missing}", timeout
-            )
-        if found != _ALL_CAME:
-            _, rank, reason = found.split(":", 2)
-            raise PeerFailedError(int(rank), reason)
-        if meeting.phase == "written" and not self._rank:
-            self._forget(store, meeting, number)
-
-    def _wait(self, now: _Round, meeting: Meeting, timeout: float) -> str:
-        """Wait until the round has ended; say once for whom, and return it."""
-        from torch import distributed as dist
-
-        begun = time.monotonic()
-        with suppress(dist.DistStoreError):
-            now.wait(min(_SAY_AFTER, timeout / 2))
-            return ""
-        missing = self._missing(now, meeting)
-        logger.warning("saving %s waits for %s", meeting.directory, missing)
-        with suppress(dist.DistStoreError):
-            now.wait(max(begun + timeout - time.monotonic(), _POLL))
-            return ""
-        return self._missing(now, meeting)
-
-    def _missing(self, now: _Round, meeting: Meeting) -> str:
-        """Say which ranks have not come, and what to do if they never will."""
-        lost = sorted({*range(self._world_size)} - now.ranks("arrived"))
-        named = f"{_listed(lost)} of {self._world_size}"
-        if meeting.phase == "committed":
-            return named
-        return (
-            f"{named}; every rank must save {meeting.directory} by this path, or one "
-            f"process for all of them with {_ALONE}"
-        )
-
-    def _tell(self, meeting: Meeting, failure: str) -> None:
-        """Decide the current round; this rank may be in it from before a restart."""
-        store, key = self._connect(), self._key(meeting)
-        number = self._begun.pop(key, 0) or self._begun_before(store, key)
-        now = _Round(store, key, number)
-        before = now.decision
-        if before and self._rank in now.ranks("arrived"):
-            # All ranks know how that round ended. If all came, they wait for this rank
-            # at the next meeting now.
-            if before == _ALL_CAME and meeting.phase == "written":
-                self._tell(replace(meeting, phase="committed"), failure)
-            return
-        # Decide first: after this rank arrives, the last rank to come would decide
-        # that all have come.
-        now.decide(f"failed:{self._rank}:{failure}")
-        self._arrive(now)
-        now.note_read()
-
-    def _arrive(self, now: _Round) -> _Round:
-        now.add("arrived", self._rank)
-        self._last = now
-        self._note(now.store, now.key)
-        return now
+        _Meeting(store, key, number, "written").add("begun", self._rank)
+        self._rounds.pop(key, None)
+        self._rounds[key] = number
+        while len(self._rounds) > _KEPT:
+            oldest = next(iter(self._rounds))
+            del self._rounds[oldest]
+            if not self._rank:
+                _remove(store, oldest)
+        return number
 
     def _begun_before(self, store: Store, key: str) -> int:
         """Return the round that this rank's dead predecessor had chosen."""
         current = number = _current(store, key)
-        while number and (begun := _Round(store, key, number).ranks("begun")):
+        while number and (begun := _Meeting(store, key, number, "written").begun):
             if self._rank in begun:
                 return number
             number -= 1
         return current
 
-    def _note(self, store: Store, key: str) -> None:
-        """Note that rank 0 has to remove the keys of a meeting later."""
+    def _forget(self, store: Store, key: str) -> None:
+        """Remove the keys of earlier rounds, which all ranks have left."""
+        for earlier in self._rounds.keys() - {key}:
+            _remove(store, earlier)
+        self._rounds = {key: self._rounds[key]}
+        _remove_rounds(store, key, self._rounds[key] - 1)
+
+    # ------------------------------------------------------------------ the meeting
+
+    def _meet(self, meeting: Meeting) -> dict[int, str]:
+        store, key = self._connect(), self._key(meeting)
+        timeout = min(meeting.timeout, self._longest)
+        until = time.monotonic() + timeout
+        number = self._rounds.get(key) or self._begin(store, key)
+        while True:
+            now = self._arrive(_Meeting(store, key, number, meeting.phase), meeting)
+            missing = self._wait(now, meeting, until)
+            waited = f"it waited {timeout:.3g} s for {missing}"
+            late = f"{_LATE}:{self._rank}:{waited}"
+            found = now.decide(late if missing else _ALL_CAME)
+            if found != _NEXT or not self._rank:
+                break
+            number = self._join(store, key, number + 1)
+        now.note_read()
+        if found == late:
+            raise TransferTimeoutError(
+                f"the barrier ({meeting}), which waited for {missing}", timeout
+            )
+        if found == _NEXT:
+            raise PeerFailedError(0, "it has begun another save of the same path")
+        if found != _ALL_CAME:
+            _, rank, reason = found.split(":", 2)
+            raise PeerFailedError(int(rank), reason)
         if self._rank:
-            return
-        self._past.pop(key, None)
-        self._past[key] = None
-        while len(self._past) > _KEPT:
-            _remove(store, next(iter(self._past)))
-            del self._past[next(iter(self._past))]
+            return {}
+        if meeting.phase == "written":
+            self._forget(store, key)
+        return now.arrived
 
-    def _forget(self, store: Store, meeting: Meeting, number: int) -> None:
-        """Remove the keys of earlier meetings, which all ranks have left."""
-        # Another rank may have come to the second meeting of this save already.
-        written, committed = (self._key(meeting, phase) for phase in _PHASES)
-        for key in [*self._past]:
-            if key not in (written, committed):
-                _remove(store, key)
-                del self._past[key]
-        _remove_rounds(store, written, number - 1)
-        _remove_rounds(store, committed, self._begun.get(committed, 1) - 1)
+    def _arrive(self, now: _Meeting, meeting: Meeting) -> _Meeting:
+        self._last = now
+        now.add("arrived", self._rank, meeting.snapshot)
+        if now.count() == self._world_size:
+            now.wake()
+        return now
 
-    def _key(self, meeting: Meeting, phase: Phase | None = None) -> str:
-        return f"{self._prefix}/{replace(meeting, phase=phase or meeting.phase).key}"
+    def _wait(self, now: _Meeting, meeting: Meeting, until: float) -> str:
+        """Wait until the meeting can end; say once for whom, and return it."""
+        from torch import distributed as dist
+
+        name = "decision" if self._rank else "ready"
+        with suppress(dist.DistStoreError):
+            now.wait(name, min(_SAY_AFTER, (until - time.monotonic()) / 2))
+            return ""
+        missing = self._missing(now, meeting)
+        logger.warning("saving %s waits for %s", meeting.directory, missing)
+        with suppress(dist.DistStoreError):
+            now.wait(name, until - time.monotonic())
+            return ""
+        return self._missing(now, meeting)
+
+    def _missing(self, now: _Meeting, meeting: Meeting) -> str:
+        """Say which ranks have not come, and what to do if they never will."""
+        lost = sorted({*range(self._world_size)} - now.arrived.keys())
+        named = f"{_listed(lost)} of {self._world_size}"
+        if meeting.phase == "committed":
+            return named
+        return (
+            f"{named}; every rank must save {meeting.directory} by this path, or one "
+            f"process for all of them with {ALONE}"
+        )
+
+    def _tell(self, meeting: Meeting, failure: str) -> None:
+        """Decide the meeting; this rank may be at it from before a restart."""
+        store, key = self._connect(), self._key(meeting)
+        number = self._rounds.get(key) or self._begun_before(store, key)
+        now = _Meeting(store, key, number, meeting.phase)
+        # Decide first: if this rank were the last one to arrive, all would have come.
+        failed = f"{_FAILED}:{self._rank}:{failure}"
+        found = now.decide(failed)
+        if found == _NEXT and self._rank:
+            self._join(store, key, number + 1)
+            self._tell(meeting, failure)
+        elif found == _ALL_CAME and meeting.phase == "written":
+            # Then the other ranks wait for this one at the second meeting.
+            self._tell(replace(meeting, phase="committed"), failure)
+        elif found == failed or self._rank not in now.arrived:
+            self._arrive(now, meeting)
+            now.note_read()
+
+    # -------------------------------------------------------------------- the store
+
+    def _key(self, meeting: Meeting) -> str:
+        return f"{self._prefix}/{meeting.key}"
 
     def _connect(self) -> Store:
         from torch import distributed as dist
@@ -528,42 +415,63 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
-    """One attempt of the ranks to meet: its keys in the store."""
+class _Meeting:
+    """One meeting of a round: its keys in the store."""
 
     store: Store
     key: str
     number: int
+    phase: Phase
 
     def _name(self, name: str) -> str:
-        return f"{self.key}/{self.number}/{name}"
+        return f"{self.key}/{self.number}/{self.phase}/{name}"
 
     def _get(self, name: str) -> str:
         found = self._name(name)
-        return _text(self.store.get(found)) if self.store.check([found]) else ""
+        return self.store.get(found).decode() if self.store.check([found]) else ""
 
-    def ranks(self, name: Literal["begun", "arrived"]) -> set[int]:
-        return {int(rank) for rank in self._get(name).split(",") if rank}
+    def _ranks(self, name: str) -> dict[int, str]:
+        said = (each.split(":") for each in self._get(name).split(",") if each)
+        return {int(rank): text for rank, text in said}
 
-    def add(self, name: Literal["begun", "arrived"], rank: int) -> None:
-        self.store.append(self._name(name), f"{rank},")  # type: ignore[attr-defined]
+    @property
+    def begun(self) -> dict[int, str]:
+        """The ranks whose saves have begun in this round."""
+        return self._ranks("begun")
+
+    @property
+    def arrived(self) -> dict[int, str]:
+        """What each rank said that has arrived."""
+        return self._ranks("arrived")
+
+    def add(self, name: Literal["begun", "arrived"], rank: int, said: str = "") -> None:
+        self.store.append(self._name(name), f"{rank}:{said},")  # type: ignore[attr-defined]
+
+    def count(self) -> int:
+        """Count an arrival; return how many there are."""
+        return self.store.add(self._name("count"), 1)
 
     @property
     def decision(self) -> str:
-        """How the round has ended; empty while it goes on."""
+        """How the meeting has ended; empty while it goes on."""
         return self._get("decision")
 
     def decide(self, decision: str) -> str:
-        """End the round unless it has ended; return how it has ended."""
+        """End the meeting unless it has ended; return how it has ended."""
         key = self._name("decision")
-        found = _text(self.store.compare_set(key, "", decision))
+        found = self.store.compare_set(key, "", decision).decode()
         if found == decision:
             # Without libuv, only a plain set wakes the ranks that wait.
             self.store.set(key, decision)
+            self.wake()
         return found
 
-    def wait(self, timeout: float) -> None:
-        self.store.wait([self._name("decision")], timedelta(seconds=timeout))
+    def wake(self) -> None:
+        """Wake rank 0, which decides."""
+        self.store.set(self._name("ready"), "1")
+
+    def wait(self, name: str, timeout: float) -> None:
+        self.store.wait([self._name(name)], timedelta(seconds=max(timeout, _POLL)))
 
     def note_read(self) -> None:
         """Note that this rank does not need the store until its next meeting."""
@@ -575,34 +483,32 @@ class _Round:
 
     def delete(self) -> bool:
         """Remove the keys; return whether there was one."""
-        names = ("begun", "arrived", "decision", "read")
+        names = ("begun", "arrived", "count", "ready", "decision", "read")
         return bool(sum(self.store.delete_key(self._name(name)) for name in names))
 
 
 def _current(store: Store, key: str) -> int:
-    """Return the number of a meeting's current round; the first one is 1."""
-    return int(_text(store.compare_set(f"{key}/round", "", "1")))
+    """Return the number of a save's current round; the first one is 1."""
+    return int(store.compare_set(f"{key}/round", "", "1"))
 
 
 def _advance_to(store: Store, key: str, number: int) -> None:
     """Make ``number`` the current round, unless a later one is."""
-    now = _text(store.get(f"{key}/round"))
+    now = store.get(f"{key}/round")
     while int(now) < number:
-        now = _text(store.compare_set(f"{key}/round", now, str(number)))
+        now = store.compare_set(f"{key}/round", now.decode(), str(number))
 
 
 def _remove(store: Store, key: str) -> None:
-    """Remove a meeting from the store."""
+    """Remove all rounds of a path and step from the store."""
     if store.check([f"{key}/round"]):
         _remove_rounds(store, key, _current(store, key))
         store.delete_key(f"{key}/round")
 
 
 def _remove_rounds(store: Store, key: str, last: int) -> None:
-    """Remove the rounds of a meeting up to ``last``; none before a missing one."""
-    while last > 0 and _Round(store, key, last).delete():
+    """Remove the rounds up to ``last``; none before a missing one."""
+    there = True
+    while last > 0 and there:
+        there = bool(sum(_Meeting(store, key, last, each).delete() for each in _PHASES))
         last -= 1
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value

@@ -11,9 +11,9 @@ from typing import Any, Never
 
 import torch
 
-from aiockpt.checkpointers.barriers import RankLookup
 from aiockpt.checkpointers.base import template_of
 from aiockpt.checkpointers.config import RankInfo
+from aiockpt.checkpointers.ranks import RankLookup
 from aiockpt.checkpointers.sources import Found, Reading, is_url, open_sources
 from aiockpt.errors import AiockptError, MissingKeysError, StateDictError
 from aiockpt.format.limits import FILE_LIMITS, Limits

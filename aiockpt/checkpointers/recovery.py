@@ -31,8 +31,8 @@ from typing import Any, Final
 
 import msgspec
 
-from aiockpt.checkpointers.barriers import default_rank_info
 from aiockpt.checkpointers.config import RankInfo
+from aiockpt.checkpointers.ranks import default_rank_info
 from aiockpt.errors import (
     CheckpointNotFoundError,
     IntegrityError,

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from aiockpt.checkpointers.barriers import (
     Meeting,
     Phase,
-    RankLookup,
     TCPStoreBarrier,
     create_barrier_from_config,
 )
@@ -43,6 +42,7 @@ from aiockpt.checkpointers.config import (
     RankInfo,
     SaveRanks,
 )
+from aiockpt.checkpointers.ranks import RankLookup
 from aiockpt.errors import (
     PeerFailedError,
     StorageError,
@@ -287,14 +287,14 @@ class CheckpointWriter:
                     if self._hook is not None:
                         _finish(self._hook.pre_commit(os.fspath(path), **kwargs))
                 content = content_of(header) if isinstance(header, Manifest) else ""
+                snapshot = getattr(header, "snapshot_id", "")
                 result = Written("", content, writable.segment_bytes)
-                warning = save.meet(draft, rank)
+                warning, snapshots = save.meet(draft, rank, snapshot)
                 unused: list[Path] = []
                 try:
                     with save.reporting("committed", draft):
                         if not rank:
-                            world_size = self._rank_info.global_world_size
-                            unused = draft.commit(save.step, world_size)
+                            unused = draft.commit(save.step, snapshots)
                     warning = warning or save.confirm(draft, rank)
                 except BaseException as error:
                     unconfirmed = getattr(error, "may_be_committed", False)
@@ -399,27 +399,30 @@ class _Save:
                 meeting = replace(self._meeting, phase=phase)
                 self._barrier.meet(meeting, failure=reason)
 
-    def meet(self, draft: Draft, rank: int) -> str:
+    def meet(
+        self, draft: Draft, rank: int, snapshot: str
+    ) -> tuple[str, dict[int, str]]:
         """Wait until every rank has written its file.
 
         Returns:
-            A warning if rank 0 has committed it and this rank was not told, or "".
+            A warning if rank 0 has committed it and this rank was not told, or "". And
+            for rank 0, the snapshot that each rank has written.
 
         Raises:
             StorageError: a rank did not arrive, or failed.
         """
         if self._barrier is None:
-            return ""
+            return "", {rank: snapshot}
         try:
-            self._barrier.meet(self._meeting)
+            meeting = replace(self._meeting, snapshot=snapshot)
+            return "", self._barrier.meet(meeting)
         except TransportError as error:
             if draft.is_committed():
-                return self._not_confirmed(error)
+                return self._not_confirmed(error), {}
             # Rank 0 commits. These errors tell the others that it will not.
             if not rank or isinstance(error, PeerFailedError | TransferTimeoutError):
                 raise self._not_committed(draft, error) from error
             raise self._not_known(error) from error
-        return ""
 
     def confirm(self, draft: Draft, rank: int) -> str:
         """Wait until every rank knows of the commit; return a warning if one does not.
@@ -438,13 +441,6 @@ class _Save:
             if isinstance(error, PeerFailedError) and not error.rank:
                 raise self._not_committed(draft, error) from error
             raise self._not_known(error) from error
-        # Rank 0 has committed it, and its program may have moved it away since.
-        if draft.is_replaced():
-            detail = (
-                "another process is saving to it, and has replaced this rank's file; "
-                "save to another path"
-            )
-            raise StorageError(str(self.target), detail)
         return ""
 
     def _not_confirmed(self, error: Exception) -> str:

@@ -7,7 +7,8 @@ files are written, rank 0 commits.
 
 Where locks do not work, or do not reach another host, a draft can lose its files to
 another saver. So it never writes into a file that it did not make, and rank 0 commits
-under a name that nobody else knows, after it has looked whose file is there.
+under a name that nobody else knows. There it compares each file with what its rank has
+written.
 
 Everything here blocks, and needs no tensors.
 """
@@ -20,7 +21,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -160,18 +161,22 @@ class Draft:
             self._check_own(self.path)
             self._sync(self.part)
 
-    def commit(self, step: int, world_size: int) -> list[Path]:
+    def commit(self, step: int, snapshots: Mapping[int, str]) -> list[Path]:
         """Write the marker, then move the whole directory to its name; for rank 0.
 
         What no checkpointer wrote beside the old checkpoint moves to the new one.
+
+        Args:
+            step: The checkpoint's step.
+            snapshots: The `Manifest.snapshot_id` of what each rank has written.
 
         Returns:
             Directories that can be removed at leisure.
 
         Raises:
             StorageError: a rank's file is missing or is of another step, another saver
-                has replaced this one's file, or the disk failed. The final name still
-                has its previous contents, or ``may_be_committed`` is true.
+                has replaced one, or the disk failed. The final name still has its
+                previous contents, or ``may_be_committed`` is true.
         """
         with named(self.target):
             # From here on, nobody else can change what is in the directory.
@@ -181,11 +186,12 @@ class Draft:
                 self._check_own(self.path)
                 raise
             try:
-                own = private / self.path.name
-                if own.exists():
-                    self._check_own(own)
-                paths = [private / rank_file(rank) for rank in range(world_size)]
-                files = {path.name: _described(path, step) for path in paths}
+                files = {}
+                for rank, snapshot in sorted(snapshots.items()):
+                    name = rank_file(rank)
+                    files[name] = _described(private / name, step)
+                    if files[name].snapshot != snapshot:
+                        raise self._overtaken(name)
                 _remove_others(private, files)
                 serial = next_serial(self.target.parent)
                 self._put_marker(private, encode_commit(step, files, serial))
@@ -202,13 +208,6 @@ class Draft:
         # The directory is moved as a whole, with the marker in it.
         with suppress(OSError):
             return is_at(self.target / self.path.name, self.fd)
-        return False
-
-    def is_replaced(self) -> bool:
-        """Say whether another file is at this rank's final path."""
-        path = self.target / self.path.name
-        with suppress(OSError):
-            return os.path.lexists(path) and not is_at(path, self.fd)
         return False
 
     def discard(self) -> None:
@@ -292,11 +291,14 @@ class Draft:
     def _check_own(self, path: Path) -> None:
         """Raise an error if another saver has replaced this rank's file."""
         if not is_at(path, self.fd):
-            detail = (
-                "another process is saving to it, and has replaced or removed "
-                f"{path.name}: nothing of this save is there; save to another path"
-            )
-            raise StorageError(str(self.target), detail)
+            raise self._overtaken(path.name)
+
+    def _overtaken(self, name: str) -> StorageError:
+        detail = (
+            f"another process is saving to it, and has replaced or removed {name}: "
+            "nothing of this save is there; save to another path"
+        )
+        return StorageError(str(self.target), detail)
 
     def _restore(self, private: Path) -> None:
         """Give the directory its shared name again, where the ranks clean up."""

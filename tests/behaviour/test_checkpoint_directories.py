@@ -332,14 +332,14 @@ class TestReplacing:
         """One that is not there, of another step, or no checkpoint is named."""
         with Draft(tmp_path / "step-8", 0, durable=False) as draft:
             with pytest.raises(StorageError, match="do all ranks see the same direc"):
-                draft.commit(8, 1)
+                draft.commit(8, {0: ""})
             shutil.copy(path / FILE, draft.temporary)
             draft.keep_file()
             with pytest.raises(StorageError, match="it is of step 7, not 8"):
-                draft.commit(8, 1)
+                draft.commit(8, {0: ""})
             draft.path.write_bytes(bytes(100))
             with pytest.raises(StorageError, match="it is not a checkpoint file of"):
-                draft.commit(8, 1)
+                draft.commit(8, {0: ""})
         assert find_checkpoint(tmp_path / "step-8") is None
 
     @proves("threat E2")
@@ -505,7 +505,7 @@ class TestSweep:
             "if sys.argv[2] == 'marked':\n"
             "    commit._described = lambda *_: commit.RankFile(0, '')\n"
             "    commit.Draft._put_in_place = lambda *_: os.kill(os.getpid(), 9)\n"
-            "    draft.commit(1, 1)\n"
+            "    draft.commit(1, {0: ''})\n"
             "os.kill(os.getpid(), 9)\n"
         )
         command = [sys.executable, "-c", program, str(tmp_path / "s-1"), until]

@@ -415,7 +415,7 @@ class TestFiles:
         with Draft(target, 0, durable=False) as draft:
             os.write(draft.fd, bytes(manifest.header) + segment)
             draft.keep_file()
-            draft.commit(7, 1)
+            draft.commit(7, {0: manifest.snapshot_id})
         (file,) = checkpoint_at(target).files.values()
         assert file.snapshot == manifest.snapshot_id
         assert load(target)["weight"].numpy().tobytes() == segment

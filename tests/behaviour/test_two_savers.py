@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from aiockpt.errors import StorageError
 from aiockpt.storage import commit
 from aiockpt.storage.lock import SaveLock, holder_of
 from aiockpt.storage.retention import sweep
+from tests.support.ports import free_port
 from tests.support.saving import (
     Gate,
     Nobody,
+    barrier,
     config,
     load,
     names,
@@ -74,9 +76,9 @@ def state(value: float) -> dict[str, Any]:
     return {"w": torch.full((1000,), float(value))}
 
 
-def value_at(path: Path) -> float:
+def value_at(path: Path, rank: int = 0) -> float:
     """Return what is there, all of it the same saver's."""
-    (found,) = load(path)["w"].unique().tolist()
+    (found,) = load(path, rank=rank)["w"].unique().tolist()
     return float(found)
 
 
@@ -333,18 +335,68 @@ class TestWithoutLocks:
         assert value_at(path) == 1
         assert names(path.parent) == ["step-1"]
 
-    def test_a_rank_whose_file_was_replaced_is_told(
+    def test_a_file_that_its_rank_has_not_written(
         self, path, monkeypatch, flock
     ) -> None:
-        """Rank 0 commits what is there; the other rank looks for its own file."""
+        """Rank 0 compares each file with what its rank has told it."""
         monkeypatch.setattr(fcntl, "flock", flock)
-        with commit.Draft(path, 1, durable=False) as mine:
-            mine.keep_file()
-            with commit.Draft(path, 1, durable=False) as other:
-                other.keep_file()
-                assert not mine.is_committed()
-                with pytest.raises(StorageError, match="is saving to it"):
-                    mine.commit(1, 1)
+        other = save(path.with_name("other-step-1"), state(2))
+        with commit.Draft(path, 1, durable=False) as draft:
+            shutil.copy(other / "checkpoint_0.safetensors", draft.temporary)
+            draft.keep_file()
+            told = Nobody(other="of another saver")
+            writer = CheckpointWriter(config(), RankInfo(0, 2), told)
+            with pytest.raises(StorageError, match="replaced or removed checkpoint_1"):
+                writer.write(path, state(1))
+            draft.discard()
+        assert value_at(path) == 0
+        assert names(path.parent) == ["other-step-1", "step-1"]
+
+    def test_two_jobs_of_several_ranks(self, path, monkeypatch, flock) -> None:
+        """The ranks of a job agree, and what is there is one job's, both files."""
+        monkeypatch.setattr(fcntl, "flock", flock)
+        pauses = iter([number * 7 % 5 / 500 for number in range(100_000)])
+        real = commit.Draft.keep_file
+
+        def slow(draft: commit.Draft) -> None:
+            threading.Event().wait(next(pauses))
+            real(draft)
+            threading.Event().wait(next(pauses))
+
+        monkeypatch.setattr(commit.Draft, "keep_file", slow)
+        with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
+            jobs: list[list[CheckpointWriter]] = []
+            for _ in range(2):
+                port = free_port()
+                jobs.append([])
+                for rank in range(2):
+                    meets = barrier(rank, 2, port)
+                    made = CheckpointWriter(config(), RankInfo(rank, 2), meets)
+                    jobs[-1].append(made)
+                    stack.callback(made.close)
+
+            def saved(writer: CheckpointWriter, value: float) -> bool:
+                with suppress(StorageError):
+                    writer.write(path, state(value))
+                    return True
+                return False
+
+            last, count = 0.0, 0
+            for number in range(0, 40, 2):
+                told = [
+                    [pool.submit(saved, each, number + 1.0 + job) for each in jobs[job]]
+                    for job in (0, 1)
+                ]
+                said = [[each.result(60) for each in both] for both in told]
+                assert all(len({*both}) == 1 for both in said)
+                winners = [number + 1.0 + job for job in (0, 1) if said[job][0]]
+                if winners or last:
+                    (found,) = {value_at(path, rank) for rank in (0, 1)}
+                    assert found in (winners or [last])
+                    last = found
+                count += len(winners)
+            assert count
+        assert names(path.parent) == ["step-1"]
 
     def test_a_sweep_leaves_what_lives(self, path, monkeypatch, flock) -> None:
         """The lock names a living process, and nothing is an hour old."""

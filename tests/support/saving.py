@@ -25,6 +25,7 @@ from aiockpt.checkpointers.sync import SyncCheckpointer
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.format.limits import Limits
 from aiockpt.storage.commit import Draft
+from aiockpt.storage.directory import checkpoint_at
 from tests.support.accelerators import FakeAccelerator
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
@@ -191,12 +192,12 @@ def die_between_meetings(mark: str) -> None:
 
     meet = TCPStoreBarrier.meet
 
-    def dying(self: Any, meeting: Any, *, failure: str | None = None) -> None:
+    def dying(self: Any, meeting: Any, *, failure: str | None = None) -> Any:
         second = (meeting.step, meeting.phase) == (2, "committed")
         if second and failure is None and not os.path.exists(mark):
             open(mark, "x").close()
             os.kill(os.getpid(), signal.SIGKILL)
-        meet(self, meeting, failure=failure)
+        return meet(self, meeting, failure=failure)
 
     TCPStoreBarrier.meet = dying  # type: ignore[method-assign]
 
@@ -239,16 +240,17 @@ def save(path: Path, state: Any, **options: Any) -> Path:
 
 
 class Nobody(TCPStoreBarrier):
-    """Lets everybody through."""
+    """Lets everybody through; rank 1 has written this snapshot."""
 
-    def __init__(self) -> None:
+    def __init__(self, other: str = "") -> None:
         super().__init__(*(0, 2), tcpstore_port=1, master_address="", is_master=False)
+        self._other = other
 
     def expect(self, meeting: Meeting) -> None:
         pass
 
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
-        pass
+    def meet(self, meeting: Meeting, *, failure: str | None = None) -> dict[int, str]:
+        return {0: meeting.snapshot, 1: self._other}
 
 
 class Wrapped(TCPStoreBarrier):
@@ -260,8 +262,8 @@ class Wrapped(TCPStoreBarrier):
     def expect(self, meeting: Meeting) -> None:
         self._real.expect(meeting)
 
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
-        self._real.meet(meeting, failure=failure)
+    def meet(self, meeting: Meeting, *, failure: str | None = None) -> dict[int, str]:
+        return self._real.meet(meeting, failure=failure)
 
     def close(self) -> None:
         pass
@@ -271,10 +273,11 @@ def save_by_two(path: Path, state: Any = None) -> Path:
     """Save a checkpoint of two ranks, the second one first; return the path."""
     with Draft(path, 1, durable=False) as draft:
         other = save(path.with_name(f"other-{path.name}"), {"rank": 1})
+        (file,) = checkpoint_at(other).files.values()
         shutil.copy(other / "checkpoint_0.safetensors", draft.temporary)
         shutil.rmtree(other)
         draft.keep_file()
-        writer = CheckpointWriter(config(), RankInfo(0, 2), Nobody())
+        writer = CheckpointWriter(config(), RankInfo(0, 2), Nobody(file.snapshot))
         writer.write(path, {"rank": 0, **(state or {})})
     return path
 
@@ -360,10 +363,10 @@ class Dead(Exception):  # noqa: N818 - no error, but the end of a rank
 class Dying(Wrapped):
     """Another barrier, whose rank dies before its second meeting."""
 
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
+    def meet(self, meeting: Meeting, *, failure: str | None = None) -> dict[int, str]:
         if meeting.phase == "committed":
             raise Dead
-        super().meet(meeting, failure=failure)
+        return super().meet(meeting, failure=failure)
 
 
 def barrier(rank: int, world_size: int, port: int) -> TCPStoreBarrier:

@@ -101,16 +101,17 @@ class FatalBarrier(Wrapped):
         super().__init__(real)
         self._moment = moment
 
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
+    def meet(self, meeting: Meeting, *, failure: str | None = None) -> dict[int, str]:
         if self._moment == "committed" and meeting.phase == "committed":
             die()
         if self._moment == "at":
             threading.Timer(0.3, die).start()
-        super().meet(meeting, failure=failure)
+        snapshots = super().meet(meeting, failure=failure)
         if self._moment == "at":
             threading.Event().wait()
         if self._moment == "after":
             die()
+        return snapshots
 
 
 def state_of(rank: int, step: int, life: str) -> dict[str, Any]:
