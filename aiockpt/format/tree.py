@@ -130,32 +130,36 @@ def encode_tree(
 
 def _cycle(value: object, path: Path) -> str:
     """Return where a container contains itself; an empty text if none does."""
-    above: dict[int, Path] = {}  # the containers that are being visited
+    depths: dict[int, int] = {}  # of the containers that are being visited
     clean: set[int] = set()
-    levels: list[tuple[object, Path, Iterator[tuple[Any, object]]]] = []
+    levels: list[tuple[object, Iterator[tuple[Any, object]]]] = []
+    keys = [*path]  # one path, since a path for each level would be much memory
 
-    def enter(value: object, path: Path) -> None:
-        above[id(value)] = path
+    def enter(value: object) -> None:
+        depths[id(value)] = len(keys)
         items: Iterable[tuple[Any, object]] = ()
         if isinstance(value, dict):
             items = [*value.items()]
         elif isinstance(value, list | tuple | deque):
             items = enumerate(value)
-        levels.append((value, path, iter(items)))
+        levels.append((value, iter(items)))
 
-    enter(value, path)
+    enter(value)
     while levels:
-        holder, where, items = levels[-1]
+        holder, items = levels[-1]
         key, child = next(items, (None, levels))
         if child is levels:
             levels.pop()
-            del above[id(holder)]
+            del depths[id(holder)]
             clean.add(id(holder))
-        elif id(child) in above:
-            inner, outer = format_path((*where, key)), format_path(above[id(child)])
+            if levels:
+                keys.pop()
+        elif (depth := depths.get(id(child))) is not None:
+            inner, outer = format_path((*keys, key)), format_path((*keys[:depth],))
             return f"{inner} is {outer or 'the state dict'} itself: leave it out"
         elif id(child) not in clean and isinstance(child, dict | list | tuple | deque):
-            enter(child, (*where, key))
+            keys.append(key)
+            enter(child)
     return ""
 
 

@@ -638,7 +638,9 @@ class HTTPTransport(CheckpointTransport[T]):
             into: The template. The checkpoint must fit it.
             have: A state dict that holds some of the bytes already. True: the template
                 does. Then :meth:`.Prepared.apply` copies only the chunks that differ,
-                and nobody may write to the template before it. None: fetch everything.
+                and nobody may write to the template before it. If it has tensors of
+                inference mode, whose changes nobody counts, all chunks are copied.
+                None: fetch everything.
             select: As in :meth:`recv_checkpoint`.
 
         Raises:

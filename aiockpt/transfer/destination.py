@@ -457,7 +457,8 @@ class Destination:
         """Fill the tensors, then put the values into the template, without a break.
 
         Raises:
-            LocalProtocolError: the template has changed, and nothing was copied.
+            LocalProtocolError: the template has changed. If that was before the copy,
+                nothing was copied.
         """
         assert self._loading is not None
         self._rule.check()
@@ -467,6 +468,7 @@ class Destination:
         if self._share is not None:
             made = self._terms.marks.events
             events += self._share.load(self._share.fences(made))
+        self._rule.check()  # a tensor that left meanwhile took its bytes along
         self._rule.finish()
         return events
 

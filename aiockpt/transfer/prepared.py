@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from aiockpt.errors import LocalProtocolError
 from aiockpt.events import TransferEvent, emit
@@ -31,16 +31,15 @@ class Prepared(Generic[T]):
             not count.
     """
 
-    def __init__(self, step: int, template: object, goal: Destination) -> None:
+    def __init__(self, step: int, template: T, goal: Destination) -> None:
         self.step = step
         self.nbytes = goal.nbytes_to_load
-        self._template = template
-        self._goal: Destination | None = goal
+        self._waiting: tuple[Destination, T] | None = goal, template
         self._turn = threading.Lock()  # two threads may apply it at once
         goal.patch = None  # frees the description of what the receiver held
 
     def __repr__(self) -> str:
-        done = "" if self._goal is not None else " (applied or discarded)"
+        done = "" if self._waiting is not None else " (applied or discarded)"
         return f"<Prepared step={self.step} nbytes={self.nbytes}{done}>"
 
     def apply(self) -> T:
@@ -51,16 +50,19 @@ class Prepared(Generic[T]):
         device that fails can interrupt it half way, or an exception that a signal's
         handler raises, as Ctrl-C does; a note of the error says so.
 
+        After an error the checkpoint is discarded, so prepare it again.
+
         Raises:
-            LocalProtocolError: it was applied or discarded before; or the template was
-                changed since the checkpoint was prepared with ``have=``, so prepare it
-                again. The template is unchanged. PyTorch does not count the changes of
-                inference tensors, so they are not noticed.
+            LocalProtocolError: it was applied or discarded before; or a tensor of the
+                template was replaced, or has other memory; or the template was written
+                to since the checkpoint was prepared with ``have=True``. The template
+                is unchanged, unless another thread replaced the tensor during the
+                copy. PyTorch does not count what is written through ``.data``.
             StagingError: a device has failed during the copy.
         """
-        with self._applying() as goal:
+        with self._applying() as (goal, template):
             goal.load_now()
-        return cast("T", self._template)
+        return template
 
     async def apply_async(self) -> T:
         """Do what `apply` does without blocking the event loop.
@@ -73,29 +75,31 @@ class Prepared(Generic[T]):
             ClosedError: the transport was shut down.
             LocalProtocolError, StagingError: see `apply`.
         """
-        with self._applying() as goal:
+        with self._applying() as (goal, template):
             await goal.load(goal.mark())
-        return cast("T", self._template)
+        return template
 
     def discard(self) -> None:
         """Free the memory; the template stays as it is. Idempotent."""
-        with self._turn:
-            goal, self._goal = self._goal, None
-        if goal is not None:
+        if (waiting := self._taken()) is not None:
+            goal, _ = waiting
             goal.abandon()
             goal.discard(late=False)
 
-    @contextmanager
-    def _applying(self) -> Iterator[Destination]:
+    def _taken(self) -> tuple[Destination, T] | None:
         with self._turn:
-            goal = self._goal
-            if goal is None:
-                raise LocalProtocolError(f"{self!r} has nothing to apply any more")
-            goal.check_template(f"step {self.step}")
-            self._goal = None
+            waiting, self._waiting = self._waiting, None
+        return waiting
+
+    @contextmanager
+    def _applying(self) -> Iterator[tuple[Destination, T]]:
+        if (waiting := self._taken()) is None:
+            raise LocalProtocolError(f"{self!r} has nothing to apply any more")
+        goal, _ = waiting
         started = time.monotonic()
         try:
-            yield goal
+            goal.check_template(f"step {self.step}")
+            yield waiting
         except BaseException as error:
             done = "was modified" if goal.touched else "was not modified"
             error.add_note(f"the template {done}")

@@ -267,7 +267,9 @@ def _make_room(
     delta = None
     if own is not None:
         ports = options.terms.ports
-        if options.have is options.into and template is not None:
+        # Bytes may stay in the template if `Prepared` notices that they change.
+        stay = not (options.hold and any(each.is_inference() for each in own.tensors))
+        if options.have is options.into and template is not None and stay:
             held: Held = HeldInTemplate(manifest, own, goal, ports=ports)
         else:
             held = Held.of(manifest, own, arena=goal.arena, ports=ports)

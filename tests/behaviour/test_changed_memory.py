@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from aiockpt.checkpointers import make_sync_checkpointer
 from aiockpt.errors import AiockptError, LocalProtocolError, PeerFailedError
 from aiockpt.testing import assert_same
+from tests.support.accelerators import FakeAccelerator
 from tests.support.groups import both, moved, transports
 from tests.support.saving import load, save
 from tests.support.transports import pair, receive, transport
@@ -27,6 +28,8 @@ from tests.support.transports import pair, receive, transport
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from aiockpt.memory.device import Event
 
     Change = Callable[[dict[str, Any]], object]
 
@@ -212,6 +215,36 @@ async def test_a_template_that_changes_is_refused(
         assert "the template was not modified" in caught.value.__notes__
         assert bool((kept == (2.0 if way == "http, what differs" else 1.0)).all())
         assert template["step"] == 1
+
+
+class Late(FakeAccelerator):
+    """A device whose copies are enqueued just before a state dict changes."""
+
+    def __init__(self, change: Change, state: dict[str, Any]) -> None:
+        super().__init__(held=False)
+        self.change, self.state = change, state
+
+    def mark(self) -> Event:
+        """Mark the end of the copies, as the last step of a load."""
+        self.change(self.state)
+        return super().mark()
+
+
+@pytest.mark.parametrize("name", ["replaced", "alike", "moved on", "shorter"])
+@pytest.mark.parametrize("way", ["http", "prepare", "prepare, async"])
+async def test_a_template_that_changes_during_the_copy_is_no_success(
+    way: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would lack bytes of the checkpoint."""
+    template = state_of(1.0)
+    device = Late(CHANGES[name], template)
+    monkeypatch.setattr("aiockpt.http.transport.port_for", device.port_for)
+    seen = Once(lambda _: None, template)
+    with pytest.raises(LocalProtocolError, match=PATHS[name]) as caught:
+        await WAYS[way](template, seen, tmp_path)
+    seen.check()
+    assert "the template was modified" in caught.value.__notes__
+    assert template["step"] == 1
 
 
 @pytest.mark.parametrize("way", WHOLE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -169,6 +170,20 @@ async def test_a_template_that_was_changed_meanwhile_is_refused() -> None:
             await second.apply_async()
 
 
+async def test_bytes_that_nobody_watches_are_copied() -> None:
+    """PyTorch does not count the changes of tensors of inference mode."""
+    with torch.inference_mode():
+        live: Any = weights_of(0)
+    async with pair(**CHUNKS) as (sender, receiver):
+        await sender.send_checkpoint(step=1, state_dict=weights_of(0))
+        first = await receiver.prepare(sender.metadata(), 1, into=live, have=True)
+        await sender.send_checkpoint(step=2, state_dict=weights_of(2))
+        second = await receiver.prepare(sender.metadata(), 2, into=live, have=True)
+        second.apply()
+        first.apply()
+        assert_same(live, weights_of(0))
+
+
 @proves("invariant 8")
 async def test_a_prepare_that_fails_leaves_no_trace() -> None:
     """A wrong step, another layout, a line that breaks, a cancel, a deadline."""
@@ -225,8 +240,13 @@ async def test_a_dropped_or_discarded_step_frees_its_memory() -> None:
                 prepared.discard()
             elif end == "apply":
                 prepared.apply()
-            del prepared
+            if end == "drop":
+                del prepared
             await settle(lambda: arenas() <= before)
+    template = weakref.ref(live["bias"])
+    del live
+    gc.collect()
+    assert template() is None, "the last one, which was applied, keeps it"
 
 
 async def test_two_threads_apply_a_step_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -147,3 +148,22 @@ def test_too_deep_is_no_cycle(tmp_path) -> None:
         pytest.raises(LimitExceededError, match=r"raise Limits\(max_depth=...\)"),
     ):
         checkpointer.save(deep, tmp_path / "a")
+
+
+def test_the_search_for_a_cycle_takes_little_memory(tmp_path) -> None:
+    """It goes below the limit, and a path for each level would be gigabytes."""
+    outer = deep = dict[str, Any]()
+    for _ in range(4000):
+        deep["a"] = deep = {}
+    tracemalloc.start()
+    try:
+        with (
+            aiockpt.make_sync_checkpointer() as checkpointer,
+            pytest.raises(LimitExceededError, match="raise Limits"),
+        ):
+            checkpointer.save({"x": outer}, tmp_path / "a")
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+        while outer:  # freeing it in one go would recurse
+            outer = outer.pop("a") if isinstance(outer, dict) else None
