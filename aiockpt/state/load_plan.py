@@ -50,7 +50,13 @@ from aiockpt.state.containers import DICTS, Containers, apart, children, left_em
 from aiockpt.state.contents import PLAIN, Contents, Entry, is_noted
 from aiockpt.state.distributed import has_version, take_apart
 from aiockpt.state.nodes import decoders_for, opened
-from aiockpt.state.overlaps import Member, overlapping, runs, share_elements
+from aiockpt.state.overlaps import (
+    Member,
+    overlapping,
+    repeats,
+    runs,
+    share_elements,
+)
 from aiockpt.state.rebuild import (
     Frame,
     OnDevice,
@@ -552,9 +558,20 @@ class LoadPlanner:
         *,
         whole: torch.Tensor | None = None,
     ) -> None:
-        """Load the elements of a segment's tensor into one of the template's."""
+        """Load the elements of a segment's tensor into one of the template's.
+
+        Raises:
+            TemplateMismatchError: two elements go to the same memory.
+        """
         if not source.numel():
             return
+        if repeats(target) and _steps(target) != _steps(source):
+            raise TemplateMismatchError(
+                path,
+                expected=f"{_words(source)}, all elements apart",
+                actual=f"elements that share memory: stride {[*target.stride()]}",
+                detail="put a copy by contiguous() there",
+            )
         self._fills.append(_Fill(path, target, source))
         self.changed.append(target)
         if whole is not None and has_version(whole):
@@ -703,6 +720,12 @@ def _are_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
     order = sorted(range(target.dim()), key=target.stride, reverse=True)
     dense = target.permute(order).is_contiguous()
     return dense and target.stride() == source.stride()
+
+
+def _steps(tensor: torch.Tensor) -> list[int]:
+    """Return the strides of the dimensions that have any."""
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return [stride for stride, size in pairs if size > 1]
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -54,6 +54,7 @@ __all__ = [
     "Member",
     "group_members",
     "overlapping",
+    "repeats",
     "runs",
     "share_elements",
 ]
@@ -174,6 +175,29 @@ def share_elements(one: Sequence[Member], other: Member) -> bool:
     unit = gcd(*(m.itemsize for m in members), *(m.start - low for m in members))
     theirs = torch.cat([_places(member, low, unit) for member in near])
     return bool(torch.isin(_places(other, low, unit), theirs).any())
+
+
+def repeats(tensor: torch.Tensor) -> bool:
+    """Say whether two elements of a tensor are in the same memory.
+
+    The cost is proportional to the number of elements if strides do not tell.
+    """
+    reach = 1
+    if tensor.is_contiguous():
+        return False
+    pairs = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    steps = [(stride, size) for stride, size in pairs if size > 1]
+    for stride, size in steps:
+        if stride < reach:
+            break
+        reach += (size - 1) * stride
+    else:
+        return False
+    if not steps[0][0]:
+        return True
+    member = Member(tensor, "", 0)
+    places = _places(member, member.start, member.itemsize)
+    return places.unique().numel() < places.numel()
 
 
 def _places(member: Member, low: int, unit: int) -> torch.Tensor:
@@ -330,7 +354,8 @@ def group_members(members: Iterable[Member], *, writing: bool) -> list[Group]:
 
     Raises:
         UnsupportedLeafError: with ``writing``, two tensors with separate entries share
-            an element, which would be written twice.
+            an element, which would be written twice; or a sparse view has one twice,
+            which its dense copy does not.
     """
     groups: list[Group] = []
     by_device: dict[torch.device, list[Member]] = {}
@@ -393,6 +418,9 @@ def _filling(members: list[Member]) -> tuple[list[Member], list[list[Member]]]:
 
 def _check_apart(groups: list[Group]) -> None:
     for position, group in enumerate(groups):
+        if group.dense and repeats(group.members[0].tensor):
+            remedy = "its elements share memory; put a copy by contiguous() there"
+            raise UnsupportedLeafError(group.name, "view", remedy)
         before = [member for other in groups[:position] for member in other.members]
         for same in by_view(group.members):
             if share_elements(before, same[0]):

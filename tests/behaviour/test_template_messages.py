@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import aiockpt
 from aiockpt import TemplateMismatchError
-from aiockpt.errors import LimitExceededError, UnsupportedLeafError
+from aiockpt.errors import LimitExceededError, StateDictError, UnsupportedLeafError
 
 W = torch.ones(2)
 
@@ -136,6 +137,36 @@ def test_a_cycle_is_named(tmp_path, kind: str, words: str) -> None:
         assert "Limits" not in str(caught.value)
         shared = [1]
         checkpointer.save({"a": shared, "b": [shared]}, tmp_path / "b")
+
+
+REPEATING: dict[str, Callable[[], torch.Tensor]] = {
+    "expanded": lambda: torch.zeros(4, 1).expand(4, 5),
+    "windows": lambda: torch.zeros(20).unfold(0, 3, 1),
+    "sparse": lambda: torch.zeros(1000, 100)[:, :1].expand(1000, 2),
+    "sparse windows": lambda: torch.zeros(100_000).as_strided(
+        (1000, 2, 3), (100, 1, 1)
+    ),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", REPEATING)
+async def test_elements_that_share_memory_get_no_others(tmp_path, kind: str) -> None:
+    """Of two values for one place, one would be lost; no verb returns that."""
+    place = REPEATING[kind]()
+    state = {"w": torch.arange(1.0, 1 + place.numel()).reshape(place.shape)}
+    with aiockpt.make_sync_checkpointer() as checkpointer:
+        checkpointer.save(state, tmp_path / "s", step=1)
+    with pytest.raises(TemplateMismatchError, match=r"w: .* elements that share"):
+        aiockpt.load(tmp_path / "s", {"w": place})
+    async with aiockpt.HTTPTransport() as transport:
+        await transport.send_checkpoint(step=1, state_dict=state)
+        for select in (None, ["w"]):
+            with pytest.raises(StateDictError, match=r"w.*(stride|share memory)"):
+                await transport.recv_checkpoint(
+                    metadata=transport.metadata(), into={"w": place}, select=select
+                )
+    assert not place.any()
 
 
 def test_too_deep_is_no_cycle(tmp_path) -> None:
