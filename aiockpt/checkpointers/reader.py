@@ -230,13 +230,12 @@ def _part(
                 placement.load()
             elif plan.ranges:
                 source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
-        part.check()
+        part.finish()
     except AiockptError as error:
         if into:
             done = "was modified" if touched else "was not modified"
             error.add_note(f"the template {done}")
         raise
-    part.finish()
     return part.assemble()
 
 

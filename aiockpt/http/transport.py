@@ -554,7 +554,8 @@ class HTTPTransport(CheckpointTransport[T]):
                 such a receive fails, a note of the error says whether the template was
                 changed. Tensors on accelerators are filled chunk by chunk, each as soon
                 as it is verified, after the work that the current stream has already.
-                Do not use the template meanwhile. Bytes from ``have``, and values of a
+                Do not use the template meanwhile. Nothing may resize its storages: no
+                thread, task or progress callback. Bytes from ``have``, and values of a
                 selection, are copied at the end.
             have: A state dict that holds some of the bytes already, such as an earlier
                 step. True: the template does. Chunks of it with the right digest are

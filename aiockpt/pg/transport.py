@@ -250,8 +250,9 @@ class PGTransport(CheckpointTransport[T]):
                 before any byte moves, and changed only after all bytes are verified.
             direct: With ``into``: receive straight into the memory of the template. If
                 such a receive fails, a note of the error says whether the template was
-                changed. After a cancelled one, gloo may write to the template until the
-                group is destroyed.
+                changed. Nothing may resize its storages meanwhile: no thread, task or
+                progress callback. After a cancelled receive, gloo may write to them
+                until the group is destroyed.
             select: Refused, because a sender sends the same bytes to all ranks. Use an
                 ``HTTPTransport`` to receive parts.
             progress: Called with :class:`.Progress` as bytes arrive.

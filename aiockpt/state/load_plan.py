@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, zip_longest
@@ -44,7 +44,7 @@ from aiockpt.format.tree import remedy_for, unsupported
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.copies import Backings, CopyPlan, once
 from aiockpt.memory.device import PortFor
-from aiockpt.memory.held import HeldMemory
+from aiockpt.memory.held import HeldMemory, changed_error
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.containers import DICTS, Containers, apart, children, left_empty
 from aiockpt.state.contents import PLAIN, Contents, Entry, is_noted
@@ -153,7 +153,11 @@ class Rule(Protocol):
         """
 
     def finish(self) -> None:
-        """Put the values that are not tensors into the template."""
+        """Complete the template: after a last check, put in what is no tensor.
+
+        Raises:
+            LocalProtocolError: as `check`; a tensor that left took its bytes along.
+        """
 
 
 class EverythingNew:
@@ -289,6 +293,7 @@ class IntoTemplate:
     def finish(self) -> None:
         """Put the values into the template."""
         if self._match.adoption is not None:
+            self.check()
             self._match.adoption.finish()
 
 
@@ -379,8 +384,8 @@ class Selected:
             if self._segments:
                 found = state_over(self._segments, self._trees, self._template)
             self._result = self._walk.plan(self._template, found)
-            plans = self._planner.plans()
             self._contents = Contents(self._walk.entries)
+            plans = self._planner.plans()
         unmet = self._selection.unmet()
         self.missing = [*dict.fromkeys([*self._walk.missing, *unmet])]
         if self.missing and (self._strict or self._walk.found_none):
@@ -421,6 +426,7 @@ class Selected:
     def finish(self) -> None:
         """Copy the tensors that arrived elsewhere; put values into the template."""
         self._planner.finish()
+        self.check()
         self._walk.finish()
 
 
@@ -445,13 +451,15 @@ def state_over(
 class _Want:
     """The bytes of one entry, and a dense target with the same elements in order.
 
-    Without a target the bytes stay in the segment's memory.
+    Without a target the bytes stay in the segment's memory. ``number`` is that of the
+    target in the planner.
     """
 
     start: int
     stop: int
     source: torch.Tensor
     target: torch.Tensor | None
+    number: int
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -477,17 +485,38 @@ class _Fill(NamedTuple):
         ends = ((each.data_ptr(), each.stride()) for each in (target, source))
         return (*ends, target.shape)
 
+    def check(self, storage_nbytes: int) -> None:
+        """Check that each element of the target has memory of its own.
 
-def _check_apart(fills: Sequence[_Fill]) -> None:
+        Raises:
+            TemplateMismatchError: two elements have the same.
+            UnsupportedLeafError: some have none; a sharded module frees the storage of
+                a parameter that it has gathered.
+        """
+        path, target, source = self
+        if (target.shape, target.dtype) != (source.shape, source.dtype):
+            raise changed_error(path, "got another shape or dtype")
+        stop = target.storage_offset() * target.itemsize + _span(target)
+        if stop > storage_nbytes:
+            raise UnsupportedLeafError(path, "tensor", "its memory has been freed")
+        if repeats(target) and _steps(target) != _steps(source):
+            raise TemplateMismatchError(
+                path,
+                expected=f"{_words(source)}, all elements apart",
+                actual=f"elements that share memory: stride {[*target.stride()]}",
+                detail="put a copy by contiguous() there",
+            )
+
+
+def _check_apart(fills: Mapping[int, _Fill], held: HeldMemory) -> None:
     """Refuse two tensors of a checkpoint for the same memory: one would be lost.
 
     Raises:
         TemplateMismatchError: there are two, which is no matter of their values.
     """
-    starts = array("Q", (fill.target.data_ptr() for fill in fills))
-    sizes = array("Q", (_span(fill.target) for fill in fills))
+    sizes = array("Q", map(_span, held.tensors))
     by_device: dict[torch.device, list[Member]] = {}
-    for number in sorted(overlapping(starts, sizes)):
+    for number in sorted(overlapping(held.addresses, sizes)):
         path, target, _ = fills[number]
         member = Member(target, path, number)
         by_device.setdefault(target.device, []).append(member)
@@ -526,8 +555,10 @@ class LoadPlanner:
         self._device = device
         self._segments = segments
         self._wants: list[dict[int, list[_Want]]] = [{} for _ in segments]
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._fills: list[_Fill] = []
+        self._targets: list[torch.Tensor] = []
+        self._fills: dict[int, _Fill] = {}  # by the numbers of their targets
+        self._held = HeldMemory.of(())  # the memory of the targets, as of `plans`
+        self._copies: list[tuple[int, torch.Tensor]] = []  # to the numbered target
         self._bases: dict[int, torch.Tensor] = {}
         self._replicas: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -536,7 +567,7 @@ class LoadPlanner:
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Load a segment's tensor into the segment's own memory."""
-        self._want(tensor, None)
+        self._want(tensor)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """Load a segment's tensor to the load's device; return the tensor there."""
@@ -558,54 +589,63 @@ class LoadPlanner:
         *,
         whole: torch.Tensor | None = None,
     ) -> None:
-        """Load the elements of a segment's tensor into one of the template's.
-
-        Raises:
-            TemplateMismatchError: two elements go to the same memory.
-        """
+        """Load the elements of a segment's tensor into one of the template's."""
         if not source.numel():
             return
-        if repeats(target) and _steps(target) != _steps(source):
-            raise TemplateMismatchError(
-                path,
-                expected=f"{_words(source)}, all elements apart",
-                actual=f"elements that share memory: stride {[*target.stride()]}",
-                detail="put a copy by contiguous() there",
-            )
-        self._fills.append(_Fill(path, target, source))
+        self._fills[len(self._targets)] = _Fill(path, target, source)
+        self._targets.append(target)
         self.changed.append(target)
         if whole is not None and has_version(whole):
             self.changed.append(whole)
-        alike = is_dense(target) and is_dense(source) and _are_alike(target, source)
-        if not (alike and self._want(source, target)):
-            self.keep(source)
-            self._copies.append((target, source))
 
     def plans(self) -> list[LoadPlan]:
         """Return the plan of each segment.
 
+        The memory of the targets is held first. What is decided here is true of it.
+
         Raises:
-            TemplateMismatchError: two tensors go to the same memory of the template.
+            TemplateMismatchError: two tensors, or two elements, go to the same memory
+                of the template.
+            UnsupportedLeafError: a tensor of the template has no memory.
         """
-        _check_apart(self._fills)
+        self._held = HeldMemory.of(self._targets)
+        for number, fill in self._fills.items():
+            fill.check(self._held.storage_sizes[number])
+        _check_apart(self._fills, self._held)
+        for number, (_, target, source) in self._fills.items():
+            alike = is_dense(target) and is_dense(source) and _are_alike(target, source)
+            if not (alike and self._want(source, number)):
+                self.keep(source)
+                self._copies.append((number, source))
         return [*map(self._plan, self._segments, self._wants)]
 
     def finish(self) -> None:
-        """Copy the tensors that arrived elsewhere into their targets."""
-        for target, source in self._copies:
+        """Copy the tensors that arrived elsewhere into their targets.
+
+        Raises:
+            LocalProtocolError: a target has other memory.
+        """
+        for number, source in self._copies:
+            target = self._targets[number]
+            self._held.check(self._path_of, number, number + 1)
             destination, origin = once(target, source)
             with torch.inference_mode(target.is_inference()), torch.no_grad():
                 destination.copy_(origin)
 
-    def _want(self, source: torch.Tensor, target: torch.Tensor | None) -> bool:
-        """Record a want; return False if no segment has the bytes."""
+    def _path_of(self, number: int) -> str:
+        return self._fills[number].path if number in self._fills else ""
+
+    def _want(self, source: torch.Tensor, number: int | None = None) -> bool:
+        """Record a want of a target; return False if no segment has the bytes."""
         if not is_dense(source) or not source.numel():
             return False
+        target = None if number is None else self._targets[number]
         address, nbytes = source.data_ptr(), _span(source)
         for segment, wants in zip(self._segments, self._wants, strict=True):
             start = segment.offset_of(address)
             if start is not None:
-                want = _Want(start, start + nbytes, source, target)
+                at = -1 if number is None else number
+                want = _Want(start, start + nbytes, source, target, at)
                 wants.setdefault(segment.entry_at(start), []).append(want)
                 return True
         return False
@@ -622,8 +662,10 @@ class LoadPlanner:
             base = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             self._bases[storage.data_ptr()] = base
             raw = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
-            if not self._want(raw, base):
-                self._copies.append((base, raw))
+            number = len(self._targets)
+            self._targets.append(base)
+            if not self._want(raw, number):
+                self._copies.append((number, raw))
         return _like(tensor, base)
 
     def _plan(self, segment: Segment, entries: dict[int, list[_Want]]) -> LoadPlan:
@@ -645,29 +687,24 @@ class LoadPlanner:
                 kept[entry] = True
                 distinct = {want.identity: want for want in wants}.values()
                 self._copies += (
-                    (want.target, want.source)
+                    (want.number, want.source)
                     for want in distinct
                     if want.target is not None
                 )
-        backings = _backings(len(starts), straight)
         return LoadPlan(
             _joined(ranges),
             segment.manifest.entries,
-            backings,
+            self._backings(len(starts), straight),
             kept,
             allocated=self._device is not None,
         )
 
-
-def _backings(count: int, straight: dict[int, _Want]) -> Backings:
-    tensors = [torch.empty(0)] * count
-    addresses, sizes = array("Q", [0]) * count, array("q", [0]) * count
-    for entry, want in straight.items():
-        assert want.target is not None
-        tensors[entry] = want.target
-        addresses[entry] = want.target.data_ptr()
-        sizes[entry] = want.stop - want.start
-    return Backings(HeldMemory.of(tensors), addresses, sizes, {}, {})
+    def _backings(self, count: int, straight: dict[int, _Want]) -> Backings:
+        order, sizes = [-1] * count, array("q", [0]) * count
+        for entry, want in straight.items():
+            order[entry], sizes[entry] = want.number, want.stop - want.start
+        held = self._held.taken(order)
+        return Backings(held, held.addresses, sizes, {}, {})
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -18,7 +18,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aiockpt.checkpointers import make_sync_checkpointer
-from aiockpt.errors import AiockptError, LocalProtocolError, PeerFailedError
+from aiockpt.errors import (
+    AiockptError,
+    LocalProtocolError,
+    PeerFailedError,
+    UnsupportedLeafError,
+)
 from aiockpt.testing import assert_same
 from tests.support.accelerators import FakeAccelerator
 from tests.support.groups import both, moved, transports
@@ -245,6 +250,33 @@ async def test_a_template_that_changes_during_the_copy_is_no_success(
     seen.check()
     assert "the template was modified" in caught.value.__notes__
     assert template["step"] == 1
+
+
+@pytest.mark.parametrize("left", [0, 400])
+@ANY
+async def test_a_tensor_larger_than_its_memory_is_refused(
+    way: str, left: int, tmp_path: Path
+) -> None:
+    """A sharded module frees the storage of a parameter that it has gathered."""
+    template = state_of(1.0)
+    template["layer"]["w"].untyped_storage().resize_(left)
+    seen = Once(lambda _: None, template)
+    with pytest.raises(UnsupportedLeafError, match=r"layer\.w .* has been freed"):
+        await WAYS[way](template, seen, tmp_path)
+    assert bool((template["layer"]["b"] == 1.0).all())
+
+
+@pytest.mark.parametrize("name", ["grown", "alike", "freed"])
+async def test_targets_that_are_copied_are_compared(name: str, tmp_path: Path) -> None:
+    """Their elements lie differently, so they are copied after everything was read."""
+    state = {"a": torch.randn(200, 200), "layer": {"w": torch.full((COUNT,), 2.0)}}
+    template: dict[str, Any] = {"a": torch.zeros(200, 200).t()}
+    template["layer"] = {"w": torch.zeros(2 * COUNT)[::2]}
+    path = save(tmp_path / "s", state)
+    seen = Once(MEMORY[name], template)
+    with pytest.raises(LocalProtocolError, match=r"layer\.w "):
+        load(path, template, on_bytes=seen)
+    seen.check()
 
 
 @pytest.mark.parametrize("way", WHOLE)
