@@ -197,4 +197,4 @@ def test_the_search_for_a_cycle_takes_little_memory(tmp_path) -> None:
     finally:
         tracemalloc.stop()
         while outer:  # freeing it in one go would recurse
-            outer = outer.pop("a") if isinstance(outer, dict) else None
+            outer = outer.pop("a", {})
