@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,14 +126,15 @@ def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Found:
     if legacy.is_file():
         _check_seed(place, reading)
         return _of_file(legacy, reading, files)
-    names = _shards(place, reading.limits)
+    names, index = _shards(place, reading.limits)
     if not names or (place / rank_file(reading.rank)).exists():
         return _of_checkpoint(place, reading, files)  # raises the error
-    shards = [_open(each, reading, files) for each in names]
+    shards = [_open(place / each, reading, files) for each in names]
     if len(shards) > 1 and any(each.segment.manifest.digests for each in shards):
         raise CheckpointNotFoundError(
             str(place), "it holds several files, and no marker that says which belong"
         )
+    _check_shards(place, dict(zip(names, shards, strict=True)), index)
     return Found(shards)
 
 
@@ -186,38 +187,59 @@ def _has_shards(source: FileSource) -> bool:
     return any(each.leaf is not None and each.leaf[1] in LAYOUTS for each in found)
 
 
-def _shards(place: Path, limits: Limits) -> list[Path]:
+def _shards(place: Path, limits: Limits) -> tuple[list[str], dict[str, str]]:
     """Return the safetensors files of a directory: those of its index, if there is one.
+
+    The index comes second: the name of a tensor -> its file.
 
     Raises:
         StorageError: the index is malformed, or names a missing file.
         LimitExceededError: the index is larger than a header may be.
     """
     with named(place):
-        names = sorted(each.name for each in os.scandir(place) if each.is_file())
+        names = sorted(each.name for each in place.iterdir() if each.is_file())
     found = [name for name in names if name.endswith(_SUFFIX)]
     for index in (name for name in names if name.endswith(_INDEX)):
         listed = _listed(place / index, limits)
-        if lost := sorted(listed.difference(found)):
+        if lost := sorted({*listed.values()}.difference(found)):
             raise StorageError(
                 str(place / index), f"it names {lost[0]}, which is missing"
             )
-        found = sorted(listed)
-        break
-    return [place / name for name in found]
+        return sorted({*listed.values()}), listed
+    return found, {}
+
+
+def _check_shards(
+    place: Path, shards: Mapping[str, FileSource], index: Mapping[str, str]
+) -> None:
+    """Check that each tensor is in one file, and in that of the index.
+
+    Raises:
+        StorageError: it is not.
+    """
+    holders: dict[str, str] = {}
+    for file, source in shards.items():
+        for name in source.segment.manifest.names:
+            if (other := holders.setdefault(name, file)) != file:
+                detail = f"{other} and {file} both hold {name!r}: remove one of them"
+                raise StorageError(str(place), detail)
+    for name, file in index.items():
+        if holders.get(name) != file:
+            detail = f"its index names {name!r} in {file}, which does not hold it"
+            raise StorageError(str(place), detail)
 
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _listed(index: Path, limits: Limits) -> set[str]:
+def _listed(index: Path, limits: Limits) -> dict[str, str]:
     with opened(index) as fd, named(index):
         size = os.fstat(fd).st_size
         enforce(f"the size of {index}", size, limits.max_header_bytes)
         text = bytearray(size)
         read_at(index, fd, [memoryview(text)], 0)
     try:
-        return {*msgspec.json.decode(text, type=_Index).weight_map.values()}
+        return msgspec.json.decode(text, type=_Index).weight_map
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise StorageError(str(index), f"it is no index of shards: {error}") from error

@@ -8,6 +8,7 @@ this host becomes files in `paths.py`, a URL becomes a `Peer` in `peer.py`, and
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -36,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _replace_closed_streams()
     if arguments is None:  # no other program calls this, so the process is ours
         raise_descriptor_limit()
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # its encoding may lack a name's
+                with suppress(OSError):  # another file has its descriptor now
+                    stream.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler()
     handler.setFormatter(_Lines("aiockpt: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from functools import partial
@@ -26,9 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         summary = asyncio.run(_fetch(arguments, bar))
     except (AiockptError, OSError, KeyboardInterrupt) as error:
-        part = Path(f"{arguments.output.resolve()}.part")
+        part = f"{os.path.realpath(arguments.output)}.part"
         interrupted = isinstance(error, KeyboardInterrupt)
-        if (bar.last.chunks_done or interrupted) and part.exists():
+        if (bar.last.chunks_done or interrupted) and os.path.lexists(part):
             error.add_note(
                 f"what was verified is in {part}: run the same command again to go on "
                 "from there"

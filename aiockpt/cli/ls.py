@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the list."""
     place: Path = arguments.directory
     with named(place):
-        names = sorted(each.name for each in os.scandir(place) if each.is_dir())
+        names = sorted(each.name for each in place.iterdir() if each.is_dir())
     found = list_checkpoints(place)
     if not found and (itself := find_checkpoint(place)):
         found = [itself]

@@ -98,15 +98,17 @@ def find_credentials(
     if insecure:
         logger.warning("insecure=True: everybody who reaches the port may read")
         return Credentials(None, shared=True)
-    path = env.get("AIOCKPT_TOKEN_PATH")
-    if token is None:
-        token = env.get("AIOCKPT_TOKEN")
+    path, named_by = env.get("AIOCKPT_TOKEN_PATH"), "the token"
+    if token is None and "AIOCKPT_TOKEN" in env:
+        token, named_by = env["AIOCKPT_TOKEN"], "the token in AIOCKPT_TOKEN"
     if token is None and path is not None:
-        token = _read_token_file(path)
+        token, named_by = _read_token_file(path), f"the token in the file {path}"
     if token is None:
         return Credentials(Token(secrets.token_urlsafe(32)), shared=False)
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise ValueError("the token must be printable ASCII, without spaces, not empty")
+        raise ValueError(
+            f"{named_by} must be printable ASCII, without spaces, not empty"
+        )
     return Credentials(Token(token), shared=True)
 
 

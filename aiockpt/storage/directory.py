@@ -411,7 +411,7 @@ def _what_is_in(place: Path) -> str:
             f"it holds {many}, the newest is {newest.path}; load that, or "
             f"aiockpt.latest({os.fspath(place)!r})"
         )
-    names = sorted(each.name for each in os.scandir(place) if each.is_file())
+    names = sorted(each.name for each in place.iterdir() if each.is_file())
     if _DCP in names:
         tool = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
         return (

@@ -187,19 +187,34 @@ class TestSafetensors:
             listed = {k: f"model-{n}.safetensors" for n, s in shards.items() for k in s}
             index = json.dumps({"metadata": {}, "weight_map": listed})
             (tmp_path / "model.safetensors.index.json").write_text(index)
+        (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")  # no file
         assert sorted(load(tmp_path)) == ["x", "y"]
         template = {"y": torch.zeros(2), "q": None}
         assert_same(read(tmp_path, template), ({"y": torch.ones(2), "q": None}, ["q"]))
 
     @pytest.mark.parametrize(
         ("index", "reason"),
-        [("{", "no index of shards"), ('{"weight_map": {"a": "b"}}', "names b")],
+        [
+            ("{", "no index of shards"),
+            ('{"weight_map": {"a": "b"}}', "names b"),
+            (
+                '{"weight_map": {"x": "model.safetensors", "y": "model.safetensors"}}',
+                "names 'y' in model.safetensors, which does not hold it",
+            ),
+        ],
     )
     def test_a_bad_index_is_named(self, tmp_path, index: str, reason: str) -> None:
         """With what is wrong."""
         save_file({"x": torch.ones(3)}, tmp_path / "model.safetensors")
         (tmp_path / "model.safetensors.index.json").write_text(index)
         with pytest.raises(StorageError, match=reason):
+            load(tmp_path)
+
+    def test_a_tensor_in_two_files_is_an_error(self, tmp_path) -> None:
+        """None of them wins; they may be of two models."""
+        for name in ("one", "two"):
+            save_file({"x": torch.ones(3)}, tmp_path / f"{name}.safetensors")
+        with pytest.raises(StorageError, match=r"one\.safetensors and two.* hold 'x'"):
             load(tmp_path)
 
     def test_rank_files_without_a_marker_are_no_shards(self, tmp_path) -> None:

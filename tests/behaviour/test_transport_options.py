@@ -75,13 +75,20 @@ class TestCredentials:
                     with pytest.raises(AuthenticationError):
                         await receive(sender, stranger)
 
-    async def test_a_bad_token_is_no_open_door(self, monkeypatch):
+    async def test_a_bad_token_is_no_open_door(self, monkeypatch, tmp_path):
         """It is refused when it is given, not when it is needed."""
         for token in ("", "two words", "naïve", "line\nend"):
             with pytest.raises(ValueError, match="token"):
                 transport(token=token)
         monkeypatch.setenv("AIOCKPT_TOKEN_PATH", "/nowhere/token")
         with pytest.raises(OSError, match="/nowhere/token"):
+            transport()
+        (tmp_path / "token").write_text("one\ntwo\n")
+        monkeypatch.setenv("AIOCKPT_TOKEN_PATH", str(tmp_path / "token"))
+        with pytest.raises(ValueError, match=f"the token in the file {tmp_path}"):
+            transport()
+        monkeypatch.setenv("AIOCKPT_TOKEN", "")
+        with pytest.raises(ValueError, match="the token in AIOCKPT_TOKEN must"):
             transport()
 
     async def test_a_short_token_is_logged(self, caplog):

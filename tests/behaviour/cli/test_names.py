@@ -104,6 +104,47 @@ def test_a_long_name_in_a_header(cli: Commands, tmp_path: Path) -> None:
     assert len(tensors) == 200
 
 
+def test_a_link_to_itself_is_one_entry_of_many(
+    cli: Commands, small: Path, tmp_path: Path
+) -> None:
+    """A list leaves it out, and a command that is given it says what it is."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop.name)
+    save(tmp_path / "s-1", {"w": torch.ones(1)})
+    assert "s-1" in cli("ls", tmp_path)[0]
+    error = cli.error("fetch", "http://127.0.0.1:9/checkpoint/#t", "-o", loop)
+    assert error == f"{loop}: it is a link to itself"
+    assert "symbolic links" in cli.error("serve", loop)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", ""],
+        ["ls", ""],
+        ["inspect", ""],
+        ["verify", ""],
+        ["convert", "", "x"],
+        ["convert", "x", ""],
+        ["fetch", "http://127.0.0.1:9/checkpoint/#t", "-o", ""],
+        ["follow", "http://127.0.0.1:9/checkpoint/#t", "-o", ""],
+        ["serve", "x", "--tls-cert", ""],
+        ["top", "http://127.0.0.1:9/checkpoint/#t", "--cafile", ""],
+    ],
+)
+def test_an_empty_path_is_not_this_directory(cli: Commands, command: list[str]) -> None:
+    """It is a variable of the shell that has no value."""
+    assert "the path is empty" in cli.error(*command, code=2)
+
+
+def test_what_the_encoding_of_a_terminal_lacks_is_escaped(tmp_path: Path) -> None:
+    """As on a host whose locale was never set up."""
+    save(tmp_path / "m\u00f6del-1", {"w": torch.ones(1)})
+    done = run_shell(f"PYTHONIOENCODING=ascii aiockpt ls {tmp_path}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "m\\xf6del-1" in done.stdout
+
+
 @pytest.mark.parametrize(
     "command",
     [
