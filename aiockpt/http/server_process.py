@@ -220,6 +220,8 @@ class ServerProcess:
                 await self._bridge.run(_start_into, started)
                 served = await self._live(started[0], sockets)
                 cause = None
+            except ClosedError:  # the bridge: the transport shuts down, and stops this
+                break
             except (OSError, AiockptError) as error:
                 how, cause = str(error), kept(error)
             finally:
@@ -234,7 +236,7 @@ class ServerProcess:
                 self.restarts += 1
                 if served and not self._is_killed:
                     await self._rest()
-        if not self._closed:
+        if tries >= _TRIES and not self._closed:
             self._error = WorkerError(f"no server process can be started: {how}")
             self._error.__cause__ = cause
             self._tell_end(str(self._error), logging.ERROR)

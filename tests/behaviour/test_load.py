@@ -661,8 +661,8 @@ class TestPeer:
 
         async def meddle(peer, request):
             if refused in request.path:
-                kind = "application/problem+json"  # a sender's
-                return web.Response(status=status, content_type=kind)
+                problem = {"type": "tag:aiockpt,2025:step-not-found"}  # a sender's
+                return web.json_response(problem, status=status)
             if not request.path.endswith("latest"):
                 return None
             tag = f'"{peer.manifest.snapshot_id}"'

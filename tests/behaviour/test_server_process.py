@@ -359,6 +359,26 @@ class TestTheTrainersDeath:
         await settle(lambda: not alive(int(pid)))
         trainer._transport.close()  # type: ignore[attr-defined]
 
+    async def test_a_process_that_hangs_ends_with_the_transport(self):
+        """Its end is told once; no other one is tried, and no error is logged."""
+        ends = list[str]()
+
+        def told(event: TransferEvent) -> None:
+            if event.stop == "restart":
+                ends.append(event.detail)
+
+        remove = add_hook(told)
+        try:
+            sender = apart(grace=0.0)
+            await sender.send_checkpoint([], 1, STATE)
+            server = process_of(sender).pid
+            os.kill(server, signal.SIGSTOP)
+            await sender.shutdown()
+            assert not alive(server)
+        finally:
+            remove()
+        assert ends == ["the server process has ended: exit code -9"]
+
     async def test_a_forked_child_does_not_keep_it(self):
         """The trainer's death counts, not that of all who have its sockets."""
         async with apart() as sender:
