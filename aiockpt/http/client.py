@@ -18,10 +18,11 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import ClientResponse, ClientSession, hdrs
+from aiohttp.connector import Connection
 from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
@@ -43,14 +44,14 @@ from aiockpt.http.options import Auth, Receive
 from aiockpt.http.problems import from_problem
 from aiockpt.http.protocol import JOINS, LEASE_HEADER, SWARM_HEADER, Origin
 from aiockpt.http.retry import HostLimitError, OnRetry, Patience, Retries
-from aiockpt.http.security import CheckedResolver, Reach
+from aiockpt.http.security import CheckedResolver, Reach, Scope, plain_address
 from aiockpt.http.sockets import IO_THREADS, IdleClock
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.secrets import severed
 from aiockpt.runtime.system import is_callers, is_hosts, refused_by_host
 from aiockpt.transport import require
 
-__all__ = ["Answer", "CheckpointClient", "Request"]
+__all__ = ["Answer", "CheckpointClient", "Line", "Request"]
 
 # aiohttp's parser must not hold a part of the body while the protocols change.
 _READ_BUFFER = 1 << 20
@@ -102,6 +103,13 @@ class Request:
         return self.origin.base_url + self.path
 
 
+class Line(NamedTuple):
+    """The addresses of the two ends of a connection; empty if unknown."""
+
+    local: str = ""
+    remote: str = ""
+
+
 class Answer:
     """An answer with the right status, whose body has not been read.
 
@@ -109,6 +117,7 @@ class Answer:
         request: What was asked.
         status: The HTTP status.
         headers: The headers.
+        line: The connection that brought it.
         writer: What the body is read into, once that has begun.
     """
 
@@ -122,6 +131,7 @@ class Answer:
         self.request = request
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
+        self.line = response.line if isinstance(response, _Response) else Line()
         self.writer: BodySink | None = None
         self._response, self._timer, self._threads = response, timer, threads
 
@@ -186,21 +196,44 @@ class Answer:
 
 
 class _Response(ClientResponse):
-    """A response whose repr shows no headers: a peer may mirror the request's."""
+    """A response whose repr shows no headers: a peer may mirror the request's.
+
+    Attributes:
+        line: The connection that brought it, which may be given back before the body
+            is read.
+    """
+
+    line = Line()
+
+    async def start(self, connection: Connection) -> ClientResponse:
+        """Note the addresses, and read the headers; see aiohttp."""
+        if (transport := connection.transport) is not None:
+            names = map(transport.get_extra_info, ("sockname", "peername"))
+            self.line = Line(*map(_address_in, names))
+        return await super().start(connection)
 
     def __repr__(self) -> str:
         return f"<Response {self.status}>"
 
 
+class _Way(NamedTuple):
+    """Where requests may go, and how; a session of the caller has no resolver here."""
+
+    reach: Reach
+    session: ClientSession
+    resolver: CheckedResolver | None
+
+
 class CheckpointClient:
-    """Sends requests to peers, over a session that is made when it is first needed.
+    """Sends requests to peers, over sessions that are made when they are first needed.
 
     Errors are the package's own. Deadlines belong to the caller: cancel a call to end
     it, and neither a task, nor a descriptor, nor a half-read connection is left.
 
     Attributes:
         options: What it accepts, and how it fetches. A session of the caller is never
-            closed, and looks names up itself, unchecked.
+            closed, and looks names up itself, unchecked. Members of a swarm, which the
+            caller did not name, are asked through sessions of the client's own.
         auth: Which hosts to connect to, and which manifests to accept. The token goes
             to an origin that brings none.
         stall_timeout: Seconds in which a connection must be established, and without a
@@ -221,10 +254,9 @@ class CheckpointClient:
         self.options, self.auth = options, auth
         self.stall_timeout, self.bridge = stall_timeout, bridge
         self.name = secrets.token_hex(8)
-        self._session = options.session
-        self._owns_session = options.session is None
-        self._reach = Reach(auth.peers)
-        self._resolver: CheckedResolver | None = None
+        self._ways: dict[Scope | None, _Way] = {}
+        if options.session is not None:
+            self._ways[None] = _Way(Reach(auth.peers), options.session, None)
         self._threads = Bridge(threads=IO_THREADS, name="aiockpt-receive")
         self._closed = False
         self._end = asyncio.Event()
@@ -237,11 +269,11 @@ class CheckpointClient:
         self._closed = True
         self._end.set()
         self._threads.close(wait=False)
-        session, self._session = self._session, None
-        if self._owns_session and session is not None:
-            await session.close()
-        if self._resolver is not None:  # a connector does not close what it was given
-            await self._resolver.close()
+        ways, self._ways = self._ways, {}
+        for way in ways.values():
+            if way.resolver is not None:  # a connector does not close what it was given
+                await way.session.close()
+                await way.resolver.close()
 
     async def pause(self, delay: float) -> None:
         """Sleep between two attempts.
@@ -307,8 +339,9 @@ class CheckpointClient:
         try:
             url = URL(request.url, encoded=True)
             context = self.auth.client_ssl_context
-            self._reach.check_host(url.host or "")
-            return await self._get_session().request(
+            way = self._way(request.origin.within)
+            way.reach.check_host(url.host or "")
+            return await way.session.request(
                 request.method,
                 url,
                 headers=self._headers(request),
@@ -361,22 +394,26 @@ class CheckpointClient:
             snapshot_id=request.snapshot_id,
         )
 
-    def _get_session(self) -> ClientSession:
+    def _way(self, within: Scope | None) -> _Way:
+        """Return what leads to hosts that a peer in this scope named, or the caller."""
         if self._closed:
             raise ClosedError("the client")
-        if self._session is None:
+        if within not in self._ways:
             # No limit of connections: each transfer bounds its requests, and one that
             # waits in the pool would look like a peer that says nothing.
-            self._resolver = CheckedResolver(self._reach)
-            self._session = ClientSession(
-                connector=_Connector(limit=0, resolver=self._resolver),
+            reach = Reach(self.auth.peers, within=within)
+            resolver = CheckedResolver(reach)
+            session = ClientSession(
+                connector=_Connector(limit=0, resolver=resolver),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 response_class=_Response,
                 trust_env=False,
             )
-        if self._session.closed:
+            self._ways[within] = _Way(reach, session, resolver)
+        way = self._ways[within]
+        if way.session.closed:
             raise ClosedError("the ClientSession that the caller gave")
-        return self._session
+        return way
 
     def _headers(self, request: Request) -> dict[str, str]:
         headers = {hdrs.ACCEPT_ENCODING: "identity", **request.headers}
@@ -394,6 +431,11 @@ class CheckpointClient:
 
     def _token_for(self, request: Request) -> str | None:
         return request.origin.token or self.auth.token
+
+
+def _address_in(name: object) -> str:
+    """Return the address in the name of a socket; empty if it has none."""
+    return plain_address(str(name[0])) if isinstance(name, tuple) else ""
 
 
 async def _read_problem(response: ClientResponse) -> bytes:

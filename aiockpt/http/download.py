@@ -20,7 +20,7 @@ import asyncio
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing
 from functools import partial
 from statistics import median
@@ -41,6 +41,7 @@ from aiockpt.errors import (
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun, bits_of
+from aiockpt.http.client import Answer
 from aiockpt.http.manifests import fetch_manifest
 from aiockpt.http.membership import Membership, watch
 from aiockpt.http.peers import ALL, MemberLeftError, Peer, Peers, verdict
@@ -69,8 +70,10 @@ _TICK = 0.05  # seconds after which a free connection of a peer looks at the oth
 _SLOW = 3  # runs that are stolen from a member in a row, before it is dropped
 _USELESS = 12.0  # usual requests without a chunk, after which members do not count
 _VAIN = 2  # requests to members for a chunk, before only sources are asked for it
-_REST = 0.1  # seconds for which a member that is busy is not asked
-_LONG_REST = 2.0  # seconds for which a member that did not answer is not asked
+_REST = 0.1  # seconds for which a member that is busy is not asked; after
+_PATIENT = 3  # refusals without a chunk between them, they double each time
+_LONG_REST = 2.0  # seconds; the longest rest, and that of one that did not answer
+_AGAIN = 2  # times that a member is asked for the rest of a run that broke off
 _ALL_PEERS = 4  # most connections to all peers, as a multiple of those to a single one
 _FROM_MEMBERS = 5  # chunks that are requested from members at a time
 _FROM_MEMBER = 2  # chunks that are requested from one member at a time
@@ -623,7 +626,10 @@ class Download:
         connection, peer, took = mine.connection, mine.connection.peer, now - mine.began
         if mine.is_refused and (mine.waits or not mine.is_stolen):
             # It said that it is busy, or may let the request wait because it is.
-            connection.resting_until = now + (_LONG_REST if mine.is_stolen else _REST)
+            rest = _REST * 2 ** min(max(peer.refusals - _PATIENT, 0), 16)
+            rest = _LONG_REST if mine.is_stolen else min(rest, _LONG_REST)
+            peer.refusals += 1
+            connection.resting_until = now + rest
             return
         if mine.run.unverified:
             connection.rest(now)
@@ -632,6 +638,7 @@ class Download:
                 why = f"{peer.origin.base_url} is much slower than other members"
                 self._drop(peer, TransportError(why))
             return
+        peer.refusals = 0
         connection.learn(mine.size, took)
         # Neither a small part of a chunk nor a long run tells how long a chunk takes.
         if 0.5 <= mine.size / self._outline.grid.chunk_bytes <= 1:
@@ -644,7 +651,10 @@ class Download:
         if self._swarm is not None and len(failed.run) > 1:
             self._shorten(failed.run, 0)  # by now there may be a swarm
             failed.begin_again(_now())
-        if _is_refusal(error, failed.connection.peer):
+        if _is_refusal(error, peer := failed.connection.peer):
+            return None
+        failed.retried += bool(peer.member)
+        if failed.retried > _AGAIN:
             return None
         return failed.retries.decide(error, started=started)
 
@@ -686,12 +696,12 @@ class Download:
         assert victim.scope is not None
         victim.scope.cancel()
 
-    def _hear(self, mine: Assignment, headers: Mapping[str, str]) -> None:
+    def _hear(self, mine: Assignment, answer: Answer) -> None:
         """Learn that a peer answers; from a source, whether others receive the same."""
         mine.is_answered = True
         peer = mine.connection.peer
         if self._swarm is not None and not peer.member:
-            self._swarm.hear(peer, headers)
+            self._swarm.hear(peer, answer)
 
     def _verified(self, peer: Peer, chunk: int) -> None:
         start, stop = self._outline.grid.range(chunk)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import (
@@ -58,7 +59,7 @@ from aiockpt.http.deltas import DeltaBody, Deltas
 from aiockpt.http.lender import Lender
 from aiockpt.http.options import Server, Swarm
 from aiockpt.http.problems import PeerBusy, RefusedError, to_problem
-from aiockpt.http.relay import Relay, Slots
+from aiockpt.http.relay import Copy, Relay, Slots
 from aiockpt.http.responses import (
     COMMON_HEADERS,
     Reply,
@@ -74,6 +75,7 @@ from aiockpt.http.status import wants_page
 from aiockpt.http.store import Publication, Store
 from aiockpt.http.tokens import ManifestMacs, swarm_token
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.secrets import Token
 
 __all__ = [
     "SMALL_BYTES",
@@ -103,13 +105,16 @@ _LEVELS: Final = {
 RELAYED: Final = web.RequestKey("aiockpt.relayed", Publication)
 """The key of the relay that a member's request reads."""
 
+LAPSES: Final = web.RequestKey("aiockpt.lapses", float)
+"""The key of the time at which a request's own token ends."""
+
 _OF_OTHERS: Final = ("GET", "HEAD")
 _OF_MEMBERS: Final = ("POST", "DELETE")
 _KEEP_ALIVE: Final = 2.0  # seconds
 _SHORTEST: Final = 0.1  # seconds between two signs of life
 _INTERRUPTS: Final = 1.0  # seconds between two of the same receive
-_MOST_WATCHERS: Final = 64  # members that are told of new chunks
-_MOST_WATCHERS_OF_HOST: Final = 32
+_MOST_WATCHERS: Final = 128  # members that are told of new chunks
+_MOST_WATCHERS_OF_HOST: Final = 32  # at an IPv4 address; it may have IPv6, too
 _MOST_OF_SLOT: Final = 2  # chunks in a body that holds a slot
 _UNSENT: Final = 4  # the kernel may hold a fourth of such a body,
 _LEAST_UNSENT: Final = 32 << 10  # and at least so many bytes
@@ -215,6 +220,7 @@ class CheckpointService:
         self._bodies: dict[BodySender, Publication] = {}
         self._watchers = Counter[str]()  # streams of what a relay has, by host
         self._interrupted: dict[str, float] = {}  # ids of leases, and when
+        self._has_told = False  # of members that others cannot reach
         self._slots = Slots(2 * (config.swarm or Swarm()).slots)
         self._reach = None if config.peers is None else Reach(config.peers)
         self._places = Admission(config.options.readers)
@@ -300,11 +306,12 @@ class CheckpointService:
             relayed = self.store.relayed(bearer(request.headers))
             if relayed is not None:
                 request[RELAYED] = relayed
-                token = cast("Relay", relayed.servable).token
+                token = bearer(request.headers)  # one of the relay's
         grant = admit(request.headers, token=token, hosts=config.hosts, public=public)
         if grant is not None:
             request[VISIT].receiver = grant.receiver
             grant.check(request.match_info.get("step"), now=time.time())
+            request[LAPSES] = grant.lapses
         is_members = what == http.ResourceKind.MEMBERS.value
         allowed = _OF_MEMBERS if is_members else _OF_OTHERS
         if request.method not in allowed:
@@ -407,7 +414,7 @@ class CheckpointService:
             if not (publication.has_lease(lease) or publication.has_others(lease)):
                 publication.tracker.renew()  # a receive begins, and is the only one
             self.store.lease(publication, lease, patience=patience)
-            reply.headers.update(self._invitation(publication, lease, reply))
+            reply.headers.update(self._invitation(request, publication, lease, reply))
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._macs.headers_of(manifest))
             reply.headers.update(await self._offer(request, publication, lease))
@@ -479,7 +486,11 @@ class CheckpointService:
     # ------------------------------------------------------------------ swarm
 
     def _invitation(
-        self, publication: Publication, lease: http.Lease, reply: Reply
+        self,
+        request: web.Request,
+        publication: Publication,
+        lease: http.Lease,
+        reply: Reply,
     ) -> Mapping[str, str]:
         """Return the headers for a receiver that can join a swarm, or that has joined.
 
@@ -494,9 +505,19 @@ class CheckpointService:
         if not publication.has_others(lease):
             return {}
         return {
-            http.SWARM_HEADER: swarm_token(self.config.token, publication.snapshot_id),
+            http.SWARM_HEADER: self._swarm_tokens(request, publication)[0],
             "Cache-Control": "no-store",
         }
+
+    def _swarm_tokens(
+        self, request: web.Request, publication: Publication
+    ) -> tuple[Token, ...]:
+        """Return the tokens of the swarm that count now, the one to send first."""
+        lapses = request.get(LAPSES, math.inf)
+        return tuple(
+            swarm_token(self.config.token, publication.snapshot_id, generation)
+            for generation in publication.tracker.tokens(lapses, now=time.time())
+        )
 
     async def _members(
         self,
@@ -517,12 +538,18 @@ class CheckpointService:
             tracker.leave(lease.id)
             return _Stream(status=HTTPStatus.NO_CONTENT, headers=self._identity)
         said = await _read_announcement(request, timeout=self.config.stall_timeout)
+        address = plain_address(request.remote or "")
         answer = tracker.announce(
             lease.id,
             said,
-            address=plain_address(request.remote or ""),
+            address=address,
             trusts_url=self._trusts(said.url),
+            link=_local_address(request),
+            grant=request[VISIT].receiver,
         )
+        answer.tokens = self._swarm_tokens(request, publication)
+        if answer.seen is not None:
+            self._tell_of_hidden(publication.step, address, said)
         if publication.has_lease(lease):
             # A member that gets everything from others sends heartbeats only.
             patience = max(self.config.stall_timeout, answer.lease)
@@ -531,13 +558,29 @@ class CheckpointService:
             self._interrupt(publication)
         headers = {**no_news_headers(publication.step), **self._identity}
         headers["Content-Type"] = "application/json"
-        return _Answer(body=msgspec.json.encode(answer), headers=headers)
+        return _Answer(body=http.format_announce_response(answer), headers=headers)
 
     def _trusts(self, url: str) -> bool:
         """Return whether others may connect to the host in a member's URL."""
         if self._reach is None or http.url_fault(url) is not None:
             return False
         return self._reach.allows(urlsplit(url).hostname or "")
+
+    def _tell_of_hidden(self, step: int, address: str, said: http.Announcement) -> None:
+        """Say once why receivers cannot serve each other, and what helps."""
+        is_other_kind = said.local and (":" in said.local) != (":" in address)
+        if self._has_told or is_other_kind:  # perhaps it knows another connection
+            return
+        self._has_told = True
+        emit(
+            TransferEvent(
+                stop="swarm",
+                step=step,
+                peer=address,
+                detail=f"hides a member: {http.why_hidden(said, address)}",
+                level=logging.WARNING,
+            )
+        )
 
     def _interrupt(self, publication: Publication) -> None:
         """Have the receivers of long ranges ask again, so that they join the swarm.
@@ -627,17 +670,23 @@ class CheckpointService:
         nbytes, wait = reply.stop - reply.start, self._wait_of(request)
         least = nbytes / relay.pace if relay.pace else 0.0
         async with relay.slots.take(nbytes, wait=wait, least=least) as sent:
-            if relay.is_lent and not await self._is_intact(publication, chunks):
-                relay.end()
+            copy = None
+            if chunks and relay.is_lent:
+                copy = await self._copy(publication, chunks)
             if relay.ended:
                 raise StepNotFoundError(resource.step)
-            return await self._send_body(request, publication, reply, None, sent=sent)
+            return await self._send_body(
+                request, publication, reply, None, sent=sent, copy=copy
+            )
 
-    async def _is_intact(self, publication: Publication, chunks: range) -> bool:
-        """Return whether chunks of a relay still have their digests."""
+    async def _copy(self, publication: Publication, chunks: range) -> Copy | None:
+        """Return a copy of chunks of a relay, or end the relay if one has changed."""
         relay = cast("Relay", publication.servable)
         async with self.store.reading(publication, evict=relay.end):
-            return await self._threads.run(relay.is_intact, chunks)
+            copy = await self._threads.run(relay.copied, chunks)
+        if copy is None:
+            relay.end()
+        return copy
 
     def _wait_of(self, request: web.Request, *, unasked: float = 0.0) -> float:
         """Return the seconds for which a request waits for a slot or a place."""
@@ -744,8 +793,11 @@ class CheckpointService:
         delta: DeltaBody | None = None,
         *,
         sent: Callable[[], None] | None = None,
+        copy: Copy | None = None,
     ) -> web.StreamResponse:
         """Send the reply's range of the publication's file, or the delta of it.
+
+        A ``copy`` has the bytes of the data segment that are sent.
 
         If the body holds a slot, this returns only when almost all of it has left, and
         calls ``sent`` if that succeeds.
@@ -755,7 +807,8 @@ class CheckpointService:
         servable, nbytes = publication.servable, reply.stop - reply.start
 
         def views(start: int, stop: int) -> list[memoryview]:
-            return _file_views(publication, reply.start + start, reply.start + stop)
+            first, last = reply.start + start, reply.start + stop
+            return _file_views(publication, first, last, copy)
 
         if delta is not None:
             nbytes, views = delta.nbytes, delta.views
@@ -787,6 +840,10 @@ class CheckpointService:
                 place,
                 self._reading(request, publication, lease, body),
             ):
+                is_lent = isinstance(servable, Relay) and servable.is_lent
+                has_data = reply.stop > len(servable.manifest.header)
+                if is_lent and has_data and copy is None:  # it was lent meanwhile
+                    raise PeerBusy(retry_after=0.0)
                 if is_small:
                     data = b"".join(views(0, nbytes))
                     self._counts["bytes_sent"] += nbytes
@@ -815,7 +872,9 @@ class CheckpointService:
     ) -> AsyncIterator[None]:
         """Keep the memory during the block, and count a reader."""
         _transport_of(request)  # the client may have left while it waited
-        async with self.store.reading(publication, evict=body.evict, lease=lease):
+        is_relay = isinstance(publication.servable, Relay)
+        evict = body.interrupt if is_relay else body.evict
+        async with self.store.reading(publication, evict=evict, lease=lease):
             self._readers += 1
             try:
                 yield
@@ -839,6 +898,9 @@ class CheckpointService:
                 self._counts[outcome.value] += 1
             visit = request[VISIT]
             visit.nbytes, visit.outcome = body.sent, outcome.value
+            level = _LEVELS[outcome]
+            if isinstance(publication.servable, Relay):  # of another member
+                level = min(level, logging.INFO)
             emit(
                 TransferEvent(
                     stop="evict" if outcome is Outcome.EVICTED else "serve",
@@ -847,7 +909,7 @@ class CheckpointService:
                     nbytes=body.sent,
                     seconds=loop.time() - began,
                     detail="" if outcome is Outcome.SENT else outcome.value,
-                    level=_LEVELS[outcome],
+                    level=level,
                 )
             )
 
@@ -926,8 +988,12 @@ class _Rounds:
             loop.call_soon(self._next, loop)
 
 
-def _file_views(publication: Publication, start: int, stop: int) -> list[memoryview]:
+def _file_views(
+    publication: Publication, start: int, stop: int, copy: Copy | None
+) -> list[memoryview]:
     """Return the bytes ``[start, stop)`` of a checkpoint's header and data segment.
+
+    A ``copy`` takes the place of the segment.
 
     Raises:
         PeerFailedError: the bytes are a state dict's own, and its memory has changed.
@@ -938,7 +1004,7 @@ def _file_views(publication: Publication, start: int, stop: int) -> list[memoryv
     views = [memoryview(header)[start:stop]] if start < split else []
     if stop > split:
         try:
-            views += servable.views(max(start - split, 0), stop - split)
+            views += (copy or servable).views(max(start - split, 0), stop - split)
         except LocalProtocolError as error:
             detail = f"step {publication.step} cannot be served any more: {error}"
             if publication.lost is None:
@@ -989,6 +1055,12 @@ def _transport_of(request: web.Request) -> asyncio.Transport:
     if transport is None or transport.is_closing():
         raise ConnectionResetError("the client has left")
     return transport
+
+
+def _local_address(request: web.Request) -> str:
+    """Return the address of this host at which a request came in."""
+    name = _transport_of(request).get_extra_info("sockname")
+    return plain_address(str(name[0])) if isinstance(name, tuple) else ""
 
 
 def _moved(request: web.Request) -> web.Response | None:

@@ -79,6 +79,10 @@ class RelayHost:
         await self._store.relay(relay)
         return self._endpoint.url()
 
+    async def lend(self, relay: Relay) -> None:
+        """Serve copies only; once this returns, the memory may be changed."""
+        await self._store.lend_relay(relay)
+
     async def leave(self, relay: Relay) -> None:
         """Serve a relay no more, also if `enter` failed or was cancelled."""
         await self._store.end_relay(relay)

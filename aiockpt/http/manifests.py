@@ -33,7 +33,7 @@ from aiockpt.format.header import LENGTH_BYTES, decode_header
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.body_reader import BodySink
-from aiockpt.http.client import Answer, CheckpointClient, Request
+from aiockpt.http.client import Answer, CheckpointClient, Line, Request
 from aiockpt.http.protocol import (
     DELTA_BASE_HEADER,
     INCARNATION_HEADER,
@@ -100,6 +100,7 @@ class ManifestAnswer(NamedTuple):
         delta_base: The snapshot that the sender keeps as the base of deltas, or None.
         invitation: The token for the members of the sender's swarm, if there are some.
         mac: The header that authenticates the manifest, if any.
+        line: The connection that brought it.
     """
 
     manifest: Manifest
@@ -107,6 +108,7 @@ class ManifestAnswer(NamedTuple):
     delta_base: str | None = None
     invitation: Token | None = None
     mac: str | None = None
+    line: Line = Line()
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,7 @@ async def _ask_manifest(
         base,
         invitation,
         answer.headers.get(MAC_HEADER),
+        answer.line,
     )
 
 

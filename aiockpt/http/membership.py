@@ -13,8 +13,10 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import urlsplit
 
 import anyio
 import msgspec
@@ -31,11 +33,11 @@ from aiockpt.errors import (
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http import protocol as http
-from aiockpt.http.client import CheckpointClient, Request
+from aiockpt.http.client import Answer, CheckpointClient, Request
 from aiockpt.http.options import Swarm
 from aiockpt.http.peers import Peer
 from aiockpt.http.relay import Relay
-from aiockpt.http.security import endpoint
+from aiockpt.http.security import Scope, endpoint, scope_of
 from aiockpt.http.swarm import FIRST, LEASE
 from aiockpt.runtime.secrets import Token
 from aiockpt.transfer.source import Target
@@ -54,8 +56,11 @@ _HOPE: Final = 1.0  # seconds for which a receive waits to hear of others
 _AWAY: Final = 10.0  # seconds for which a member that failed once is not asked
 _MOST_TIMES: Final = 6  # further failures, each of which doubles them
 _AGAIN: Final = 10.0  # seconds until the next announcement, if none was answered yet
-_SHORTEST_LEASE: Final = 1.0  # seconds
+_SHORTEST_LEASE: Final = 3.0  # seconds
 _LONGEST_LEASE: Final = 3600.0
+_REPORT: Final = 1.0  # seconds between an announcement and one with a complaint
+_MOST_NEW: Final = 24.0  # members that a receive may get to know at once, and
+_NEW_PER_SECOND: Final = 2.0  # then on average
 _FAREWELL: Final = 1.0  # seconds in which the source hears that a member leaves
 _RECORD: Final = 4  # bytes of a chunk's number
 _NOTHINGS: Final = 100  # records without a chunk that a member may send, and
@@ -90,11 +95,26 @@ class _Place(NamedTuple):
             snapshot_id=manifest.snapshot_id,
         )
 
+    @property
+    def scope(self) -> Scope:
+        """The scope in which the source is, for this receiver."""
+        host = self.source.line.remote
+        return scope_of(host or urlsplit(self.source.origin.base_url).hostname or "")
+
     def is_private(self, url: str) -> bool:
         """Return whether a member's URL is as private as the source's."""
         return url.startswith("https:") or not self.source.origin.base_url.startswith(
             "https:"
         )
+
+    def fault_of(self, url: str) -> str | None:
+        """Return why a member that the source names is not asked; None if it may be."""
+        if fault := http.member_fault(url):
+            return fault
+        scope = scope_of(urlsplit(url).hostname or "")
+        if scope is Scope.NOWHERE or scope not in (Scope.EVERYWHERE, self.scope):
+            return f"its host is {scope.value}, and the source has none of that kind"
+        return None if self.is_private(url) else "it speaks no TLS, and the source does"
 
     def tell(self, detail: str, level: int = logging.INFO) -> None:
         """Emit an event."""
@@ -123,23 +143,34 @@ class _Known:
         # Those that failed: their endpoints, until when, how often, and their ids. The
         # one that failed last is the last.
         self._avoided: dict[tuple[str, int], tuple[float, int, str]] = {}
+        self._credit, self._since = _MOST_NEW, _now()  # for members that are new
+        self._has_refused = False
 
     def learn(self, place: _Place, named: tuple[http.MemberInfo, ...]) -> None:
         """Take the members that are not known yet, as far as more are needed.
 
-        A source that has started again has new ids for those that are known.
+        A source that has started again has new ids for those that are known. However
+        many a source names, a receive gets to know a bounded number of them per second.
         """
         known, now = {each.origin.base_url: each for each in self.members}, _now()
+        self._credit += (now - self._since) * _NEW_PER_SECOND
+        self._credit, self._since = min(self._credit, _MOST_NEW), now
         for info in named:
-            url = f"{info.url.rstrip('/')}/"
+            url = info.url
             if url in known:
                 known[url].member = info.id
                 continue
-            if len(self.members) >= _MOST or http.url_fault(url):
+            if len(self.members) >= _MOST or self._credit < 1:
+                continue
+            if fault := place.fault_of(url):
+                if not self._has_refused:
+                    place.tell(f"does not ask the member at {url!r}: {fault}")
+                self._has_refused = True
                 continue
             until, *_ = self._avoided.get(endpoint(url), (0.0, 0, ""))
-            if until <= now and place.is_private(url):
-                origin = http.Origin(url, place.relay.token)
+            if until <= now:
+                self._credit -= 1
+                origin = http.Origin(url, place.relay.token, within=place.scope)
                 known[url] = Peer(origin, have=0, member=info.id)
                 self.members.append(known[url])
 
@@ -183,6 +214,7 @@ class Membership:
         self._lingers = self._leaves = False
         self._until = math.inf  # when to leave
         self._gone = asyncio.Event()  # nothing is served, or will be
+        self._has_told = False  # that nobody can reach it
 
     def __repr__(self) -> str:
         return f"<Membership {self._relay} members={len(self.members)}>"
@@ -219,8 +251,9 @@ class Membership:
         if self._relay is not None:
             self._relay.add(chunk)
 
-    def hear(self, source: Peer, headers: Mapping[str, str]) -> None:
+    def hear(self, source: Peer, answer: Answer) -> None:
         """Join the swarm if the source's answer has an invitation."""
+        source.line, headers = answer.line, answer.headers
         named = http.parse_next_chunk(headers.get(http.NEXT_CHUNK_HEADER))
         source.next = source.next if named is None else named
         token = http.parse_invitation(headers.get(http.SWARM_HEADER))
@@ -265,12 +298,19 @@ class Membership:
             return False
         return self._options.linger > 0 and self._relay.kept is not None
 
-    def linger(self) -> None:
-        """Serve for a while without the receive."""
+    async def linger(self) -> None:
+        """Serve for a while without the receive, whose caller gets the memory.
+
+        If cancelled, it serves no more.
+        """
         assert self._relay is not None, "it can linger"
         self._lingers, self._until = True, _now() + self._options.linger
         self.members.clear()
-        self._relay.lend()
+        try:
+            await self._host.lend(self._relay)
+        except BaseException:
+            await self.aclose()
+            raise
 
     @property
     def is_lingering(self) -> bool:
@@ -308,11 +348,10 @@ class Membership:
         relay, url = place.relay, None
         try:
             url = await self._host.enter(relay)
-            if place.is_private(url):
-                await self._announce_always(place, url)
-            else:
-                why = "the source speaks TLS, and this receiver does not"
+            if why := _why_not(place, url):
                 place.tell(f"in no swarm: {why}", level=logging.WARNING)
+            else:
+                await self._announce_always(place, url)
         except (AiockptError, OSError) as error:
             place.tell(f"in no swarm: {error}", level=logging.WARNING)
         finally:
@@ -334,11 +373,10 @@ class Membership:
         part, lease, knows, relay = FIRST, _AGAIN, True, place.relay
         place.tell(f"serves the swarm at {url}")
         while self._until > _now() and not relay.ended:
+            began = _now()
             if knows:
                 try:
                     lease = await self._announce(place, url)
-                    if self._known.complaints:
-                        continue  # they came meanwhile, or were too many
                 except (TransportError, StagingError) as error:
                     # The members that are known are enough to go on.
                     place.tell(f"cannot announce itself: {error}")
@@ -349,13 +387,17 @@ class Membership:
             part = min(2 * part, 1.0)
             if self.is_active and not self.members:
                 pause = min(pause, _HOPE / 2)  # soon it would do without others
-            pause = max(min(pause, self._until - _now()), 0.0)
-            if not relay.ended:  # meanwhile
-                await relay.changes.wait(pause if pause < math.inf else None)
+            while not relay.ended:
+                if knows and self._known.complaints:
+                    pause = min(pause, _REPORT)
+                left = min(began + pause, self._until) - _now()
+                if left <= 0:
+                    break
+                await relay.changes.wait(left if left < math.inf else None)
 
     async def _announce(self, place: _Place, url: str) -> float:
         """Tell the source what is served; return the seconds of the lease."""
-        known, relay = self._known, place.relay
+        known, relay, line = self._known, place.relay, place.source.line
         bad = tuple(known.complaints[:_MOST_BAD])
         said = http.Announcement(
             url=url,
@@ -363,19 +405,28 @@ class Membership:
             have=len(relay.order),
             bad=bad,
             known=tuple(known.ids()),
+            local=line.local,
         )
         request = place.request(
             "POST", body=msgspec.json.encode(said), status=HTTPStatus.OK
         )
         async with self._client.request(request) as answer:
+            place.source.line = answer.line
             body = await answer.read(_LONGEST, "an answer")
         del known.complaints[: len(bad)]
         try:
-            found = msgspec.json.decode(body, type=http.AnnounceResponse)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise RemoteProtocolError(
-                f"{request.url} sent a malformed answer: {error}"
-            ) from None
+            found = http.parse_announce_response(body)
+        except RemoteProtocolError as error:
+            raise RemoteProtocolError(f"{request.url} {error}") from None
+        if found.tokens:
+            relay.token, relay.other = (*found.tokens, Token(""))[:2]
+            for member in known.members:
+                member.origin = replace(member.origin, token=relay.token)
+        # Another connection, as to another address of a name, has another end.
+        if found.seen is not None and line == place.source.line and not self._has_told:
+            self._has_told = True
+            why = http.why_hidden(said, found.seen)
+            place.tell(f"nobody is told of it: {why}", level=logging.WARNING)
         if not relay.is_lent:
             known.learn(place, found.members)
         source = place.source
@@ -393,6 +444,18 @@ class Membership:
         with suppress(AiockptError, TimeoutError):
             async with asyncio.timeout(_FAREWELL / 2), self._client.request(request):
                 pass
+
+
+def _why_not(place: _Place, url: str) -> str | None:
+    """Return why a receiver that serves at this URL joins no swarm."""
+    if not place.is_private(url):
+        return "the source speaks TLS, and this receiver does not"
+    if urlsplit(url).path == http.MEMBER_PATH:
+        return None
+    return (
+        f"it serves at {url}, and members serve at {http.MEMBER_PATH}; mount it there, "
+        "and pass a host without a path as advertise="
+    )
 
 
 async def watch(

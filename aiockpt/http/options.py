@@ -97,10 +97,9 @@ class Swarm:
 
     Attributes:
         linger: Seconds for which the receiver goes on serving after a receive has
-            returned new tensors. The next receive ends this. Do not change the tensors
-            meanwhile: the first chunk that has changed ends the serving. Their memory
-            stays until then, also if you drop them. A receive into a template does not
-            linger.
+            returned new tensors. The next receive ends this, and so does the first
+            chunk that you have changed. The memory of the tensors stays until then,
+            also if you drop them. A receive into a template does not linger.
         slots: How many bodies the receiver sends at a time; further requests wait. The
             source of a swarm sends twice as many to receivers that can join.
         rate: Bytes per second that the receiver sends at most. None: no limit. Only

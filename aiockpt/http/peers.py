@@ -24,7 +24,9 @@ from aiockpt.errors import (
     AiockptError,
     CheckpointChangedError,
     ClosedError,
+    IntegrityError,
     MissingExtraError,
+    RemoteProtocolError,
     StagingError,
     StepNotFoundError,
     TransportError,
@@ -33,7 +35,7 @@ from aiockpt.errors import (
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun
-from aiockpt.http.client import CheckpointClient, Request
+from aiockpt.http.client import CheckpointClient, Line, Request
 from aiockpt.http.manifests import (
     LatestInfo,
     ManifestAnswer,
@@ -107,8 +109,10 @@ class Peer:
         member: What the tracker calls it; empty if it is no member of a swarm.
         next: The chunk that it wants to be asked for next.
         invitation: The token for the members of its swarm, if others are in it.
+        line: The connection to it that brought the last answer.
         joined: Whether it is known to hold this checkpoint.
         given: Verified bytes that came from it, in the last download.
+        refusals: How often a member has said that it is busy since its last chunk.
         error: Why it is not asked any more.
         delta_base: The snapshot that it keeps as the base of deltas, or None.
         silence: Seconds without a request that end the lease there, if it says so.
@@ -119,8 +123,10 @@ class Peer:
     member: str = ""
     next: int | None = None
     invitation: Token | None = None
+    line: Line = field(default_factory=Line)
     joined: bool = False
     given: int = 0
+    refusals: int = 0
     error: AiockptError | None = None
     delta_base: str | None = None
     silence: float | None = None
@@ -144,7 +150,7 @@ class Peer:
         if self.error is not None:
             return
         self.error = error
-        is_usual = isinstance(error, MemberLeftError)
+        is_lie = isinstance(error, IntegrityError | RemoteProtocolError)
         emit(
             TransferEvent(
                 stop="drop",
@@ -152,7 +158,7 @@ class Peer:
                 peer=self.origin.base_url,
                 nbytes=self.given,
                 detail=str(error),
-                level=logging.INFO if is_usual else logging.WARNING,
+                level=logging.INFO if self.member and not is_lie else logging.WARNING,
             )
         )
 
@@ -282,6 +288,7 @@ class Peers:
         first = next(iter(answers.values()))
         for peer, other in answers.items():
             peer.delta_base, peer.invitation = other.delta_base, other.invitation
+            peer.line = other.line
             try:
                 peer.require(first.manifest.outline, other.manifest.outline)
             except OtherSnapshotError as error:

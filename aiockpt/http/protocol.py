@@ -22,6 +22,7 @@ import msgspec
 
 from aiockpt.errors import LocalProtocolError, RemoteProtocolError
 from aiockpt.format.chunks import ALGORITHMS, digits_of
+from aiockpt.http.security import Scope
 from aiockpt.runtime.secrets import Token, discreet
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "LATEST",
     "LEASE_HEADER",
     "MAX_METADATA",
+    "MEMBER_PATH",
     "NEXT_CHUNK_HEADER",
     "STEP_HEADER",
     "SWARM_HEADER",
@@ -48,6 +50,7 @@ __all__ = [
     "ResourceKind",
     "asks_for_delta",
     "check_incarnation",
+    "format_announce_response",
     "format_chunks",
     "format_content_range",
     "format_delta",
@@ -64,8 +67,10 @@ __all__ = [
     "if_match",
     "if_none_match",
     "if_range",
+    "member_fault",
     "parse_address",
     "parse_after",
+    "parse_announce_response",
     "parse_chunks",
     "parse_content_range",
     "parse_digest",
@@ -80,6 +85,7 @@ __all__ = [
     "parse_resource",
     "parse_silence",
     "url_fault",
+    "why_hidden",
 ]
 
 DIGEST_HEADER = "Aiockpt-Digest"
@@ -102,6 +108,9 @@ DELTA_BASE_HEADER = "Delta-Base"
 """The base of a delta. With a manifest: the base that the sender keeps."""
 LATEST = "latest"
 AFTER = "after"
+
+MEMBER_PATH = "/checkpoint/"
+"""The path of every member of a swarm: a member must not choose what others ask for."""
 
 MAX_METADATA = 4096
 """Most characters: servers take lines of 8 KiB, torchft's Manager messages of 4 MiB."""
@@ -287,12 +296,15 @@ class Origin:
         token: Not shown by the repr.
         lease: Goes with every request for a checkpoint.
         patience: Seconds for which a step that is not served is waited for.
+        within: The scope of the source that named this member of its swarm. None: the
+            caller named it.
     """
 
     base_url: str
     token: str | None = field(default=None, repr=False)
     lease: Lease | None = None
     patience: float = math.inf
+    within: Scope | None = None
 
 
 @discreet
@@ -326,6 +338,16 @@ def url_fault(text: str) -> str | None:
         return _fault_of(urlsplit(text))
     except ValueError as error:
         return str(error)
+
+
+def member_fault(url: str) -> str | None:
+    """Return why a URL is not that of a member of a swarm; None if it is one."""
+    if fault := url_fault(url):
+        return fault
+    parts = urlsplit(url)
+    if url != f"{parts.scheme}://{parts.netloc}{MEMBER_PATH}":
+        return f"what follows its host and port is not {MEMBER_PATH}"
+    return "it names an interface" if "%" in parts.netloc else None
 
 
 def _fault_of(parts: SplitResult) -> str | None:
@@ -407,17 +429,20 @@ LONGEST_URL = 512
 
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=16)]
 _Url = Annotated[str, msgspec.Meta(max_length=LONGEST_URL)]
+_Address = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Announcement(msgspec.Struct, omit_defaults=True):
     """What a member tells the source, at least once per lease.
 
     Attributes:
-        url: Where it serves.
+        url: Where it serves; the path counts as `MEMBER_PATH`.
         zone: A name for its part of the network, such as a rack; empty if unknown.
         have: How many chunks it has.
         bad: The ids of members that sent it wrong bytes since its last announcement.
         known: The ids of members that it asks for chunks, or that failed.
+        local: The address from which it connects to the source, as it sees it itself;
+            empty if unknown.
     """
 
     url: _Url
@@ -425,6 +450,7 @@ class Announcement(msgspec.Struct, omit_defaults=True):
     have: Annotated[int, msgspec.Meta(ge=0)] = 0
     bad: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=16)] = ()
     known: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=64)] = ()
+    local: _Address = ""
 
 
 class MemberInfo(msgspec.Struct, omit_defaults=True):
@@ -445,12 +471,55 @@ class AnnounceResponse(msgspec.Struct, omit_defaults=True):
             itself again.
         members: Some of the other members.
         next: The chunk that the member should request from the source next.
+        seen: If no other member is told of this one: the address from which its
+            announcement came.
+        tokens: The tokens that members accept of each other; they send the first one.
     """
 
     id: _Id
     lease: Annotated[float, msgspec.Meta(gt=0)]
     members: Annotated[tuple[MemberInfo, ...], msgspec.Meta(max_length=64)] = ()
     next: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    seen: _Address | None = None
+    tokens: Annotated[tuple[Token, ...], msgspec.Meta(max_length=2)] = ()
+
+
+def format_announce_response(answer: AnnounceResponse) -> bytes:
+    """Return the JSON of an answer to an announcement."""
+    return msgspec.json.encode(answer, enc_hook=lambda token: token[:])
+
+
+def parse_announce_response(data: bytes | memoryview) -> AnnounceResponse:
+    """Return the answer to an announcement.
+
+    Raises:
+        RemoteProtocolError: it is malformed.
+    """
+    try:
+        return msgspec.json.decode(data, type=AnnounceResponse, dec_hook=_token_of)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"sent a malformed answer: {error}") from None
+
+
+@discreet
+def _token_of(_: type, value: object) -> Token:
+    if not isinstance(value, str) or (token := parse_invitation(value)) is None:
+        raise ValueError("a token of the swarm has another form")
+    return token
+
+
+def why_hidden(said: Announcement, seen: str) -> str:
+    """Return why others are not told of a member, and what helps."""
+    if said.local in ("", seen):
+        return (
+            f"others cannot use the address {seen!r}; list one that they can use at "
+            "the sender, Auth(peers=[...]), and pass it as advertise="
+        )
+    return (
+        f"it connects from {said.local!r}, and its announcement came from {seen!r}, so "
+        "a proxy or a NAT is between them; list the hosts of the receivers at the "
+        f"sender, as in Auth(peers=[{said.local!r}])"
+    )
 
 
 _NO_CHUNK = 0xFFFF_FFFF

@@ -7,7 +7,7 @@ instead. Memory is prepared a little ahead of the bytes that come.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from http import HTTPStatus
 
@@ -109,13 +109,13 @@ class RangeFetcher:
         return self._target.patch is not None and not vain
 
     async def fetch(
-        self, assignment: Assignment, hear: Callable[[Mapping[str, str]], None]
+        self, assignment: Assignment, hear: Callable[[Answer], None]
     ) -> None:
         """Receive what one request brings of a run directly into the target.
 
         Args:
             assignment: The run, and the connection.
-            hear: Gets the headers of the answer before its body is read.
+            hear: Gets the answer before its body is read.
 
         Raises:
             AiockptError: what is wrong with the peer or with its answer.
@@ -155,7 +155,7 @@ class RangeFetcher:
                 self._on_progress(new, 0)
 
         async with self._client.request(request, count) as answer:
-            hear(answer.headers)
+            hear(answer)
             if answer.status == HTTPStatus.NO_CONTENT:
                 # It has begun to receive the step anew, or never had the chunk.
                 raise StepNotFoundError(outline.step, url=request.url)

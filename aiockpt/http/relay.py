@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from aiockpt.format.chunks import digest
 from aiockpt.format.manifest import Manifest
@@ -19,7 +19,7 @@ from aiockpt.memory.arena import Memory
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.tasks import Notifier
 
-__all__ = ["Relay", "Slots"]
+__all__ = ["Copy", "Relay", "Slots"]
 
 _BATCH: Final = 3  # chunks that are announced together, on average
 _SOON, _LATE = 0.02, 0.5  # seconds
@@ -112,6 +112,17 @@ class _Slot:
         self.free()
 
 
+class Copy(NamedTuple):
+    """The bytes of some chunks, of which the first one begins at ``start``."""
+
+    start: int
+    data: bytes
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes ``[start, stop)`` of the data segment."""
+        return [memoryview(self.data)[start - self.start : stop - self.start]]
+
+
 class Relay:
     """A partial checkpoint as a `Servable`.
 
@@ -124,14 +135,16 @@ class Relay:
     Attributes:
         memory: The data segment; None if nothing may be read any more.
         kept: What keeps that memory after the receive; None if it is not the caller's.
-        token: What a member must send to read from it.
+        token: What a member must send to read from it, and what it sends itself.
+        other: Another token that a member may send, while the swarm changes its token.
         have: The verified chunks: bit i is chunk i. Bits are only added.
         order: The verified chunks, in the order in which they were verified.
         news: Wakes those that wait for another chunk.
         changes: Wakes the one that announces it: it was lent or ended, or a member of
             the swarm has lied.
         ended: Whether it serves nothing any more.
-        is_lent: Whether the memory may change, because the receive has returned.
+        is_lent: Whether the memory may change, because the receive returns. Then only
+            copies of it are sent.
     """
 
     live = True
@@ -148,7 +161,7 @@ class Relay:
         self.manifest, self.headers = manifest, headers
         self.memory: Memory | None = None
         self.kept: object = None
-        self.token = Token("")
+        self.token = self.other = Token("")
         self._began = asyncio.get_running_loop().time()
         self.have = 0
         self.order: list[int] = []
@@ -181,14 +194,21 @@ class Relay:
         wanted = (1 << len(chunks)) - 1
         return self.have >> chunks.start & wanted == wanted
 
-    def is_intact(self, chunks: range) -> bool:
-        """Return whether the chunks still have their digests. For a thread."""
+    def copied(self, chunks: range) -> Copy | None:
+        """Return a copy of chunks; None if one has changed. For a thread.
+
+        The caller of the receive may change the memory at any moment. So what is sent
+        is what was verified.
+        """
         manifest = self.manifest
-        return all(
-            digest(self.views(*manifest.grid.range(chunk)), manifest.algorithm)
-            == manifest.digests[chunk]
-            for chunk in chunks
-        )
+        ranges = [manifest.grid.range(chunk) for chunk in chunks]
+        start = ranges[0][0]
+        copy = Copy(start, b"".join(self.views(start, ranges[-1][1])))
+        for chunk, (first, last) in zip(chunks, ranges, strict=True):
+            actual = digest(copy.views(first, last), manifest.algorithm)
+            if actual != manifest.digests[chunk]:
+                return None
+        return copy
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes ``[start, stop)`` of the data segment.
@@ -201,7 +221,7 @@ class Relay:
         return self.memory.buffers(start, stop)
 
     def lend(self) -> None:
-        """Learn that the memory belongs to the caller of the receive now."""
+        """Learn that the memory is about to belong to the caller of the receive."""
         self.is_lent = True
         self.news.notify()
         self.changes.notify()

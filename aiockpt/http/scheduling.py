@@ -74,6 +74,7 @@ class Assignment:
         is_stolen: Whether it was stopped, so that another connection takes the run.
         is_answered: Whether the peer has begun to send.
         is_refused: Whether it was given up before the member had begun to send.
+        retried: How often a member was asked again for the rest of the run.
         size: Its bytes at the beginning.
         scope: Ends it, once it has begun.
         ended: Set when nothing is received for it any more.
@@ -87,6 +88,7 @@ class Assignment:
     is_stolen: bool = False
     is_answered: bool = False
     is_refused: bool = False
+    retried: int = 0
     size: int = field(init=False)
     scope: anyio.CancelScope | None = field(default=None, init=False)
     ended: asyncio.Event = field(default_factory=asyncio.Event)

@@ -7,6 +7,7 @@ that result. So the name cannot become another address in between.
 
 from __future__ import annotations
 
+import enum
 import fnmatch
 import ipaddress
 import re
@@ -19,15 +20,18 @@ from urllib.parse import urlsplit
 from aiohttp import DefaultResolver
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from aiockpt.errors import LocalProtocolError
+from aiockpt.errors import AiockptError, LocalProtocolError, PeerUnreachableError
 
 __all__ = [
     "CheckedResolver",
     "Reach",
+    "Scope",
     "check_peers",
     "endpoint",
     "network_of",
     "plain_address",
+    "scope_of",
+    "voter_of",
 ]
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -57,6 +61,17 @@ _SERVICES: Final = frozenset(
 
 _OF_HOST: Final = 64  # bits of an IPv6 address that one host cannot choose
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+_THIS_NETWORK: Final = ipaddress.IPv4Network("0.0.0.0/8")
+_NUMERIC: Final = re.compile(r"([0-9]+|0x[0-9a-f]*)", re.IGNORECASE)
+
+
+class Scope(enum.Enum):
+    """From where an address leads to the host that has it."""
+
+    EVERYWHERE = "an address for everybody"
+    HOST = "a loopback address"  # from the host itself
+    LINK = "a link-local address"  # from the same network segment
+    NOWHERE = "no address of a host"  # or one that needs the name of an interface
 
 
 def check_peers(peers: Sequence[str] | None) -> None:
@@ -81,9 +96,13 @@ class Reach:
 
     Args:
         peers: The only hosts, as in `Auth`; None: any but those that are dangerous.
+        within: The hosts were named by a peer in this scope. None: by the caller.
     """
 
-    def __init__(self, peers: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, peers: Sequence[str] | None = None, *, within: Scope | None = None
+    ) -> None:
+        self._within = within
         self._is_limited = peers is not None
         self._networks: list[Network] = []
         self._names: list[str] = []
@@ -97,15 +116,18 @@ class Reach:
         return f"<Reach names={self._names} networks={self._networks}>"
 
     def check_host(self, host: str) -> None:
-        """Check the host of a URL, if it is an address.
+        """Check the host of a URL, as far as no name has to be looked up.
 
         Raises:
             LocalProtocolError: no receiver connects there.
+            PeerUnreachableError: the same, of a host that a peer named.
         """
+        if fault := self._fault_of_scope(host, scope_of(host)):
+            raise self.refusal(host, fault)
         with suppress(ValueError):
             address = _plain(ipaddress.ip_address(host.partition("%")[0]))
             if fault := self.fault_of(host, address, spelled_out=True):
-                raise _refusal(host, fault)
+                raise self.refusal(host, fault)
 
     def allows(self, host: str) -> bool:
         """Return whether the list has a host that is given by name or by address."""
@@ -119,6 +141,8 @@ class Reach:
         self, host: str, address: Address, *, spelled_out: bool = False
     ) -> str | None:
         """Return why ``address``, which ``host`` leads to, is not for a receiver."""
+        if fault := self._fault_of_scope(str(address), _scope_of_address(address)):
+            return fault
         if any(address in network for network in self._networks):
             return None
         if self._is_limited and not self._has_name(host):
@@ -130,6 +154,24 @@ class Reach:
         if address.is_link_local and not spelled_out:
             return f"{address} is link-local, and the metadata does not spell it out"
         return None
+
+    def _fault_of_scope(self, host: str, scope: Scope) -> str | None:
+        """Return why a host that a peer named is out of that peer's scope.
+
+        The peer could otherwise make a receiver ask services of its own host.
+        """
+        if self._within is None or scope in (Scope.EVERYWHERE, self._within):
+            return None
+        return f"{host} is {scope.value}, and the source has none of that kind"
+
+    def refusal(self, host: str, fault: str) -> AiockptError:
+        """Return the error for a host to which a receiver must not connect."""
+        if self._within is not None:
+            return PeerUnreachableError(host[:100], fault)
+        return LocalProtocolError(
+            f"the metadata leads to {host[:100]!r}, and {fault}; a receiver does not "
+            "connect there unless Auth(peers=...) has it"
+        )
 
     def _has_name(self, host: str) -> bool:
         name = host.rstrip(".").lower()
@@ -149,7 +191,7 @@ class CheckedResolver(AbstractResolver):
         """Return the addresses of a name.
 
         Raises:
-            LocalProtocolError: it has some, and none is allowed.
+            LocalProtocolError, PeerUnreachableError: it has some, and none is allowed.
         """
         found = await self._resolver.resolve(host, port, family)
         faults = [self._fault_of(host, each["host"]) for each in found]
@@ -157,7 +199,7 @@ class CheckedResolver(AbstractResolver):
             each for each, fault in zip(found, faults, strict=True) if fault is None
         ]
         if found and not allowed:
-            raise _refusal(host, faults[0] or "")
+            raise self._reach.refusal(host, faults[0] or "")
         return allowed
 
     def _fault_of(self, host: str, text: str) -> str | None:
@@ -176,6 +218,40 @@ def _plain(address: Address) -> Address:
             return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         return address.ipv4_mapped or address.sixtofour or address
     return address
+
+
+def scope_of(host: str) -> Scope:
+    """Return the scope of the host in a URL: a name, or an address.
+
+    A name may lead to an address of another scope; `Reach` looks at that, too. An IPv6
+    address of a link leads nowhere without the interface of whoever connects, and a
+    peer cannot name that. A name that ends with a number is one of the short forms of
+    an IPv4 address, such as ``127.1`` and ``2130706433``.
+    """
+    if "%" in host:
+        return Scope.NOWHERE
+    try:
+        return _scope_of_address(_plain(ipaddress.ip_address(host)))
+    except ValueError:
+        name = host.rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return Scope.HOST
+    is_number = _NUMERIC.fullmatch(name.rpartition(".")[2])
+    is_odd = not name or is_number or _NAME.fullmatch(name) is None
+    return Scope.NOWHERE if is_odd else Scope.EVERYWHERE
+
+
+def _scope_of_address(address: Address) -> Scope:
+    if address.is_loopback:
+        return Scope.HOST
+    is_ipv4 = address.version == 4
+    if address in _SERVICES or address.is_multicast or address.is_unspecified:
+        return Scope.NOWHERE
+    if is_ipv4 and (address.is_reserved or address in _THIS_NETWORK):
+        return Scope.NOWHERE
+    if address.is_link_local:
+        return Scope.LINK if is_ipv4 else Scope.NOWHERE
+    return Scope.EVERYWHERE
 
 
 def plain_address(text: str) -> str:
@@ -201,16 +277,21 @@ def network_of(address: str) -> str:
     return str(ipaddress.IPv6Network((found, _OF_HOST), strict=False))
 
 
+def voter_of(address: str) -> tuple[str, str]:
+    """Return a kind of address, and what counts as one host among those of this kind.
+
+    A host may have an address of each kind, and nobody can tell whether addresses of
+    two kinds are those of one host. So hosts are counted for each kind by itself. All
+    loopback addresses are those of this host.
+    """
+    text = plain_address(address)
+    if scope_of(text) is Scope.HOST:
+        return Scope.HOST.name, ""
+    return "IPv6" if ":" in text else "IPv4", network_of(text)
+
+
 def endpoint(url: str) -> tuple[str, int]:
     """Return the host and the port of a URL, in one spelling."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return plain_address((parts.hostname or "").rstrip(".")), port
-
-
-def _refusal(host: str, fault: str) -> LocalProtocolError:
-    """Return the error for a host that a receiver must not connect to."""
-    return LocalProtocolError(
-        f"the metadata leads to {host[:100]!r}, and {fault}; a receiver does not "
-        "connect there unless Auth(peers=...) has it"
-    )

@@ -115,7 +115,7 @@ class HttpSource:
         try:
             if swarm is not None:
                 if error is None and swarm.can_linger:
-                    swarm.linger()
+                    await swarm.linger()
                 elif told:
                     await self._leave(swarm)
                 else:

@@ -462,14 +462,26 @@ class Store:
 
     def relayed(self, offered: str) -> Publication | None:
         """Return the relay that a request's token opens."""
+        # As bytes: compare_digest takes only ASCII text.
+        given = offered.encode("utf-8", "surrogateescape")
         for relay, publication in self._relays.items():
-            # As bytes: compare_digest takes only ASCII text.
-            given = offered.encode("utf-8", "surrogateescape")
-            if relay.ended or not relay.token:
-                continue
-            if hmac.compare_digest(given, relay.token.encode()):
-                return publication
+            for token in () if relay.ended else (relay.token, relay.other):
+                if token and hmac.compare_digest(given, token.encode()):
+                    return publication
         return None
+
+    async def lend_relay(self, relay: Relay) -> None:
+        """Lend its memory to the caller of the receive.
+
+        Once this returns, bodies are sent from copies only. Those that are being sent
+        end; their receivers ask for the rest.
+        """
+        publication = self._relays.get(relay)
+        if publication is None:
+            relay.lend()
+            return
+        with await publication.lock.acquire_write(grace=0.0):
+            relay.lend()
 
     async def end_relay(self, relay: Relay) -> None:
         """Serve it no more; once this returns, no byte of it is read. Idempotent."""

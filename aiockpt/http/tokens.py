@@ -62,9 +62,14 @@ class Grant:
     step: int | None
     expires: int
 
+    @property
+    def lapses(self) -> float:
+        """The time, in seconds since 1970, after which it is not accepted any more."""
+        return self.expires + CLOCK_SKEW
+
     def check(self, step: str | None, *, now: float) -> None:
         """Raise `AuthenticationError` unless the grant is valid for this step now."""
-        if now > self.expires + CLOCK_SKEW:
+        if now > self.lapses:
             late = f"{now - self.expires:.0f} s ago"
             raise AuthenticationError("the server", f"the token expired {late}")
         if self.step is not None and step != str(self.step):
@@ -127,14 +132,15 @@ def _text(data: bytes) -> str:
 
 
 @discreet
-def swarm_token(token: str | None, snapshot_id: str) -> Token:
+def swarm_token(token: str | None, snapshot_id: str, generation: int = 0) -> Token:
     """Return the token with which members of a swarm read one snapshot of each other.
 
     It opens nothing at the source. Where the source asks for no token (None), everybody
-    can make it.
+    can make it. After the grant of a receiver has lapsed, there is another generation.
     """
     key = (token or "").encode("utf-8", "surrogateescape")
-    return Token(_text(hmac.digest(key, _OF_SWARM + snapshot_id.encode(), "sha256")))
+    text = snapshot_id if not generation else f"{snapshot_id}\n{generation}"
+    return Token(_text(hmac.digest(key, _OF_SWARM + text.encode(), "sha256")))
 
 
 def manifest_mac(key: bytes) -> hmac.HMAC:

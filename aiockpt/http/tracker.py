@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
+from math import inf
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -21,12 +23,20 @@ from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.protocol import (
     LONGEST_URL,
+    MEMBER_PATH,
     Announcement,
     AnnounceResponse,
     MemberInfo,
     url_fault,
 )
-from aiockpt.http.security import endpoint, network_of
+from aiockpt.http.security import (
+    Scope,
+    endpoint,
+    network_of,
+    plain_address,
+    scope_of,
+    voter_of,
+)
 from aiockpt.http.swarm import (
     LEASE,
     Member,
@@ -52,11 +62,13 @@ _RETRY_AFTER: Final = 2.0
 _SOONEST: Final = 0.1  # seconds after which a promise may lapse
 _AT_FIRST: Final = 5.0  # seconds; the same before any promise was kept
 _NOTHING: Final = -1
+_NOBODY: Final = "-"  # sees a member, or is where a member is
 
 
 class _Member(msgspec.Struct, array_like=True):
     """A member; the tracker keeps it packed, since there may be thousands.
 
+    It is named to all members, or only to those that are ``at`` its ``within``.
     ``promised`` is the chunk that it should request next, since the period ``turn``.
     """
 
@@ -65,8 +77,14 @@ class _Member(msgspec.Struct, array_like=True):
     zone: str
     have: int
     named: int
+    at: str = ""
+    within: str = ""
     promised: int = _NOTHING
     turn: int = 0
+
+    def is_for(self, other: _Member) -> bool:
+        """Return whether another member may be told of this one."""
+        return not self.within or self.within == other.at != _NOBODY
 
 
 class MemberStatistics(NamedTuple):
@@ -108,6 +126,7 @@ class Tracker:
         self._sample: tuple[int, float] | None = None  # a chunk, and its promise
         self._usual = 0.0  # seconds from a promise until the chunk is given
         self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
+        self._tokens = _Tokens()
 
     def __repr__(self) -> str:
         return f"<Tracker members={len(self._members)}>"
@@ -122,7 +141,14 @@ class Tracker:
         return int(lease, 16) in self._members
 
     def announce(
-        self, lease: str, said: Announcement, *, address: str, trusts_url: bool
+        self,
+        lease: str,
+        said: Announcement,
+        *,
+        address: str,
+        trusts_url: bool,
+        link: str = "",
+        grant: str = "",
     ) -> AnnounceResponse:
         """Add or renew a member; return what to answer.
 
@@ -130,14 +156,17 @@ class Tracker:
             lease: The id of the receive's lease.
             said: What the member says.
             address: The host from which the announcement came.
-            trusts_url: Whether others connect to the host in the URL. If not, they
-                connect to ``address``.
+            trusts_url: Whether the source lists the host in the URL, so that others may
+                connect to it. If not, they connect to ``address``.
+            link: The address at which the announcement came in. Members with link-local
+                addresses that share it are on one link.
+            grant: The name of the receiver, if it has a token of its own.
 
         Raises:
             RemoteProtocolError: the URL names no server.
             PeerBusy: there are too many members, of this host or at all.
         """
-        url = _reachable(said.url, None if trusts_url else address)
+        url, at, within = _placed(said, address, link, trusts_url=trusts_url)
         now, key = _now(), int(lease, 16)
         self._forget_expired()
         packed = self._members.get(key)
@@ -149,7 +178,7 @@ class Tracker:
             self._admit(url)
             self._numbers += 1
             member = _Member(self._numbers, url, said.zone, 0, 0)
-        member.url, member.zone = url, said.zone
+        member.url, member.zone, member.at, member.within = url, said.zone, at, within
         member.have = min(said.have, self._chunks)
         is_complete = member.have == self._chunks
         seconds = LEASE * heartbeat(len(self._members))
@@ -158,13 +187,26 @@ class Tracker:
             self._leases.append(key)
         self._members[key] = _pack(member)
         bad = [number for each in said.bad if (number := self._number(each))]
-        self._complaints.add(address, bad)
+        self._complaints.add(_Voter(*voter_of(address), grant, address), bad)
         return AnnounceResponse(
             id=self._id(member),
             lease=seconds,
             members=() if is_complete else self._name(member, said.known),
             next=None if is_complete else self.promise(lease),
+            seen=address if within == _NOBODY else None,
         )
+
+    def tokens(self, lapses: float, *, now: float) -> tuple[int, ...]:
+        """Return the generations of the swarm's token that count, for one that is told.
+
+        Members send the first one, and accept all of them.
+
+        Args:
+            lapses: When the grant of the one that is told ends; infinity without one.
+            now: The time, in seconds since 1970 as ``lapses`` is.
+        """
+        lease = LEASE * heartbeat(len(self._members))
+        return self._tokens.told(lapses, now, _now(), lease)
 
     def leave(self, lease: str) -> None:
         """Forget a member."""
@@ -275,8 +317,8 @@ class Tracker:
         others = dict[int, _Member]()
         for lease in leases:
             each = _unpack(self._members[lease])
-            is_bad = len(self._complaints.about(each)) >= _ENOUGH
-            if each.number not in numbers and not is_bad:
+            is_new = each.number not in numbers and each.is_for(asker)
+            if is_new and self._complaints.votes(each) < _ENOUGH:
                 others[lease] = each
         leases = [*others]  # those that may be named
         seen = [*map(_seen, others.values())]
@@ -335,6 +377,48 @@ class Tracker:
         return number if number <= self._numbers else 0
 
 
+class _Tokens:
+    """Which tokens members accept of each other; a grant that lapses makes another one.
+
+    All members hear of a new token within a lease. In the first lease they accept it,
+    and send the old one. In the second lease they send it, and accept the old one. Then
+    whoever was not told of it can read nothing any more.
+    """
+
+    def __init__(self) -> None:
+        self._newest = 0
+        self._since: float | None = None  # the beginning of a change, in loop time
+        self._lease = 0.0  # the longest one
+        self._lapses = inf  # the first grant that ends, of those told of the newest
+
+    def told(
+        self, lapses: float, wall: float, now: float, lease: float
+    ) -> tuple[int, ...]:
+        """Return the generations that count now, the one to send first."""
+        self._lease = max(self._lease, lease)
+        if self._since is not None and now - self._since > 2 * self._lease:
+            self._since = None
+        if self._since is None and self._lapses < wall:
+            self._newest, self._since, self._lapses = self._newest + 1, now, inf
+        self._lapses = min(self._lapses, lapses)
+        if self._since is None:
+            return (self._newest,)
+        both = (self._newest - 1, self._newest)
+        return both if now - self._since <= self._lease else both[::-1]
+
+
+class _Voter(NamedTuple):
+    """Who complains: a host of a kind, as `voter_of` says, and the name of its grant.
+
+    The address tells receivers of this host apart; it does not make two hosts of one.
+    """
+
+    kind: str
+    host: str
+    grant: str
+    address: str
+
+
 class _Complaints:
     """Which hosts complained about which member's server.
 
@@ -344,34 +428,57 @@ class _Complaints:
     """
 
     def __init__(self) -> None:
-        self._new: dict[int, set[str]] = {}
-        self._filed: dict[tuple[str, int], set[str]] = {}
+        self._new: dict[int, set[_Voter]] = {}
+        self._filed: dict[tuple[str, int], set[_Voter]] = {}
 
-    def add(self, address: str, numbers: Sequence[int]) -> None:
+    def add(self, voter: _Voter, numbers: Sequence[int]) -> None:
         """Note the complaints of a host; it counts once, with all its members."""
         if not numbers:
             return
-        all_hosts = (*self._new.values(), *self._filed.values())
-        made = sum(address in hosts for hosts in all_hosts)
+        all_voters = (*self._new.values(), *self._filed.values())
+        made = sum(_has_voted(voter, voters) for voters in all_voters)
         for number in numbers[: max(_MOST_COMPLAINTS - made, 0)]:
-            hosts = self._new.setdefault(number, set())
-            if len(hosts) < _MOST_COMPLAINTS:
-                hosts.add(address)
+            voters = self._new.setdefault(number, set())
+            if len(voters) < _MOST_COMPLAINTS and not _has_voted(voter, voters):
+                voters.add(voter)
             if len(self._new) > _MOST_ACCUSED:  # some are about members that left
                 del self._new[next(iter(self._new))]
 
-    def about(self, member: _Member) -> set[str]:
-        """Return the hosts, other than its own, that complained about a member."""
+    def about(self, member: _Member) -> set[_Voter]:
+        """Return those, at other addresses than its own, that complained about it."""
         if not (self._new or self._filed):
             return set()
-        server = endpoint(member.url)  # not the path, which a member may choose freely
-        found = self._filed.get(server, set())
-        new = self._new.pop(member.number, set()) - {server[0]}
+        server = endpoint(member.url)
+        found, new = self._filed.get(server, set()), self._new.pop(member.number, set())
+        new = {
+            each
+            for each in new
+            if each.address != server[0] and not _has_voted(each, found)
+        }
         if new and len(found) < _MOST_COMPLAINTS:
             found = self._filed[server] = found | new
             if len(self._filed) > _MOST_ACCUSED:
                 del self._filed[next(iter(self._filed))]
         return found
+
+    def votes(self, member: _Member) -> int:
+        """Return how many hosts, its own one apart, complained about a member for sure.
+
+        A host may have complained once from an address of each kind.
+        """
+        if not (voters := self.about(member)):
+            return 0
+        own = voter_of(endpoint(member.url)[0])
+        kinds = Counter(each.kind for each in voters if each[:2] != own)
+        return max(kinds.values(), default=0)
+
+
+def _has_voted(voter: _Voter, voters: set[_Voter]) -> bool:
+    """Return whether this host, or this grant, is among those that complained."""
+    return any(
+        voter[:2] == each[:2] or (voter.grant and voter.grant == each.grant)
+        for each in voters
+    )
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -386,24 +493,42 @@ def _bucket(url: str) -> int:
     return hash(network_of(endpoint(url)[0])) % _BUCKETS
 
 
-def _reachable(url: str, host: str | None) -> str:
-    """Return a member's URL with a slash at its end, and with this host.
+def _placed(
+    said: Announcement, address: str, link: str, *, trusts_url: bool
+) -> tuple[str, str, str]:
+    """Return a member's URL, where the member is, and where others must be to see it.
+
+    The place is "" if it does not matter. The member chooses no more of the URL than
+    its scheme and its port, and the host if the source lists that.
 
     Raises:
-        RemoteProtocolError: it names no server, or gets too long by that.
+        RemoteProtocolError: the URL names no server, or gets too long.
     """
-    if fault := url_fault(url):
+    if fault := url_fault(said.url):
         raise RemoteProtocolError(f"the URL of the member is bad: {fault}")
-    parts = urlsplit(url)
-    place = parts.netloc
-    if host is not None:
-        name = f"[{host}]" if ":" in host else host
-        place = name if parts.port is None else f"{name}:{parts.port}"
-    found = f"{parts.scheme}://{place}{parts.path.rstrip('/')}/"
-    if len(found) > LONGEST_URL:
-        detail = f"{len(found)} characters, with the host from which it came"
-        raise RemoteProtocolError(f"the URL of the member is bad: it has {detail}")
-    return found
+    parts = urlsplit(said.url)
+    places = {
+        Scope.EVERYWHERE: "",
+        Scope.HOST: "host",
+        Scope.LINK: f"link {link}",
+        Scope.NOWHERE: _NOBODY,
+    }
+    own, said_scope = scope_of(address), scope_of(parts.hostname or "")
+    # Through a proxy or a NAT, all members have one address, at which none of them is.
+    is_direct = not said.local or plain_address(said.local) == address
+    at = places[own] if is_direct else _NOBODY
+    if trusts_url and said_scope in (Scope.EVERYWHERE, own):
+        host, within = parts.hostname or "", places[said_scope]
+    else:
+        host, within = address, at
+    name = f"[{host}]" if ":" in host else host
+    place = name if parts.port is None else f"{name}:{parts.port}"
+    url = f"{parts.scheme}://{place}{MEMBER_PATH}"
+    if len(url) > LONGEST_URL:
+        raise RemoteProtocolError(
+            f"the URL of the member is bad: it has {len(url)} characters"
+        )
+    return url, at, within
 
 
 def _now() -> float:

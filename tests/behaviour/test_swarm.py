@@ -818,7 +818,8 @@ async def test_a_source_that_starts_again_hears_complaints() -> None:
 
     async def answer(request: web.Request) -> web.Response:
         said.append(await request.json())
-        member = {"id": f"m1-{min(len(said), 3)}", "url": "http://127.0.0.2:9/"}
+        url = "http://127.0.0.2:9/checkpoint/"
+        member = {"id": f"m1-{min(len(said), 3)}", "url": url}
         return web.json_response({"id": "m2", "lease": 3, "members": [member]})
 
     app = web.Application()
@@ -859,7 +860,7 @@ async def test_a_liar_comes_back_under_no_other_path() -> None:
     """Nor under another id."""
     async with sending() as sender, receivers(1) as (receiver,):
         metadata = sender.metadata()
-        bad, good = "http://127.0.0.2:9/", "http://127.0.0.3:9/"
+        bad, good = "http://127.0.0.2:9/", "http://127.0.0.3:9/checkpoint/"
         name = await announce(metadata, 15, bad, "127.0.0.2")
         async with membership_of(sender, receiver) as membership:
             await settle(lambda: membership.members)
@@ -972,8 +973,9 @@ async def test_members_that_are_slow_on_purpose_are_dropped(body: Any) -> None:
             who = impostor(sender, url, body, number=number)
             await stack.enter_async_context(who)
         await all_of(members, url)
-    dropped = [each.detail for each in events if each.stop == "drop"]
-    assert len({each for each in dropped if "much slower" in each}) >= 2
+    dropped = [each for each in events if each.stop == "drop"]
+    assert len({each.detail for each in dropped if "much slower" in each.detail}) >= 2
+    assert {each.level for each in dropped} == {logging.INFO}
 
 
 @proves("threat D16")

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from aiockpt import AiockptError, Auth, Swarm
 from aiockpt.http.relay import Relay
 from aiockpt.http.server_process import ServerProcess
+from aiockpt.http.store import Store
 from aiockpt.testing import Drip, assert_same
 from tests.support.commandline import start_aiockpt
 from tests.support.matrix import Record
@@ -30,6 +32,7 @@ from tests.support.transports import (
     chunked,
     proxied,
     through,
+    told,
     transport,
 )
 
@@ -268,3 +271,37 @@ async def test_clocks_do_not_matter(record: Record, tmp_path: Path) -> None:
         assert others == [one] * 3
         record.within("sent by the source", sent, 3.0, unit=" checkpoints")
         record.ran(4)
+
+
+@proves("fault 70", "invariant 1")
+async def test_the_owner_of_a_lingering_member_changes_its_tensors(
+    record: Record,
+) -> None:
+    """At any moment: those that read from it get the right bytes, and blame nobody."""
+    chance = record.chance()
+    for _ in record.part_of(range(20), few=1):
+        async with told() as events, swarming(2, swarm=Swarm(linger=60)) as found:
+            sender, members, url = found
+            states = await asyncio.gather(*fetching(members, url))
+            async with transport(swarm=Swarm(linger=0), same_host=False) as late:
+                before = relayed(members)
+                task = fetching([late], url)[0]
+                few = chance.uniform(0.05, 0.7) * COUNT * CHUNK
+                await settle(
+                    lambda before=before, few=few, members=members: (
+                        relayed(members) - before > few
+                    ),
+                    patience=60,
+                )
+                assert not task.done()
+                for state in states:
+                    for tensor in state.values():
+                        if isinstance(tensor, torch.Tensor):
+                            tensor.fill_(-1.0)
+                assert_same(await task, STATE)
+            assert isinstance(sender._store, Store)
+            assert sender._store.latest is not None
+            accused = sender._store.latest.tracker.statistics()
+            assert not any(each.complaints for each in accused)
+            assert not any("digest" in each.detail for each in events)
+            record.ran()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import tracemalloc
+from math import inf
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from aiockpt.errors import RemoteProtocolError
 from aiockpt.http import tracker as module
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.protocol import Announcement, AnnounceResponse
+from aiockpt.http.security import plain_address
 from aiockpt.http.tracker import Tracker
 from aiockpt.runtime import deadlines
 from tests.support.proofs import proves
@@ -32,11 +34,13 @@ def announce(
     """Announce a member of a host of its own, unless it says otherwise."""
     address = said.pop("address", f"10.0.{number // 250}.{number % 250}")
     url = said.pop("url", f"http://host:{1000 + number}/checkpoint/")
+    seen = {name: said.pop(name, "") for name in ("link", "grant")}
     return tracker.announce(
         lease_of(number),
         Announcement(url, **said),
         address=address,
         trusts_url=trusts_url,
+        **seen,
     )
 
 
@@ -230,10 +234,10 @@ async def test_the_work_does_not_grow_with_the_members(
 @pytest.mark.parametrize(
     ("url", "trusts", "named"),
     [
-        ("http://192.0.2.7:5/x", False, "http://10.0.0.1:5/x/"),
-        ("https://[2001:db8::1]:5/", False, "https://10.0.0.1:5/"),
-        ("http://proxy.job.svc/a/b/", True, "http://proxy.job.svc/a/b/"),
-        ("http://169.254.169.254/", False, "http://10.0.0.1/"),
+        ("http://192.0.2.7:5/x", False, "http://10.0.0.1:5/checkpoint/"),
+        ("https://[2001:db8::1]:5/", False, "https://10.0.0.1:5/checkpoint/"),
+        ("http://proxy.job.svc/a/b/", True, "http://proxy.job.svc/checkpoint/"),
+        ("http://169.254.169.254/", False, "http://10.0.0.1/checkpoint/"),
     ],
 )
 async def test_the_host_is_that_of_the_announcement(
@@ -243,6 +247,156 @@ async def test_the_host_is_that_of_the_announcement(
     tracker = Tracker(8)
     announce(tracker, 1, url=url, trusts_url=trusts)
     assert [each.url for each in announce(tracker, 2).members] == [named]
+
+
+@proves("threat S8")
+@pytest.mark.parametrize(
+    ("member", "asker", "named"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.2", "::1", True),
+        ("::1", "127.0.0.1", True),
+        ("127.0.0.1", "10.0.0.2", False),
+        ("::1", "2001:db8::2", False),
+        ("127.0.0.1", "169.254.1.2", False),
+        ("169.254.1.1", "169.254.1.2", True),
+        ("169.254.1.1", "10.0.0.2", False),
+        ("169.254.1.1", "127.0.0.1", False),
+        ("fe80::1", "fe80::2", False),
+        ("0.0.0.0", "0.0.0.0", False),
+        ("10.0.0.1", "127.0.0.1", True),
+    ],
+)
+async def test_a_member_is_named_where_its_address_leads_to_it(
+    member: str, asker: str, named: bool
+) -> None:
+    """A loopback address leads to the host of whoever asks."""
+    tracker = Tracker(8)
+    announce(tracker, 1, address=member)
+    found = announce(tracker, 2, address=asker).members
+    assert bool(found) is named
+
+
+async def test_links_are_told_apart() -> None:
+    """Two networks of the source may have the same link-local addresses."""
+    tracker = Tracker(8)
+    here: dict[str, Any] = {"address": "169.254.1.1", "link": "169.254.7.9"}
+    there = {**here, "link": "169.254.8.9"}
+    announce(tracker, 1, **here)
+    assert announce(tracker, 2, **here).members
+    assert not announce(tracker, 3, **there).members
+
+
+@proves("threat S8")
+@pytest.mark.parametrize(
+    ("url", "address", "named"),
+    [
+        ("http://127.0.0.1:5/", "10.0.0.1", "http://10.0.0.1:5/checkpoint/"),
+        ("http://localhost:5/", "10.0.0.1", "http://10.0.0.1:5/checkpoint/"),
+        ("http://[::1]:5/", "10.0.0.1", "http://10.0.0.1:5/checkpoint/"),
+        ("http://169.254.1.1:5/", "10.0.0.1", "http://10.0.0.1:5/checkpoint/"),
+        ("http://169.254.169.254:5/", "10.0.0.1", "http://10.0.0.1:5/checkpoint/"),
+        ("http://127.1:5/", "10.0.0.1", "http://10.0.0.1:5/checkpoint/"),
+        ("http://2130706433:5/", "10.0.0.1", "http://10.0.0.1:5/checkpoint/"),
+        ("http://10.0.0.9:5/x/y/", "10.0.0.1", "http://10.0.0.9:5/checkpoint/"),
+        ("http://host.job.svc:5/#x", "10.0.0.1", "http://host.job.svc:5/checkpoint/"),
+    ],
+)
+async def test_a_list_of_hosts_makes_nobody_ask_itself(
+    url: str, address: str, named: str
+) -> None:
+    """Though the source lists the host in the URL, and with it too many."""
+    tracker = Tracker(8)
+    announce(tracker, 1, url=url, address=address, trusts_url=True)
+    assert [each.url for each in announce(tracker, 2).members] == [named]
+
+
+async def test_a_member_behind_a_proxy_is_named_to_nobody() -> None:
+    """It is not at the address from which its announcement came. It learns of others.
+
+    If the source lists the host in the URL, others are told of that.
+    """
+    tracker = Tracker(8)
+    announce(tracker, 1)
+    behind: dict[str, Any] = {"address": "127.0.0.1", "url": "http://10.0.0.7:5/"}
+    hidden = announce(tracker, 2, **behind, local="10.0.0.7")
+    assert hidden.seen == "127.0.0.1"
+    assert len(hidden.members) == 1
+    # Nor is another one behind the proxy on the host of those with loopback addresses.
+    direct = announce(tracker, 3, address="127.0.0.1", local="127.0.0.1")
+    assert direct.seen is None
+    assert direct.id not in [each.id for each in announce(tracker, 4).members]
+    assert not is_named(tracker, hidden)
+    listed = announce(tracker, 2, **behind, local="10.0.0.7", trusts_url=True)
+    assert listed.seen is None
+    assert is_named(tracker, listed)
+
+
+@proves("threat T10", "threat T13")
+@pytest.mark.parametrize(
+    ("bad", "votes", "named"),
+    [
+        ("10.0.0.9", ["10.0.0.1", "10.0.0.2"], False),
+        ("10.0.0.9", ["10.0.0.1", "::ffff:10.0.0.1"], True),
+        ("10.0.0.9", ["10.0.0.1", "2001:db8::1"], True),
+        ("10.0.0.9", ["10.0.0.1", "127.0.0.1", "2001:db8::1"], True),
+        ("10.0.0.9", ["2001:db8::1", "2001:db8::2"], True),
+        ("10.0.0.9", ["2001:db8::1", "2001:db8:0:1::1"], False),
+        ("10.0.0.9", ["10.0.0.1", "2001:db8::1", "10.0.0.2"], False),
+        ("127.0.1.9", ["127.0.0.1", "127.0.0.2", "::1"], True),
+        ("127.0.1.9", ["10.0.0.1", "10.0.0.2"], False),
+        ("2001:db8::9", ["2001:db8::1", "2001:db8::2"], True),
+    ],
+)
+async def test_a_host_votes_once(bad: str, votes: list[str], named: bool) -> None:
+    """With all its addresses, as far as they can be known for those of one host."""
+    tracker = Tracker(8)
+    accused = announce(tracker, 1, address=bad)
+    for number, text in enumerate(votes, 2):
+        address = plain_address(text)
+        announce(tracker, number, bad=(accused.id,), address=address)
+    where = "127.0.0.1" if bad.startswith("127") else "10.0.0.200"
+    told = announce(tracker, 99, address=where).members
+    assert (accused.id in [each.id for each in told]) is named
+
+
+@proves("threat T13")
+async def test_a_grant_votes_once() -> None:
+    """From however many hosts it is used."""
+    tracker = Tracker(8)
+    accused = announce(tracker, 1)
+    for number in range(2, 5):
+        announce(tracker, number, bad=(accused.id,), grant="rank-3")
+    assert is_named(tracker, accused)
+    announce(tracker, 5, bad=(accused.id,), grant="rank-4")
+    assert not is_named(tracker, accused)
+
+
+@proves("threat I11")
+async def test_a_grant_that_lapses_changes_the_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All members hear of it within a lease, and nobody asks with a token too new."""
+    tracker, now = Tracker(8), asyncio.get_running_loop().time()
+    monkeypatch.setattr(module, "_now", lambda: now)
+    lease = announce(tracker, 1).lease
+
+    def told(after: float, lapses: float = inf) -> tuple[int, ...]:
+        nonlocal now
+        now += after
+        return tracker.tokens(lapses, now=now)
+
+    assert told(0) == (0,)
+    assert told(0, now + 100) == (0,)
+    assert told(99) == (0,)
+    assert told(2) == (0, 1)
+    assert told(lease - 0.1, now + 2) == (0, 1)  # it learns the new one
+    assert told(0.2) == (1, 0)
+    assert told(lease - 0.2) == (1, 0)
+    assert told(0.2) == (1, 2)  # that grant has lapsed, too
+    assert told(lease + 0.1) == (2, 1)
+    assert told(lease) == (2,)
+    assert told(1000) == (2,)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import random
 import re
 import shutil
@@ -23,7 +24,7 @@ from yarl import URL
 from aiockpt.format.chunks import ChunkGrid, digest
 from aiockpt.format.header import build_manifest
 from aiockpt.http.handlers import ServerConfig
-from aiockpt.http.listen import open_sockets
+from aiockpt.http.listen import advertised_address, open_sockets
 from aiockpt.http.options import Server
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Store
@@ -309,6 +310,14 @@ class Host:
                 late.force_close()
 
 
+def own_address() -> str:
+    """Return an address of this host that is none of loopback; skip without one."""
+    found = advertised_address(advertise=None, interface=None, host=None, env={})
+    if ipaddress.ip_address(found).is_loopback or ":" in found:
+        pytest.skip("this host has no IPv4 address but those of loopback")
+    return found
+
+
 def listener(port: int = 0) -> socket.socket:
     """Return a socket that listens on loopback."""
     return socket.create_server(("127.0.0.1", port))
@@ -396,6 +405,7 @@ class ReverseProxy:
                 request.method,
                 URL(target, encoded=True),
                 headers=headers,
+                data=await request.read() or None,
                 allow_redirects=False,
                 ssl=self.trust,
             )
@@ -411,16 +421,16 @@ class ReverseProxy:
         for name in HOP_BY_HOP:
             headers.pop(name, None)
         response = web.StreamResponse(status=upstream.status, headers=headers)
-        await response.prepare(request)
         passed = 0
         try:
+            await response.prepare(request)
             async for part in upstream.content.iter_any():
                 await response.write(part)
                 passed += len(part)
                 if self.pause is not None and passed > self.pause:
                     self.paused.set()
                     await self.go_on.wait()
-        except aiohttp.ClientError:
+        except (aiohttp.ClientError, ConnectionError):
             if request.transport is not None:
                 request.transport.abort()  # or a half body would pass for a whole one
         return response
@@ -434,12 +444,17 @@ async def reverse_proxy(
     trust: ssl.SSLContext | bool = True,
     keeps_host: bool = False,
     pause: int | None = None,
+    local: str = "127.0.0.1",
 ) -> AsyncIterator[ReverseProxy]:
     """Run one on loopback; ``ssl_context`` is its own, ``trust`` for what is behind.
 
-    It names the host that it was asked for only if it ``keeps_host``.
+    It names the host that it was asked for only if it ``keeps_host``. It connects to
+    what is behind it from the ``local`` address.
     """
-    async with aiohttp.ClientSession(auto_decompress=False) as client:
+    connector = aiohttp.TCPConnector(local_addr=(local, 0))
+    async with aiohttp.ClientSession(
+        connector=connector, auto_decompress=False
+    ) as client:
         proxy = ReverseProxy(upstream, client, trust, keeps_host, pause=pause)
         app = web.Application()
         app.router.add_route("*", f"{PATH}{{tail:.*}}", proxy.handle)

@@ -95,7 +95,7 @@ async def test_the_members() -> None:
             },
             {
                 "id": "m2",
-                "url": "http://127.0.0.2:10/c/",
+                "url": "http://127.0.0.2:10/checkpoint/",
                 "zone": "",
                 "have": CHUNKS,
                 "complaints": 0,
