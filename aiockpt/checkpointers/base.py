@@ -252,19 +252,18 @@ def template_of(state_dict: Any, into: Any) -> Any:
     return state_dict if into is None else into
 
 
-def path_for(state_dict: object, path: object) -> str:
+def path_for(state_dict: object, path: StrPath) -> str:
     """Return the path of a save as text.
 
     Raises:
         TypeError: it is not a path; perhaps the two arguments are swapped.
     """
-    if isinstance(path, str | os.PathLike):
-        return str(expanded(path))
-    if isinstance(state_dict, str | os.PathLike):
+    paths = (str, os.PathLike)
+    if isinstance(state_dict, paths) and not isinstance(path, paths):
         raise TypeError(
             "save(path, state_dict) is torch's order: here it is save(state_dict, path)"
         )
-    raise TypeError(f"path must be a str or an os.PathLike, got {type(path).__name__}")
+    return expanded(path)
 
 
 def step_for(path: StrPath, keywords: Mapping[str, object]) -> int:

@@ -31,6 +31,7 @@ from aiockpt.storage.directory import (
     old_of,
     rank_file,
     resolve_target,
+    text_of,
 )
 from aiockpt.storage.files import named, read_at
 from aiockpt.storage.read import FileSource, OnBytes, Verify, manifest_of_file
@@ -73,7 +74,7 @@ class Found:
 
 def is_url(path: StrPath) -> bool:
     """Say whether a path names a peer."""
-    return _PEER.match(os.fspath(path)) is not None
+    return _PEER.match(text_of(path)) is not None
 
 
 @contextmanager

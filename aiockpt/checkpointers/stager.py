@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final, Self
 
 from aiockpt.checkpointers.config import CheckpointStagerConfig
-from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.format.limits import FILE_LIMITS, OF_A_SAVE, advising
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE
 from aiockpt.memory.device import Marks, PortFor, completed, port_for
 from aiockpt.memory.snapshot import Snapshot
@@ -171,7 +171,7 @@ class DefaultStager(CheckpointStager):
         return await self._stage(state_dict, step, Marks.of(self.ports))
 
     async def _stage(self, state_dict: Any, step: int, marks: Marks) -> StagedState:
-        with self._lifetime.call():
+        with self._lifetime.call(), advising(OF_A_SAVE):
             snapshot = await self._stager.stage(
                 state_dict, step=exact_step(step), marks=marks
             )

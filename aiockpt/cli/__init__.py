@@ -20,6 +20,7 @@ from importlib import import_module
 from aiockpt.cli.arguments import UsageError, parse
 from aiockpt.cli.text import printable
 from aiockpt.errors import AiockptError
+from aiockpt.format.limits import OF_A_COMMAND, advising
 from aiockpt.runtime.system import raise_descriptor_limit
 
 __all__ = ["main"]
@@ -51,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _import(module)
         command = given.command
         # Now, so that no other command's frameworks are loaded.
-        code: int = import_module(f"{__name__}.{given.command}").run(given)
+        run = import_module(f"{__name__}.{given.command}").run
+        with advising(OF_A_COMMAND):
+            code: int = run(given)
         sys.stdout.flush()  # now, while a reader that went away is still an answer
     except KeyboardInterrupt as error:
         if command not in _ENDLESS:

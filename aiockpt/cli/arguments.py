@@ -17,8 +17,8 @@ from aiockpt.errors import LocalProtocolError, StorageError
 from aiockpt.format.chunks import ALGORITHM, ALGORITHMS
 from aiockpt.http.protocol import Address, parse_address
 from aiockpt.runtime.secrets import Token
-from aiockpt.runtime.words import printable
-from aiockpt.storage.directory import expanded
+from aiockpt.runtime.words import command_line, printable
+from aiockpt.storage.directory import local_path
 
 __all__ = ["Address", "UsageError", "address", "is_url", "parse", "size"]
 
@@ -64,7 +64,7 @@ def _path(text: str) -> Path:
     if not text:  # a variable of the shell that is not set; pathlib takes it for "."
         raise argparse.ArgumentTypeError("the path is empty")
     try:
-        return Path(expanded(text))
+        return local_path(text)
     except StorageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -86,7 +86,7 @@ def _converted(text: str) -> Path:
         return path
     raise argparse.ArgumentTypeError(
         f"{text!r} has the suffix of no known kind of file: name a file .pt or "
-        f".safetensors, or write {text + '/'!r} for a checkpoint directory"
+        f".safetensors, or write {command_line(text + '/')} for a checkpoint directory"
     )
 
 

@@ -23,9 +23,9 @@ from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.cli.arguments import UsageError
-from aiockpt.cli.paths import one_file, pointing_below
+from aiockpt.cli.paths import check_parts, for_a_command, one_file, pointing_below
 from aiockpt.cli.text import command_line, printable
-from aiockpt.errors import DeviceMeshError, StateDictError, StorageError
+from aiockpt.errors import StateDictError, StorageError
 from aiockpt.format.dtypes import CODES, DTYPES
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.memory.arena import ArenaPool
@@ -106,29 +106,10 @@ def _check_directory(target: Path, *, replace: bool) -> None:
 def _load(source: Path, rank: int | None) -> Any:
     with named(source):
         if source.is_file() or (source / MARKER).exists():
-            found = find_checkpoint(source) if rank is None else None
-            if found is not None and found.world_size > 1:
-                # If it is sharded, --rank does not help.
-                with _refusing_shards(source):
-                    reader = CheckpointReader(_ALONE)
-                    reader.read(found.file_of(0), mmap=True, verify="none")
+            check_parts(source, rank, "convert")
             source, rank = one_file(source, rank), None
-    with pointing_below(source), _refusing_shards(source):
+    with pointing_below(source), for_a_command(source, "convert"):
         return _read(source, rank=rank)
-
-
-@contextmanager
-def _refusing_shards(source: Path) -> Iterator[None]:
-    try:
-        yield
-    except DeviceMeshError as error:
-        detail = (
-            f"{source}: it holds one rank's shards of tensors, and convert cannot "
-            "join them; load it in a job of as many ranks, gather the state "
-            "(StateDictOptions(full_state_dict=True) of "
-            "torch.distributed.checkpoint.state_dict), and save that on rank 0"
-        )
-        raise StateDictError(detail) from error
 
 
 def _read(path: Path, *, rank: int | None = None) -> Any:

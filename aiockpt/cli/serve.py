@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.cli.arguments import UsageError
-from aiockpt.cli.paths import one_file
+from aiockpt.cli.paths import check_parts, for_a_command, one_file
 from aiockpt.cli.text import command_line, format_bytes, printable
 from aiockpt.errors import CheckpointNotFoundError, LocalProtocolError, StorageError
 from aiockpt.format.limits import FILE_LIMITS
@@ -214,10 +214,11 @@ class _Chosen:
 
     def read(self) -> StateFile:
         """Return the state dict in memory of its own, with verified digests if ours."""
-        if not self.file.is_dir():
-            return read_state_file(self.file, limits=FILE_LIMITS)
-        reader = CheckpointReader(RankInfo(0, 1))
-        return StateFile(reader.read(self.file, rank=self.rank)[0], None)
+        with for_a_command(self.path, "serve"):
+            if not self.file.is_dir():
+                return read_state_file(self.file, limits=FILE_LIMITS)
+            reader = CheckpointReader(RankInfo(0, 1))
+            return StateFile(reader.read(self.file, rank=self.rank)[0], None)
 
 
 def _choose(path: Path, rank: int | None) -> _Chosen:
@@ -230,9 +231,11 @@ def _choose(path: Path, rank: int | None) -> _Chosen:
     with named(path):
         path.stat()
     if not path.is_dir() or find_checkpoint(path):
+        check_parts(path, rank, "serve")
         return _Chosen(path, one_file(path, rank), None)
     if found := list_checkpoints(path):
         last = found[-1].path
+        check_parts(last, rank, "serve")
         remark = f"the latest of {len(found)} there, " if len(found) > 1 else ""
         return _Chosen(last, one_file(last, rank), None, remark)
     with named(path):

@@ -7,7 +7,8 @@ deadline would end only when a peer's header is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from mmap import mmap
@@ -18,8 +19,12 @@ from aiockpt.errors import LimitExceededError
 __all__ = [
     "FILE_LIMITS",
     "IS_CANCELLED",
+    "OF_A_COMMAND",
+    "OF_A_FILE",
+    "OF_A_SAVE",
     "Limits",
     "WorkCancelledError",
+    "advising",
     "enforce",
     "enforce_values",
     "raise_if_cancelled",
@@ -65,6 +70,20 @@ FILE_LIMITS: Final = Limits(
 )
 """The default of saves and loads, where no peer keeps others waiting."""
 
+OF_A_SAVE: Final = (
+    "no save may hold more: nest the state dict less deeply, and put long lists of "
+    "numbers into tensors or arrays"
+)
+OF_A_FILE: Final = (
+    "if you trust who made it, read it with aiockpt.checkpointers.CheckpointReader("
+    "None, limits=aiockpt.Limits({option}=...))"
+)
+OF_A_COMMAND: Final = (
+    "no option of this command raises that: if you trust its source, receive it in a "
+    "program, with aiockpt.Receive(limits=aiockpt.Limits({option}=...))"
+)
+"""What to do about a limit, where the caller passes no `Limits`; see `advising`."""
+
 
 def enforce(
     what: str, actual: int, limit: int | None, option: str = "", remedy: str = ""
@@ -82,6 +101,21 @@ def enforce(
         raise LimitExceededError(
             what, limit=limit, actual=actual, option=option, remedy=remedy
         )
+
+
+@contextmanager
+def advising(remedy: str) -> Iterator[None]:
+    """Say what to do where the caller passes no `Limits`.
+
+    Args:
+        remedy: What to do; ``{option}`` stands for the field of `Limits`.
+    """
+    try:
+        yield
+    except LimitExceededError as error:
+        if error.option and not error.detail:
+            error.detail = remedy.format(option=error.option)
+        raise
 
 
 def enforce_values(

@@ -8,6 +8,7 @@ from typing import Final, TypeAlias, Union
 
 __all__ = [
     "NAMED_TUPLE",
+    "PICKLE",
     "PYTREE",
     "Node",
     "Path",
@@ -22,12 +23,13 @@ NAMED_TUPLE: Final = "namedtuple:"
 PYTREE: Final = "pytree:"
 """Prefixes of tags: the tensors in such a value are the state dict's own."""
 
+PICKLE: Final = "pickle"
+"""The tag of a value that only running code brings back."""
+
 Node: TypeAlias = Union[bool, int, float, str, "list[Node]", None]
 """One JSON value of an encoded tree; anything but a scalar is ``[tag, ...]``."""
 
 _LONGEST: Final = 200
-_PLAIN: Final = (str, bytes, bool, float, complex, type(None))
-
 Path: TypeAlias = tuple[object, ...]
 """The keys and indices that lead from the root of a state dict to a leaf."""
 
@@ -40,6 +42,9 @@ class Step:
 
     def __repr__(self) -> str:
         return self.text
+
+
+_PLAIN: Final = (str, bytes, bool, float, complex, type(None), Step)
 
 
 def format_path(path: Iterable[object]) -> str:

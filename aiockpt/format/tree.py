@@ -40,6 +40,7 @@ from aiockpt.format.limits import (
 )
 from aiockpt.format.paths import (
     NAMED_TUPLE,
+    PICKLE,
     PYTREE,
     Node,
     Path,
@@ -116,16 +117,22 @@ def encode_tree(
     try:
         node = encoder.encode(value, path)
     except RecursionError:
-        actual = encoder.depth + 1
-        raise LimitExceededError(
-            "nesting", limit=actual - 1, actual=actual, remedy=_cycle(value, path)
-        ) from None
+        raise _too_deep(encoder.depth, _cycle(value, path)) from None
     except LimitExceededError as error:
         if encoder.depth > limits.max_depth:
             error.detail = _cycle(value, path)
         raise
     encoder.refused.raise_if_any()
     return node
+
+
+def _too_deep(depth: int, cycle: str = "") -> LimitExceededError:
+    remedy = (
+        cycle or "Python's own stack holds no more: nest the state dict less deeply"
+    )
+    return LimitExceededError(
+        "the nesting", limit=depth, actual=depth + 1, remedy=remedy
+    )
 
 
 def _cycle(value: object, path: Path) -> str:
@@ -393,8 +400,7 @@ def decode_tree(
     try:
         return decoder.decode(node)
     except RecursionError:
-        actual = decoder.depth + 1
-        raise LimitExceededError("nesting", limit=actual - 1, actual=actual) from None
+        raise _too_deep(decoder.depth) from None
 
 
 class UnknownLeafError(RemoteProtocolError):
@@ -406,6 +412,8 @@ class UnknownLeafError(RemoteProtocolError):
         self.tag = tag
 
     def __str__(self) -> str:
+        if self.tag == PICKLE:
+            return f"a pickle at {self.path}: {rebuilding(self.tag)}"
         known = type_of(self.tag) if is_structure(self.tag) else self.tag[:_SHOWN]
         text = f"a leaf of the unknown type {known!r} at {self.path}: "
         text += f"{rebuilding(self.tag)} here too"
@@ -415,6 +423,8 @@ class UnknownLeafError(RemoteProtocolError):
 
     def local(self) -> UnsupportedLeafError:
         """Return the error for a checkpoint of one's own, such as a file."""
+        if self.tag == PICKLE:
+            return UnsupportedLeafError(self.path, PICKLE, rebuilding(self.tag))
         remedy = f"this process does not know the type: {rebuilding(self.tag)} first"
         if is_structure(self.tag):
             remedy += ", or load into a template that has one there"
@@ -433,6 +443,8 @@ def type_of(tag: str) -> str:
 
 def rebuilding(tag: str) -> str:
     """Return what to do in a process that is to rebuild a leaf with this tag."""
+    if tag == PICKLE:
+        return "it runs code; say allow_pickle=True here too if you trust who made it"
     name = type_of(tag)
     short = name.rpartition(".")[2]
     short = short if short.isidentifier() else "TYPE"

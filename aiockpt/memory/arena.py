@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Final, Protocol, TypeAlias
 
 from aiockpt.format.limits import enforce
-from aiockpt.runtime.system import allocating, spare_memory
+from aiockpt.runtime.system import FREE_MEMORY, allocating, spare_memory
 
 if sys.platform == "linux":
     import fcntl
@@ -535,7 +535,8 @@ def lend(
         StagingError: the system refuses the memory.
     """
     if most is None:
-        most = spare_memory(kept=pool.kept_for(nbytes) if pool else 0)
+        spare = spare_memory(kept=pool.kept_for(nbytes) if pool else 0)
+        enforce("the checkpoint's size", used, spare, remedy=FREE_MEMORY)
     enforce("the checkpoint's size", used, most, "max_bytes")
     with allocating("a checkpoint", nbytes):
         loan = pool.lend(nbytes) if pool else Loan(Arena(nbytes))

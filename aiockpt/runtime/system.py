@@ -23,6 +23,7 @@ if sys.platform != "win32":
     import resource
 
 __all__ = [
+    "FREE_MEMORY",
     "allocating",
     "available_memory",
     "collector_paused",
@@ -74,6 +75,10 @@ _VERSION_1: Final = _Names(
 _VERSION_2: Final = _Names(
     "memory.max", "memory.current", ("inactive_file", "slab_reclaimable")
 )
+
+
+FREE_MEMORY: Final = "free memory on this host, or take a part of it by select="
+"""What to do where the limit is the host's memory."""
 
 
 def spare_memory(kept: int = 0, *, root: Path = _ROOT) -> int:
@@ -163,9 +168,8 @@ def allocating(what: str, nbytes: int) -> Iterator[None]:
     except (OSError, OverflowError, MemoryError, ValueError) as error:
         free = available_memory()
         if nbytes > free:
-            remedy = "free memory on this host, or take a part of it by select="
             raise LimitExceededError(
-                what, limit=free, actual=nbytes, remedy=remedy
+                what, limit=free, actual=nbytes, remedy=FREE_MEMORY
             ) from error
         reason = str(error) or type(error).__name__
         raise StagingError(

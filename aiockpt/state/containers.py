@@ -11,7 +11,7 @@ if nothing in it differs. Nothing is assigned before `Containers.finish`.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import is_
 from typing import Any, Final
 
@@ -22,7 +22,15 @@ from aiockpt.state.contents import PLAIN, is_noted
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.nodes import opened
 
-__all__ = ["DICTS", "Adoption", "Containers", "apart", "children", "left_empty"]
+__all__ = [
+    "DICTS",
+    "Adoption",
+    "Containers",
+    "apart",
+    "children",
+    "left_empty",
+    "renamed",
+]
 
 DICTS: Final = (dict, OrderedDict, defaultdict)
 
@@ -136,14 +144,14 @@ _WRAPPERS: Final = (
 
 
 def left_empty(
-    path: str, kind: type, count: int, *, optimizer: bool, whole: bool
+    path: str, kind: type, full: Collection[object], *, optimizer: bool, whole: bool
 ) -> TemplateMismatchError:
     """Return the error for an empty container that the checkpoint has full.
 
     Args:
         path: The container's path.
         kind: The container's type.
-        count: The number of its items in the checkpoint.
+        full: Its items, or its keys, in the checkpoint.
         optimizer: Whether it is the state of an optimizer.
         whole: Whether the template must fit exactly, as in a receive.
     """
@@ -151,26 +159,40 @@ def left_empty(
     remedy = f"give it the {unit}s of the checkpoint"
     if optimizer:
         remedy = _OPTIMIZER
+        if all(type(key) is int for key in full):  # as optimizer.state_dict() has them
+            remedy += " and take optimizer.state_dict() again"
     if whole:
         remedy += ", or receive without into="
     elif path:
         remedy += ", or put None there to take it as it is"
     else:
         remedy = "leave out into= to load all of it"
-    many = f"{count} {unit}{'s' * (count != 1)}"
+    many = f"{len(full)} {unit}{'s' * (len(full) != 1)}"
     return TemplateMismatchError(path, expected=many, actual="empty", detail=remedy)
 
 
 def apart(target: dict[Any, Any], value: dict[Any, Any], path: str) -> str:
     """Return how the keys of a template and a checkpoint differ, and what to do."""
-    mine = [key for key in target if key not in value]
-    theirs = [key for key in value if key not in target]
+    mine, theirs = _only(target, value), _only(value, target)
     if not mine or not theirs:
         return ""
     at = f" at {path}" if path else ""
-    first, other = mine[0], theirs[0]
-    if not isinstance(first, str):
-        return f"the template has {first!r}{at}, and the checkpoint {other!r}"
+    return (
+        renamed(target, value, path)
+        or f"the template has {mine[0]!r}{at}, and the checkpoint {theirs[0]!r}"
+    )
+
+
+def _only(some: dict[Any, Any], others: dict[Any, Any]) -> list[Any]:
+    return [key for key in some if key not in others]
+
+
+def renamed(target: dict[Any, Any], value: dict[Any, Any], path: str) -> str:
+    """Return what to do if the keys differ by a word, or lie at another depth."""
+    mine, theirs = _only(target, value), _only(value, target)
+    if not mine or not theirs or not isinstance(first := mine[0], str):
+        return ""
+    at = f" at {path}" if path else ""
     named = [key for key in theirs if isinstance(key, str)]
     loaded = f"the dict at {path} of the loaded state" if path else "the loaded state"
     for key in named:
@@ -202,7 +224,7 @@ def apart(target: dict[Any, Any], value: dict[Any, Any], path: str) -> str:
                 f"the template has {first!r}{at}, and the checkpoint {other!r}: pass a "
                 f"template without {word!r} in its keys, such as {inner}"
             )
-    return f"the template has {first!r}{at}, and the checkpoint {other!r}"
+    return ""
 
 
 def _share_a_key(target: Any, value: Any) -> bool:

@@ -19,9 +19,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from aiockpt.errors import RemoteProtocolError, UnsupportedLeafError
+from aiockpt.errors import UnsupportedLeafError
 from aiockpt.format import dtypes
-from aiockpt.format.paths import Path, format_path
+from aiockpt.format.paths import PICKLE, Path, format_path
 from aiockpt.format.registry import REGISTRY, Codec, Registry, exactly
 from aiockpt.state.nodes import decoder_of
 
@@ -99,7 +99,7 @@ def _numpy_leaf(value: Any) -> Extension | None:
 
 def _pickled(value: object, path: Path) -> Extension:
     try:
-        return Extension("pickle", pickle.dumps(value))
+        return Extension(PICKLE, pickle.dumps(value))
     except Exception as error:
         name = type(value).__qualname__
         raise UnsupportedLeafError(format_path(path), name, str(error)) from error
@@ -119,13 +119,6 @@ def _sizes(value: object) -> tuple[int, ...]:
     if any(exactly(int, size) < 0 for size in found):
         raise ValueError("a negative size")
     return found
-
-
-def _no_pickle(_: Any) -> object:
-    raise RemoteProtocolError(
-        "a pickle, which runs code when it is decoded; if you trust who made it, say "
-        "allow_pickle=True where it is written and where it is read"
-    )
 
 
 REGISTRY.register("torch.dtype", torch.dtype, _name_of, _dtype)
@@ -166,7 +159,6 @@ def _elements(code: str, shape: tuple[int, ...], raw: bytes) -> Any:
 _DECODERS: dict[str, Callable[[Any], object]] = {
     "numpy.scalar": _numpy_scalar,
     "numpy.ndarray": _numpy_array,
-    "pickle": _no_pickle,
 }
 
 _COPIED = {"numpy.scalar": 1, "numpy.ndarray": 2, "bytearray": 0}
@@ -236,5 +228,5 @@ def registry(
         travelled: The number of bytes that all decoders may allocate.
         by_name: Returns the decoder of a tag that is not known otherwise, if any.
     """
-    pickles = {"pickle": pickle.loads} if allow_pickle else {}
+    pickles = {PICKLE: pickle.loads} if allow_pickle else {}
     return _TreeRegistry({**_DECODERS, **more, **pickles}, travelled, by_name)

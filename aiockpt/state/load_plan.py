@@ -19,6 +19,7 @@ Nothing is read here, and nothing is changed before `Rule.finish`.
 from __future__ import annotations
 
 import logging
+import re
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -83,6 +84,12 @@ __all__ = [
 logger = logging.getLogger("aiockpt")
 
 _NOTHING: Final = object()
+_PARAMETER: Final = re.compile(r"param_groups\[[0-9]+\]\.params\[[0-9]+\]$")
+_NAMED: Final = (
+    "optimizer.state_dict() numbers the parameters, and get_optimizer_state_dict() of "
+    "torch.distributed.checkpoint.state_dict names them: make the template by the one "
+    "that made the saved state"
+)
 
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
@@ -912,7 +919,7 @@ class ValueWalk(Containers):
             return False
         optimizer = path in self._optimizers
         self.empty.append(
-            left_empty(path, kind, len(value), optimizer=optimizer, whole=False)
+            left_empty(path, kind, value, optimizer=optimizer, whole=False)
         )
         return True
 
@@ -1058,13 +1065,20 @@ def _mismatch(path: str, value: object, target: object) -> StateDictError:
     if remedy := remedy_for(target):
         return unsupported(target, path, remedy)
     expected, actual = _words(value), _words(target)
-    return TemplateMismatchError(path, expected=expected, actual=actual)
+    one_is_named = {type(value), type(target)} == {int, str}
+    detail = _NAMED if one_is_named and _PARAMETER.search(path) else ""
+    return TemplateMismatchError(path, expected=expected, actual=actual, detail=detail)
 
 
 def _words(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return f"a {type(value).__name__}"
+    kind = type(value).__name__
+    if value is None:
+        return "None"
+    if isinstance(value, dict | list | tuple | set | frozenset | deque):
+        return f"an {kind}" if kind == "OrderedDict" else f"a {kind}"
+    return f"a value of type {kind}"
 
 
 def _mapped(value: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> Any:

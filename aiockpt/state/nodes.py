@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections import deque, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -112,7 +112,10 @@ def _walk(template: object) -> Iterator[tuple[object, Opened]]:
             waiting += inside.children
         elif isinstance(value, dict):
             waiting += value.values()
-        elif type(value) in (list, tuple, deque):
+            waiting += [key for key in value if type(key) is not str]
+            if type(value) is OrderedDict:
+                waiting += vars(value).values()
+        elif type(value) in (list, tuple, deque, set, frozenset):
             waiting += value  # type: ignore[arg-type]
 
 

@@ -31,7 +31,7 @@ from aiockpt.format.paths import Node, Path, format_path
 from aiockpt.format.references import Mention, Reference, mentions
 from aiockpt.memory.copies import Backings
 from aiockpt.runtime.system import collector_paused
-from aiockpt.state.containers import left_empty
+from aiockpt.state.containers import left_empty, renamed
 from aiockpt.state.flatten import Drafts, Survey
 from aiockpt.state.leaves import DTYPE_NAMES
 from aiockpt.state.sharding import LAYOUTS
@@ -48,6 +48,21 @@ __all__ = [
 ]
 
 _NONE: Final = -1
+
+# The containers by their tags; templates may have another one of the same family.
+_NAMES: Final = {
+    "tensors": "a dict",
+    "dict": "a dict",
+    "odict": "an OrderedDict",
+    "defaultdict": "a defaultdict",
+    "list": "a list",
+    "tuple": "a tuple",
+    "deque": "a deque",
+}
+_FAMILIES: Final = {
+    tag: "dict" if name.endswith(("dict", "Dict")) else tag
+    for tag, name in _NAMES.items()
+}
 
 # These flags may differ between the two tensors of a pair.
 _LOCAL_FLAGS = PARAMETER | REQUIRES_GRAD | COMPACTED
@@ -303,21 +318,33 @@ def _without_place(
 ) -> TemplateMismatchError:
     """Return the error for a tensor of theirs; ``unmet`` is one that only we have."""
     node, at = _deepest(own, path)
-    if len(at) < len(path) and _children(node) == {}:
-        full = _children(_deepest(theirs, at)[0]) or {}
-        beside = _children(_deepest(theirs, at[:-1])[0]) or {}
-        assert isinstance(node, list)
-        return left_empty(
-            format_path(at),
-            list if node[0] in ("list", "tuple", "deque") else dict,
-            len(full),
-            optimizer=at[-1:] == ("state",) and "param_groups" in beside,
-            whole=True,
-        )
-    actual = _kind_at(own, path)
+    mine, full = _children(node), _children(_deepest(theirs, at)[0])
+    if len(at) < len(path) and mine is not None and full is not None:
+        kinds = [_container_at(tree, at) for tree in (theirs, own)]
+        if len({*map(_FAMILIES.get, kinds)}) > 1:
+            return mismatch(at, expected=_NAMES[kinds[0]], actual=_NAMES[kinds[1]])
+        if not mine:
+            beside = _children(_deepest(theirs, at[:-1])[0]) or {}
+            return left_empty(
+                format_path(at),
+                dict if _FAMILIES[kinds[1]] == "dict" else list,
+                full.keys(),
+                optimizer=at[-1:] == ("state",) and "param_groups" in beside,
+                whole=True,
+            )
+    actual, detail = _kind_at(own, path), ""
     if unmet is not None:
         actual += f", but {format_path(unmet)}, which the checkpoint lacks"
-    return mismatch(path, expected="a tensor", actual=actual)
+        detail = renamed(mine or {}, full or {}, format_path(at))
+    return TemplateMismatchError(
+        format_path(path), expected="a tensor", actual=actual, detail=detail
+    )
+
+
+def _container_at(tree: Node, path: Path) -> str:
+    node, _ = _deepest(tree, path)
+    assert isinstance(node, list)
+    return str(node[0])
 
 
 def _kind_at(tree: Node, path: Path) -> str:
@@ -327,7 +354,8 @@ def _kind_at(tree: Node, path: Path) -> str:
         return "nothing"
     kind = "None" if node is None else f"a value of type {type(node).__name__}"
     if isinstance(node, list):
-        kind = f"a {node[0]}" if _children(node) is not None else "another value"
+        is_container = _children(node) is not None
+        kind = _NAMES[str(node[0])] if is_container else "another value"
     return kind if len(at) == len(path) else f"{kind} at {format_path(at)}"
 
 

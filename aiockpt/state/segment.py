@@ -16,7 +16,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.format.paths import Node
 from aiockpt.format.references import mentions
 from aiockpt.memory.arena import Arena
-from aiockpt.runtime.system import allocating, spare_memory
+from aiockpt.runtime.system import FREE_MEMORY, allocating, spare_memory
 from aiockpt.state.nodes import Decoders
 from aiockpt.state.pairing import is_filled
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
@@ -101,6 +101,8 @@ def check_memory(ranges: Iterable[tuple[int, int]], limits: Limits) -> None:
     Raises:
         LimitExceededError: it has too little.
     """
-    limit = spare_memory() if limits.max_bytes is None else limits.max_bytes
     nbytes = sum(stop - start for start, stop in ranges)
-    enforce("the size of what is to be loaded", nbytes, limit, "max_bytes")
+    what = "the size of what is to be loaded"
+    if limits.max_bytes is None:
+        enforce(what, nbytes, spare_memory(), remedy=FREE_MEMORY)
+    enforce(what, nbytes, limits.max_bytes, "max_bytes")

@@ -19,7 +19,7 @@ from aiockpt.errors import (
 )
 from aiockpt.format.chunks import digest
 from aiockpt.format.header import LENGTH_BYTES, decode_header, header_length
-from aiockpt.format.limits import Limits
+from aiockpt.format.limits import OF_A_FILE, Limits, advising
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.format.tree import UnknownLeafError
 from aiockpt.runtime.words import command_line
@@ -73,7 +73,8 @@ def blaming_file(path: str | os.PathLike[str]) -> Iterator[None]:
         StorageError: the file breaks the format.
     """
     try:
-        yield
+        with advising(OF_A_FILE):
+            yield
     except RemoteProtocolError as error:
         if isinstance(error, UnknownLeafError):
             own: AiockptError = error.local()
@@ -94,8 +95,9 @@ def header_of(path: Path, fd: int, *, limits: Limits) -> Manifest | ForeignHeade
 
 def _decode(path: Path, fd: int, limits: Limits) -> Manifest | ForeignHeader:
     try:
-        length = header_length(os.pread(fd, LENGTH_BYTES, 0), limits=limits)
-        return decode_header(os.pread(fd, length, 0), limits=limits)
+        with advising(OF_A_FILE):
+            length = header_length(os.pread(fd, LENGTH_BYTES, 0), limits=limits)
+            return decode_header(os.pread(fd, length, 0), limits=limits)
     except IntegrityError as error:
         error.url = str(path)
         raise

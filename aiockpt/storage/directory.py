@@ -49,6 +49,7 @@ __all__ = [
     "identity",
     "latest",
     "list_checkpoints",
+    "local_path",
     "next_serial",
     "old_of",
     "part_of",
@@ -56,6 +57,7 @@ __all__ = [
     "resolve_target",
     "step_in",
     "step_of",
+    "text_of",
 ]
 
 logger = logging.getLogger("aiockpt")
@@ -74,6 +76,8 @@ _MAX_SERIAL: Final = 2**63 - 1
 # "step-12" and "epoch=0-step=10-loss=0.25.ckpt"; else a whole number at the end.
 _NAMED_STEP = re.compile(r"(?<![a-z])step[=_-]?([0-9]{1,18})(?![0-9])", re.IGNORECASE)
 _STEP = re.compile(r"(?<![0-9]\.)(?<![0-9])([0-9]{1,18})(\.[a-z_]+)?$", re.IGNORECASE)
+# One slash is left of a URL that went through `Path`. A drive has one letter.
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:/{1,2}", re.IGNORECASE)
 _OLD = re.compile(r"\.(.+)\.old", re.DOTALL)
 _SERIAL = re.compile(rb'\{\s*"aiockpt": [0-9]+,\s*"serial": ([0-9]{1,19}),')
 
@@ -162,17 +166,52 @@ def step_of(path: StrPath) -> int:
     return step_in(path) or 0
 
 
+def text_of(path: StrPath) -> str:
+    """Return a path, or a peer's URL, as text.
+
+    Raises:
+        TypeError: it is neither text nor a path.
+    """
+    text: object = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        kind = type(text).__name__
+        raise TypeError(f"path must be a str or an os.PathLike, got {kind}")
+    return text
+
+
 def expanded(path: StrPath) -> str:
     """Return a path as text, with the home directory in place of a leading ``~``.
 
     Raises:
-        StorageError: there is no such home directory.
+        StorageError: there is no such home directory; or the path is empty or a URL.
+        TypeError: it is no path.
     """
-    text = os.fspath(path)
+    text = text_of(path)
+    if not text:
+        raise StorageError("''", "the path is empty; write . for this directory")
+    if scheme := _SCHEME.match(text):
+        text, _, _ = text.partition("#")  # without the token of a URL
+        detail = (
+            f"it begins with {scheme[0]}, as a URL does: name a path of a file system"
+        )
+        raise StorageError(text, f"{detail}, or write ./{text} if it is one")
     found = os.path.expanduser(text) if text.startswith("~") else text
     if found.startswith("~"):
         detail = f"there is no such home directory; write ./{text} for a name with ~"
         raise StorageError(text, detail)
+    return found
+
+
+def local_path(path: StrPath) -> Path:
+    """Return the path that `expanded` returns, so that it stays if expanded again.
+
+    A path loses its leading ``./``, which may have kept a name with ``~`` from that.
+    """
+    text = expanded(path)
+    found = Path(text)
+    again = f"{found}"
+    if again.startswith("~") or _SCHEME.match(again):
+        return Path(os.path.abspath(text))
     return found
 
 
@@ -186,6 +225,8 @@ def resolve_target(path: StrPath) -> Path:
         settled = Path(expanded(path)).resolve()
         with suppress(FileNotFoundError, NotADirectoryError):
             settled.stat()  # raises if the path is too long, or may not be looked up
+    except StorageError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL in it
         said = getattr(error, "strerror", None) or str(error)
         raise StorageError(str(path), said) from error
@@ -280,7 +321,7 @@ def list_checkpoints(directory: StrPath) -> list[Checkpoint]:
     Raises:
         StorageError: the directory cannot be read.
     """
-    names = _names_in(Path(expanded(directory)))
+    names = _names_in(local_path(directory))
     return sorted((each for each in map(_readable, names) if each), key=_order)
 
 

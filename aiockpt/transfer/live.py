@@ -17,7 +17,7 @@ from typing import Final, Self
 from aiockpt.errors import AiockptError, StagingError
 from aiockpt.format.chunks import ChunkGrid, ChunkHasher
 from aiockpt.format.header import build_manifest
-from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.format.limits import FILE_LIMITS, OF_A_SAVE, advising
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool
 from aiockpt.memory.copies import CopyPlan
@@ -62,7 +62,8 @@ class LiveState:
         remarks: Remarks | None = None,
         ports: PortFor = port_for,
     ) -> None:
-        found = describe(state_dict, limits=FILE_LIMITS, allow_pickle=allow_pickle)
+        with advising(OF_A_SAVE):
+            found = describe(state_dict, limits=FILE_LIMITS, allow_pickle=allow_pickle)
         self._description, self._step = found, step
         self.segment_bytes = found.entries.nbytes
         self._grid = ChunkGrid(found.entries.nbytes, chunk_bytes)

@@ -339,12 +339,12 @@ class TestTemplate:
         [
             (torch.ones(3), torch.zeros(4), "float32 [3]", "float32 [4]"),
             (torch.ones(3), torch.zeros(3).double(), "float32 [3]", "float64 [3]"),
-            (torch.ones(3), 5, "float32 [3]", "a int"),
+            (torch.ones(3), 5, "float32 [3]", "a value of type int"),
             (torch.ones(3), {}, "float32 [3]", "a dict"),
-            (1, torch.zeros(1), "a int", "float32 [1]"),
+            (1, torch.zeros(1), "a value of type int", "float32 [1]"),
             ([1], {"b": 1}, "", ""),
             ({"b": 1}, [1], "", ""),
-            (1, "text", "a int", "a str"),
+            (1, "text", "a value of type int", "a value of type str"),
             ([1], [1, 2], "", ""),
         ],
     )

@@ -62,8 +62,9 @@ def test_a_fresh_optimizer_is_no_success(of_an_optimizer) -> None:
         aiockpt.load(of_an_optimizer, template)
     assert str(caught.value) == (
         "optim.state is empty here and has 2 keys in the checkpoint: make the state "
-        "first with get_optimizer_state_dict(model, optimizer) of "
-        "torch.distributed.checkpoint.state_dict, or put None there to take it as it is"
+        "first with get_optimizer_state_dict(model, optimizer) of torch.distributed."
+        "checkpoint.state_dict and take optimizer.state_dict() again, or put None "
+        "there to take it as it is"
     )
     assert caught.value.path == "optim.state"
     assert torch.equal(template["model"]["weight"], before)
@@ -80,8 +81,32 @@ def test_both_ways_out_of_it_work(of_an_optimizer) -> None:
 
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
-    made: Any = get_optimizer_state_dict(model, optimizer)
-    assert made["state"]["weight"]["exp_avg"].shape == (3, 3)
+    named: Any = get_optimizer_state_dict(model, optimizer)
+    template = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    loaded = aiockpt.load(of_an_optimizer, template)
+    optimizer.load_state_dict(loaded["optim"])
+    assert optimizer.state[model.weight]["step"] == 1
+
+    with pytest.raises(TemplateMismatchError, match="names them: make the template by"):
+        aiockpt.load(of_an_optimizer, {"optim": named})
+
+
+def test_a_state_whose_parameters_have_names(tmp_path) -> None:
+    """Torch's function makes the template; the optimizer's own state is none."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    path = save(tmp_path / "step-1", {"optim": get_optimizer_state_dict(*a_step())})
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(TemplateMismatchError, match="names them: make the template by"):
+        aiockpt.load(path, {"optim": {**optimizer.state_dict(), "state": None}})
+    named: Any = get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(TemplateMismatchError) as caught:
+        aiockpt.load(path, {"optim": {**named, "state": {}}})
+    assert HINT in str(caught.value)
+    assert "state_dict() again" not in str(caught.value)
+    loaded = aiockpt.load(path, {"optim": named})
+    assert loaded["optim"]["state"]["weight"]["step"] == 1
 
 
 CASES = [

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import re
 import shlex
+import sys
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,10 +15,16 @@ import torch
 
 import aiockpt
 from aiockpt import TemplateMismatchError
-from aiockpt.checkpointers import CheckpointReader, DefaultStager, RankInfo
+from aiockpt.checkpointers import (
+    CheckpointReader,
+    CheckpointWriterConfig,
+    DefaultStager,
+    RankInfo,
+)
 from aiockpt.cli import main
-from aiockpt.errors import UnsupportedLeafError
+from aiockpt.errors import LimitExceededError, StorageError, UnsupportedLeafError
 from aiockpt.format.registry import REGISTRY
+from aiockpt.testing import assert_same
 
 IN_A_THREAD = aiockpt.CheckpointerConfig(use_process=False)
 READER = CheckpointReader(RankInfo(0, 1))
@@ -216,6 +227,140 @@ def test_the_form_that_convert_suggests(tmp_path, capsys) -> None:
         capsys.readouterr()
 
 
+# ------------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize("kind", ["sync", "thread", "process"])
+@pytest.mark.allow_error_logs
+def test_a_save_beyond_a_limit_names_no_option(tmp_path, kind) -> None:
+    """It has none; what the message says works."""
+    deep: Any = torch.ones(1)
+    for _ in range(70):
+        deep = [deep]
+    if kind == "sync":
+        made: Any = aiockpt.make_sync_checkpointer()
+    else:
+        config = aiockpt.CheckpointerConfig(use_process=kind == "process")
+        made = aiockpt.make_background_checkpointer(config)
+    with made as checkpointer:
+        with pytest.raises(LimitExceededError, match="nest the state dict less") as no:
+            checkpointer.save({"a": deep}, tmp_path / "step-1")
+        assert "Limits(" not in str(no.value)
+        checkpointer.save({"a": deep[0][0][0][0][0][0][0][0][0]}, tmp_path / "step-1")
+
+
+def test_a_file_beyond_a_limit(tmp_path) -> None:
+    """The reader that the message names reads it."""
+    path = save(tmp_path / "step-1", {"a": [*range(100)]})
+    small = CheckpointReader(RankInfo(0, 1), limits=aiockpt.Limits(max_nodes=50))
+    with pytest.raises(StorageError) as caught:
+        small.read(path)
+    found = re.search(r"(aiockpt\.checkpointers\..*)$", str(caught.value))
+    assert found is not None
+    reader = eval(found[1].replace("...", "1000"), {"aiockpt": aiockpt})
+    assert reader.read(path)[0] == {"a": [*range(100)]}
+
+
+@pytest.mark.asyncio
+async def test_a_peer_beyond_a_limit_of_the_command_line(tmp_path, capsys) -> None:
+    """No command has an option for it; a program that the message names receives it."""
+    long = "x" * ((8 << 20) + 1)
+    more = aiockpt.Receive(limits=aiockpt.Limits(max_text_bytes=1 << 24))
+    async with aiockpt.HTTPTransport(receive=more) as transport:
+        await transport.send_checkpoint(step=1, state_dict={"a": long})
+        metadata = transport.metadata()
+        for command in (["fetch", metadata, "-o", f"{tmp_path / 'x.safetensors'}"],):
+            assert await asyncio.to_thread(main, command) == 1
+            said = capsys.readouterr().err
+            assert "no option of this command raises that" in said
+            assert "Limits(max_text_bytes=...)" in said
+        found = re.search(r"with (aiockpt\.Receive\(.*\))$", said.strip())
+        assert found is not None
+        receive = eval(found[1].replace("...", "1 << 24"), {"aiockpt": aiockpt})
+        async with aiockpt.HTTPTransport(receive=receive) as receiver:
+            assert await receiver.recv_checkpoint(metadata=metadata) == {"a": long}
+
+
+def test_too_little_memory_is_no_limit_of_ours(tmp_path, monkeypatch) -> None:
+    """The message says what helps, and names no option."""
+    path = save(tmp_path / "step-1", {"a": torch.ones(1000), "b": torch.ones(1)})
+    monkeypatch.setattr("aiockpt.state.segment.spare_memory", lambda: 100)
+    with pytest.raises(LimitExceededError, match="free memory on this host") as caught:
+        aiockpt.load(path)
+    assert "Limits" not in str(caught.value)
+    assert aiockpt.load(path, select=["b"])["b"] == 1
+
+
+# ------------------------------------------------------------------------- pickles
+
+
+class Odd:
+    """A type that travels as a pickle only."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Odd)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_pickle(tmp_path, capsys) -> None:
+    """The error has its path and the option, which works; a command says what to do."""
+    config = aiockpt.CheckpointerConfig(
+        writer_config=CheckpointWriterConfig(allow_pickle=True)
+    )
+    path = str(tmp_path / "step-1")
+    with aiockpt.make_sync_checkpointer(config) as checkpointer:
+        checkpointer.save({"a": [1, Odd()]}, path)
+    with pytest.raises(UnsupportedLeafError) as caught:
+        aiockpt.load(path)
+    assert caught.value.path == "a[1]"
+    assert "say allow_pickle=True" in str(caught.value)
+    assert aiockpt.load(path, allow_pickle=True) == {"a": [1, Odd()]}
+    assert main(["inspect", path]) == 0
+    said = capsys.readouterr().out
+    assert "a[1]: it runs code; say allow_pickle=True" in said
+    assert "register_leaf" not in said
+    assert main(["convert", path, str(tmp_path / "x.pt")]) == 1
+    assert (
+        "convert runs no such code, so load it in a program" in capsys.readouterr().err
+    )
+
+
+# ------------------------------------------------------------------ on the command line
+
+
+@pytest.mark.parametrize("place", ["value", "key", "item of a set"])
+def test_a_command_that_does_not_know_a_type(
+    tmp_path, capsys, monkeypatch, place
+) -> None:
+    """It names `--import`, and the path of the value, and works with it."""
+    name = f"types_of_{place.replace(' ', '_')}"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / f"{name}.py").write_text(
+        "import aiockpt\nimport enum\n\n\n@aiockpt.register_leaf\n"
+        "class Phase(enum.Enum):\n    WARMUP = 1\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    kind = importlib.import_module(name).Phase
+    values = {"value": [kind.WARMUP], "key": {kind.WARMUP: 1}}
+    path = save("step-1", {"a": values.get(place, {kind.WARMUP})})
+    del REGISTRY._by_type[kind], REGISTRY._by_tag[f"{name}.Phase"], sys.modules[name]
+    assert main(["inspect", path]) == 0
+    said = capsys.readouterr().out
+    where = "a[key " if place == "key" else "a[0]"
+    assert where in said
+    assert "class" not in said
+    for verb in ("convert", "serve"):
+        more = ["x.pt"] if verb == "convert" else []
+        assert main([verb, path, *more]) == 1
+        said = capsys.readouterr().err
+        assert f"{verb} --import MODULE imports what registers it" in said
+    assert main(["convert", "--import", name, path, "x-1"]) == 0
+    (loaded,) = aiockpt.load("x-1")["a"]
+    assert loaded.name == "WARMUP"
+
+
 class Pair(NamedTuple):
     """A type that is not registered."""
 
@@ -235,3 +380,42 @@ def test_a_named_tuple_needs_a_template_or_registering(tmp_path) -> None:
     finally:
         codec = REGISTRY._by_type.pop(Pair)
         del REGISTRY._by_tag[codec.tag]
+
+
+def with_an_attribute(value: Any) -> OrderedDict[str, Any]:
+    """Return a dict with an attribute, as a module's state dict has one."""
+    made: Any = OrderedDict(x=1)
+    made._metadata = {"m": value}
+    return made
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda pair: {pair},
+        lambda pair: frozenset({(1, pair)}),
+        lambda pair: {pair: 1},
+        lambda pair: {("k", pair): torch.ones(1)},
+        with_an_attribute,
+    ],
+    ids=["set", "tuple in a frozenset", "key", "tuple of a key", "attribute"],
+)
+@pytest.mark.asyncio
+async def test_a_template_has_it_wherever_it_may_be(tmp_path, around) -> None:
+    """A load, a receive and a staged state rebuild it, as the messages say."""
+    state = {"a": around(Pair(1, 2))}
+    path = save(tmp_path / "step-1", state)
+    with pytest.raises(UnsupportedLeafError, match="into a template that has one"):
+        aiockpt.load(path)
+    assert_same(aiockpt.load(path, {"a": around(Pair(1, 2))}), state)
+    async with aiockpt.HTTPTransport(10) as transport:
+        await transport.send_checkpoint(step=1, state_dict=state)
+        into = {"a": around(Pair(1, 2))}
+        found = await transport.recv_checkpoint(
+            metadata=transport.metadata(), into=into
+        )
+        assert_same(found, state)
+    stager = DefaultStager()
+    with await stager.stage(state) as staged:
+        assert_same(staged.state_dict(), state)
+    await stager.close()

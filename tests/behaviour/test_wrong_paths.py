@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +108,118 @@ def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "convert cannot join them" in said
         assert "--rank" not in said
         assert "aiockpt convert" not in said
+        assert main(["serve", f"{path}", *rank])
+        said = capsys.readouterr().err
+        assert "serve cannot join them" in said
+        assert "--rank" not in said
     assert not (tmp_path / "x.pt").exists()
+
+
+def test_a_directory_of_checkpoints_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path that the message names can be pasted, whatever is in it."""
+    run = tmp_path / 'my run\'s "ü" $x'
+    save(run / "step-1", STATE)
+    for verb in ("inspect", "verify"):
+        assert main([verb, f"{run}"])
+        path = shlex.split(capsys.readouterr().err.partition("such as ")[2])
+        assert main([verb, *path]) == 0
+
+
+def test_a_suffix_that_means_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the message offers instead can be pasted."""
+    torch.save(STATE, tmp_path / "a.pt")
+    source, target = f"{tmp_path / 'a.pt'}", str(tmp_path / "it's `x` $y.v2")
+    with pytest.raises(SystemExit):
+        main(["convert", source, target])
+    said = capsys.readouterr().err.partition("or write ")[2].partition(" for a")[0]
+    assert main(["convert", source, *shlex.split(said)]) == 0
+    assert torch.equal(aiockpt.load(target)["w"], STATE["w"])
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_two_files_with_one_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], index: bool
+) -> None:
+    """One of the tensors would be lost, so the files are named; each loads alone."""
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        tensors = {"w": torch.full((1,), value), name: torch.zeros(1)}
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    if index:
+        places = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+        (tmp_path / "m.safetensors.index.json").write_text(json.dumps(places))
+    words = "a.safetensors and b.safetensors both hold 'w'"
+    for options in ({}, {"into": {"w": torch.zeros(1)}}, {"select": ["a"]}):
+        arguments: dict[str, Any] = options
+        with pytest.raises(StorageError, match=words):
+            aiockpt.load(tmp_path, **arguments)
+    assert main(["convert", f"{tmp_path}", f"{tmp_path / 'x-1'}"])
+    assert words in capsys.readouterr().err
+    assert aiockpt.load(tmp_path / "b.safetensors")["w"] == 2
+
+
+def save_behind(path: Path | str) -> None:
+    """Save in the background."""
+    config = aiockpt.CheckpointerConfig(use_process=False)
+    with aiockpt.make_background_checkpointer(config) as checkpointer:
+        checkpointer.save(STATE, path).result(60)
+
+
+VERBS: dict[str, Any] = {
+    "load": aiockpt.load,
+    "latest": aiockpt.latest,
+    "list_checkpoints": aiockpt.list_checkpoints,
+    "save": lambda path: save(path, STATE),
+    "save in the background": save_behind,
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_is_no_path_of_a_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Neither a URL nor an empty text becomes a directory here."""
+    monkeypatch.chdir(tmp_path)
+    for path in ("s3://bucket/step-1", Path("gs://bucket/step-1"), "file:///x"):
+        with pytest.raises(StorageError, match="as a URL does") as caught:
+            VERBS[verb](path)
+        assert str(caught.value).count("bucket/step-1: ") <= 1
+    with pytest.raises(StorageError, match=r"empty; write \. for this directory"):
+        VERBS[verb]("")
+    for other in (None, 3, b"x"):
+        with pytest.raises(TypeError, match="path must be a str"):
+            VERBS[verb](other)
+    if "save" in verb:
+        with pytest.raises(StorageError) as caught:
+            VERBS[verb]("http://host/step-1#tok")
+        assert "tok" not in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["s3:/bucket", "~nobody-like-this"])
+def test_a_name_that_looks_like_another_thing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    """Written as the message says, it is a name for every verb and command."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StorageError) as caught:
+        save(f"{name}/step-1", STATE)
+    found = re.search(r"write (\./\S+)", str(caught.value))
+    assert found is not None
+    save(found[1], STATE)
+    assert torch.equal(aiockpt.load(found[1])["w"], STATE["w"])
+    newest = aiockpt.latest(f"./{name}")
+    assert newest is not None
+    assert torch.equal(aiockpt.load(newest)["w"], STATE["w"])
+    for command in (["ls", f"./{name}"], ["inspect", found[1]], ["verify", found[1]]):
+        assert main(command) == 0
+        assert "step" in capsys.readouterr().out
 
 
 @pytest.fixture
