@@ -941,8 +941,8 @@ class ValueWalk(Containers):
         for key, old in target.items():
             where = below(path, key)
             if key not in value:
-                if self._selection.takes(where):
-                    self.missing.append(where)
+                if lacking := [*self._lacking(old, where)]:
+                    self.missing += lacking
                     self._apart = self._apart or partial(apart, target, value, path)
             elif self._is_selected(value[key], where):
                 new = filled[key] = self._into(old, value[key], where)
@@ -951,6 +951,19 @@ class ValueWalk(Containers):
                     del filled[key]
         self._note(target, path, filled)
         return target
+
+    def _lacking(self, value: Any, path: str) -> Iterator[str]:
+        """Yield the selected paths at and below one that the checkpoint lacks."""
+        if self._in_leaf or self._selection.takes(path):
+            yield path
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                yield from self._lacking(each, below(path, key))
+        elif isinstance(value, list):
+            for at, each in enumerate(value):
+                yield from self._lacking(each, item(path, at))
+        elif self._selection.takes_leaf(path):
+            yield path
 
     def _note(self, container: Any, path: str, filled: dict[Any, Any]) -> None:
         """Note the tensors and containers of a template that will be filled."""

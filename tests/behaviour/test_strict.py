@@ -284,6 +284,28 @@ def test_the_difference_is_named(tmp_path, state, template, words) -> None:
             aiockpt.load(path, template, strict=strict)
 
 
+@pytest.mark.parametrize(
+    ("template", "lacking"),
+    [
+        ({"m": {"w": 0}, "b": 0}, ["m.w"]),
+        ({"m": {"module.w": 0, "w": 0}}, ["m.w"]),
+        ({"m": {"deep": {"x": 0, "y": [1]}}}, ["m.deep.x", "m.deep.y[0]"]),
+        ({"t": ({"x": 0},)}, ["t[0].x"]),
+    ],
+)
+def test_a_function_selects_what_must_be_there(tmp_path, template, lacking) -> None:
+    """As names do: a selected key of the template that is missing is an error."""
+    path = save(tmp_path / "step-1", {"m": {"module.w": 1}, "b": 1, "t": ({"y": 1},)})
+    chosen = lambda name: name.startswith(("m", "t"))  # noqa: E731
+    before = repr(template)
+    with pytest.raises(MissingKeysError) as caught:
+        aiockpt.load(path, template, select=chosen)
+    assert caught.value.keys == lacking
+    assert repr(template) == before
+    other = lambda name: name == "b"  # noqa: E731
+    assert aiockpt.load(path, {"b": 0, "m": {"w": 0}}, select=other)["b"] == 1
+
+
 def test_a_list_that_is_too_long(tmp_path) -> None:
     """The message compares the lengths."""
     path = save(tmp_path / "step-1", {"l": [torch.ones(1)]})
