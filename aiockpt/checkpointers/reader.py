@@ -53,7 +53,7 @@ class CheckpointReader:
 
     def __init__(
         self,
-        rank_info: RankInfo | None,
+        rank_info: RankInfo | None = None,
         *,
         limits: Limits = FILE_LIMITS,
         allow_pickle: bool = False,

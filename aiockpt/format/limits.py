@@ -76,7 +76,7 @@ OF_A_SAVE: Final = (
 )
 OF_A_FILE: Final = (
     "if you trust who made it, read it with aiockpt.checkpointers.CheckpointReader("
-    "None, limits=aiockpt.Limits({option}=...))"
+    "limits=aiockpt.Limits({option}=...))"
 )
 OF_A_COMMAND: Final = (
     "no option of this command raises that: if you trust its source, receive it in a "
