@@ -61,8 +61,6 @@ def _local_path(text: str) -> Path:
 
 
 def _path(text: str) -> Path:
-    if not text:  # a variable of the shell that is not set; pathlib takes it for "."
-        raise argparse.ArgumentTypeError("the path is empty")
     try:
         return local_path(text)
     except StorageError as error:

@@ -187,7 +187,7 @@ def expanded(path: StrPath) -> str:
         TypeError: it is no path.
     """
     text = text_of(path)
-    if not text:
+    if not text:  # a variable that is not set; pathlib takes it for "."
         raise StorageError("''", "the path is empty; write . for this directory")
     if scheme := _SCHEME.match(text):
         text, _, _ = text.partition("#")  # without the token of a URL
