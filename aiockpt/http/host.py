@@ -27,6 +27,7 @@ class RelayHost:
     Attributes:
         members: The receives that are in a swarm, until their sources know that they
             left it. Some of them have returned.
+        has_warned: Whether it is known that others cannot reach this address.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class RelayHost:
     ) -> None:
         self._endpoint, self._server, self._bridge = endpoint, server, bridge
         self.members: set[Membership] = set()
+        self.has_warned = False
 
     def __repr__(self) -> str:
         return f"<RelayHost {self._endpoint} members={len(self.members)}>"

@@ -214,7 +214,6 @@ class Membership:
         self._lingers = self._leaves = False
         self._until = math.inf  # when to leave
         self._gone = asyncio.Event()  # nothing is served, or will be
-        self._has_told = False  # that nobody can reach it
 
     def __repr__(self) -> str:
         return f"<Membership {self._relay} members={len(self.members)}>"
@@ -423,8 +422,9 @@ class Membership:
             for member in known.members:
                 member.origin = replace(member.origin, token=relay.token)
         # Another connection, as to another address of a name, has another end.
-        if found.seen is not None and line == place.source.line and not self._has_told:
-            self._has_told = True
+        is_new = line == place.source.line and not self._host.has_warned
+        if found.seen is not None and is_new:
+            self._host.has_warned = True
             why = http.why_hidden(said, found.seen)
             place.tell(f"nobody is told of it: {why}", level=logging.WARNING)
         if not relay.is_lent:
