@@ -4,11 +4,11 @@ A request that finds no place free waits. The hosts that wait take turns, and th
 requests of one host are served in order of arrival. While requests have waited for a
 second, or were turned away, and few bodies end by themselves, some are ended: the
 slowest ones of the hosts that have more than their share of the places. A body that
-would soon end by itself is left alone: when many honest receivers share a line, all of
-them are slow, and to end some would help nobody. A host that
-has its share can only take the place of a body of its own. So a host loses no place
-that is within its share, and behind a reverse proxy, where all receivers are one host,
-the slowest body of all ends.
+would soon end by itself is left alone, once and until then: when many honest receivers
+share a line, all of them are slow, and to end some would help nobody. A host that has
+its share can only take the place of a body of its own. So a host loses no place that is
+within its share, and behind a reverse proxy, where all receivers are one host, the
+slowest body of all ends.
 
 A receiver whose body was ended asks again, from the last byte that came.
 """
@@ -20,6 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import Final, Protocol, TypeAlias
 
 from aiockpt.http.problems import PeerBusy
@@ -30,7 +31,7 @@ _MOST_WAITING: Final = 4096  # requests,
 _MOST_OF_HOST: Final = 256  # and of one host
 _LOOK: Final = 1.0  # seconds between two looks, while requests wait
 _TURN: Final = 3.0  # seconds that a body has in any case,
-_SOON: Final = 20.0  # and again, if it will end within so many seconds
+_SOON: Final = 20.0  # and once again, if it will end within so many seconds
 _PART: Final = 16  # one in so many places becomes free from one look to the next
 _RETRY_AFTER: Final = 1.0  # seconds
 
@@ -52,7 +53,10 @@ class _Body(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A place that a body has, and the pace at which its bytes arrived lately."""
+    """A place that a body has, and the pace at which its bytes arrived lately.
+
+    ``due`` is when it is to have ended; it was promised by the pace, which may fall.
+    """
 
     host: str
     body: _Body
@@ -60,11 +64,13 @@ class _Place:
     looked: float
     arrived: int = 0
     rate: float = 0.0
+    due: float = inf
     is_ended: bool = False
 
     def is_long(self, now: float) -> bool:
         """Return whether it has had its turn, and will go on for long."""
-        return now - self.began >= _TURN and self.body.left > self.rate * _SOON
+        ends_soon = self.body.left <= self.rate * _SOON and now < self.due
+        return now - self.began >= _TURN and not ends_soon
 
     def look(self, now: float) -> None:
         """Measure the pace since the last look."""
@@ -72,6 +78,8 @@ class _Place:
         if seconds > 0:
             self.rate = (arrived - self.arrived) / seconds
             self.looked, self.arrived = now, arrived
+        if self.body.left <= self.rate * _SOON:
+            self.due = min(self.due, now + _SOON)
 
 
 class Admission:

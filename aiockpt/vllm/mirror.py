@@ -15,7 +15,7 @@ import os
 import stat
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,7 +48,6 @@ logger = logging.getLogger("aiockpt")
 State = dict[str, Any]
 
 _LOST: Final = 2.0  # seconds that the other processes wait for a silent leader
-_FINAL: Final = (AuthenticationError, LocalProtocolError)
 _PAUSE: Final = 0.1  # seconds between two attempts to find a leader
 _LONGEST: Final = 16 << 10  # bytes of the file with the leader's metadata
 
@@ -123,9 +122,9 @@ class HostMirror:
             await self._follow()
         except TransportError as error:  # the leader is gone: elect another one
             logger.info("%s: %s", self, error)
-        except _FINAL:
-            raise
         except AiockptError as error:
+            if _is_final(error):
+                raise
             logger.warning("%s: %s; it goes on", self, error)
             self._vain = self._vain + 1 if self.step == before else 1
             self._fault = kept(error)
@@ -163,17 +162,19 @@ class HostMirror:
         """Find the leader, or become it, and map what it publishes."""
         _make_private(self._path.parent)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        with files.named(self._path):
-            fd = files.open_regular(self._path, flags, 0o600)
-        try:
-            if not files.lock(fd):
+        with ExitStack() as stack:
+            with files.named(self._path):
+                fd = files.open_regular(self._path, flags, 0o600)
+                stack.callback(os.close, fd)
+                leads = files.lock(fd)
+                # An old leader may have removed it.
+                is_there = files.is_at(self._path, fd)
                 # Damaged bytes are no address, as of a leader that is writing them.
-                if leader := os.pread(fd, _LONGEST, 0).decode(errors="replace"):
-                    await self._map_of_another(leader)
-            elif files.is_at(self._path, fd):  # else an old leader has removed it
+                leader = os.pread(fd, _LONGEST, 0).decode(errors="replace")
+            if leads and is_there:
                 await self._lead(fd)
-        finally:
-            os.close(fd)
+            elif not leads and leader:
+                await self._map_of_another(leader)
 
     async def _map_of_another(self, leader: str) -> None:
         """Map what another process publishes, until it is gone.
@@ -204,30 +205,36 @@ class HostMirror:
                     group.create_task(self._map(local.metadata()))
             finally:
                 self.is_leader = False
-                self._path.unlink(missing_ok=True)
+                with suppress(OSError):  # what is left is not locked, so it is nothing
+                    self._path.unlink()
 
     async def _fetch(self, local: HTTPTransport[State]) -> None:
         """Publish each step of the sender to this host."""
         async with _open(HTTPTransport(auth=self._auth, swarm=self._swarm)) as remote:
             while True:
-                # A step of another layout does not fit the mirror: begin again.
-                with suppress(StateDictError):
-                    await self._refresh(remote, local)
+                await self._refresh(remote, local)
                 await asyncio.sleep(_PAUSE)
 
     async def _refresh(
         self, remote: HTTPTransport[State], local: HTTPTransport[State]
     ) -> None:
+        """Publish the newest step, and then each further one that has its layout.
+
+        Raises:
+            StateDictError: the newest step is none that can be received.
+        """
         async with aclosing(remote.follow(self._metadata)) as newest:
             step, mirror = await anext(newest)
         await _publish(local, step, mirror)
         steps = remote.follow(
             self._metadata, after=step, into=mirror, have=True, prepare=True
         )
-        async with aclosing(steps):
-            async for prepared in steps:
-                await prepared.apply_async()
-                await _publish(local, prepared.step, mirror)
+        # A step of another layout does not fit the mirror: its caller begins again.
+        with suppress(StateDictError):
+            async with aclosing(steps):
+                async for prepared in steps:
+                    await prepared.apply_async()
+                    await _publish(local, prepared.step, mirror)
 
     async def _map(self, leader: str) -> None:
         """Map each step that the leader publishes, until the leader is gone."""
@@ -241,6 +248,13 @@ class HostMirror:
                         self._news.notify()
         except AuthenticationError as error:  # another process has the port now
             raise TransportError(str(error)) from error
+
+
+def _is_final(error: AiockptError) -> bool:
+    """Return whether no further attempt can mend an error."""
+    if isinstance(error, AuthenticationError):
+        return error.by_sender  # a proxy may refuse a request, and pass the next one
+    return isinstance(error, LocalProtocolError)
 
 
 @asynccontextmanager

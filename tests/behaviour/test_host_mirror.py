@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,10 +14,15 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from aiockpt import TransferEvent, add_hook
 from aiockpt.errors import (
     AuthenticationError,
+    DeviceMeshError,
     LocalProtocolError,
     StepNotFoundError,
     StorageError,
@@ -241,6 +247,54 @@ async def test_a_refused_token_is_told(tmp_path: Path) -> None:
                 await mirror.wait_for(1, 30)
 
 
+async def test_a_proxy_that_refuses_for_a_while_is_told_and_outlived(
+    tmp_path: Path,
+) -> None:
+    """Only the sender knows its token; what stands before it may soon let us pass."""
+    proxy = await asyncio.start_server(_refuse, "127.0.0.1", 0)
+    port = proxy.sockets[0].getsockname()[1]
+    metadata = f"http://127.0.0.1:{port}/checkpoint/#{'t' * 20}"
+    async with mirroring(metadata, tmp_path) as mirror:
+        async with proxy:
+            with pytest.raises(AuthenticationError, match="not as a sender does"):
+                await mirror.wait_for(1, 30)
+        async with transport(token="t" * 20, port=port) as sender:
+            await sender.send_checkpoint(step=1, state_dict=weights_of(1))
+            await settle(lambda: mirror.step == 1, patience=30)
+
+
+@pytest.mark.allow_leaks("fds", "threads")  # of gloo, which keeps some for good
+async def test_a_step_that_no_host_can_receive_is_told(tmp_path: Path) -> None:
+    """At once, in place of trying again and again; the next step is mirrored."""
+    async with transport(same_host=False) as sender:
+        store = distributed.HashStore()  # type: ignore[attr-defined]
+        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
+        await sender.send_checkpoint(step=1, state_dict={"a": sharded})
+        distributed.destroy_process_group()
+        async with mirroring(sender.metadata(), tmp_path) as mirror:
+            with pytest.raises(DeviceMeshError):
+                await mirror.wait_for(1, 30)
+            await sender.send_checkpoint(step=2, state_dict=weights_of(2))
+            await settle(lambda: mirror.step == 2, patience=30)
+
+
+async def test_a_directory_that_is_lost_is_told_and_outlived(tmp_path: Path) -> None:
+    """Something has put a file in its place while the leader led."""
+    place = tmp_path / "locks"
+    async with transport() as sender, mirroring(sender.metadata(), place) as mirror:
+        await sender.send_checkpoint(step=5, state_dict=weights_of(1))
+        await mirror.wait_for(5, 30)
+        shutil.rmtree(place)
+        place.touch()
+        await sender.send_checkpoint(step=3, state_dict=weights_of(2))  # ends the lead
+        await settle(lambda: not mirror.is_leader, patience=30)
+        with pytest.raises(StorageError):
+            await mirror.wait_for(6, 30)
+        place.unlink()
+        await settle(lambda: mirror.step == 3, patience=30)
+
+
 async def test_a_leader_answers_before_the_first_step(tmp_path: Path) -> None:
     """A trainer may take its time, and silence would look like a lost leader."""
     async with transport() as sender, mirroring(sender.metadata(), tmp_path) as mirror:
@@ -299,6 +353,13 @@ async def test_another_program_in_the_leaders_place(
                     await mirror.wait_for(1, 0.5)
                 os.unlink(tmp_path / name)
                 assert_same(await mirror.wait_for(1, 30), weights_of(1))
+
+
+async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+    await writer.drain()
+    writer.close()
 
 
 async def _greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -126,6 +126,20 @@ async def test_a_body_that_ends_soon_is_left_alone() -> None:
 
 @pytest.mark.usefixtures("quick")
 @proves("threat D23")
+async def test_a_body_is_spared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads ever more slowly always seems to be about to end."""
+    monkeypatch.setattr(module, "_SOON", 0.2)
+    places, fading = Admission(1), Body(1000, left=1)
+    async with (
+        asyncio.timeout(30),
+        holding(places, (A, fading)),
+        places.take(B, Body(), wait=30),
+    ):
+        assert fading.ended.is_set()
+
+
+@pytest.mark.usefixtures("quick")
+@proves("threat D23")
 async def test_nobody_is_ended_while_places_become_free() -> None:
     """However many wait: a crowd of honest receivers is only served in turns."""
     places, slow = Admission(2), Body(0)
