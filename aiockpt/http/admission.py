@@ -16,7 +16,7 @@ A receiver whose body was ended asks again, from the last byte that came.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -208,30 +208,31 @@ class Admission:
         """End up to ``count`` bodies, for hosts that are short of places."""
         share = self._most / len({*self._held, *short})
         held = self._held.copy()
-        # Hosts that have little are helped first; each one gets one at a time.
-        hosts = sorted(short, key=held.__getitem__)
         slowest = sorted(
             (each for each in self._places if each.is_long(now)),
             key=lambda each: each.rate,
         )
-        while hosts and count > 0:
-            for host in tuple(hosts):
-                is_owed = held[host] < share
-                ended = next(
-                    (
-                        each
-                        for each in slowest
-                        if (held[each.host] > share if is_owed else each.host == host)
-                    ),
-                    None,
-                )
-                short[host] -= 1
-                if ended is None or not short[host]:
-                    hosts.remove(host)
-                if ended is not None and count > 0:
-                    count -= 1
-                    held[ended.host] -= 1
-                    held[host] += 1
-                    slowest.remove(ended)
-                    ended.is_ended = True
-                    ended.body.interrupt()
+        # Hosts that have little are helped first; each one gets one at a time.
+        turns = deque(sorted(short, key=held.__getitem__))
+        while turns and count > 0:
+            host = turns.popleft()
+            is_owed = held[host] < share
+            ended = next(
+                (
+                    each
+                    for each in slowest
+                    if (held[each.host] > share if is_owed else each.host == host)
+                ),
+                None,
+            )
+            if ended is None:
+                continue
+            slowest.remove(ended)
+            ended.is_ended = True
+            ended.body.interrupt()
+            held[ended.host] -= 1
+            held[host] += 1
+            short[host] -= 1
+            count -= 1
+            if short[host]:
+                turns.append(host)

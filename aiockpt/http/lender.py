@@ -56,6 +56,7 @@ _SLOWEST: Final = 256 << 20  # bytes per second that a guest reads at least
 _MAC_BYTES: Final = 32
 _TICKET_TIMEOUT: Final = 5.0  # seconds in which a guest must show its ticket
 _PAUSE: Final = 1.0  # seconds until the next try to accept, if no descriptor is left
+_SILENCE: Final = 60.0  # seconds between two warnings
 
 logger = logging.getLogger("aiockpt")
 
@@ -98,6 +99,7 @@ class Lender:
         self._listener: socket.socket | None = None
         self._visits: set[asyncio.Task[None]] = set()
         self._auditor = Auditor()
+        self._warned = -math.inf
         self._closed = False
 
     def __repr__(self) -> str:
@@ -168,10 +170,10 @@ class Lender:
             guest, _ = listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except (
-            OSError
-        ) as error:  # if no descriptor is left, it would come again at once
-            logger.warning("a process of this host has to wait: %s", error)
+        except OSError as error:  # without a descriptor, it would come again at once
+            if _now() - self._warned >= _SILENCE:
+                self._warned = _now()
+                logger.warning("a process of this host has to wait: %s", error)
             loop = asyncio.get_running_loop()
             loop.remove_reader(listener)
             loop.call_later(_PAUSE, self._resume)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import logging
 import os
 import socket
 import sys
@@ -45,6 +46,7 @@ from aiockpt.runtime.ipc import receive as packet_of
 from aiockpt.testing import assert_same
 from tests.support.proofs import proves
 from tests.support.servers import running, settle
+from tests.support.shortages import exhausted_fds
 from tests.support.transports import (
     MIB,
     Halfway,
@@ -507,6 +509,21 @@ class TestWho:
                 assert await offered(sender, probe) is None
             assert not sender.statistics().lent
             assert await offered(sender)
+
+    async def test_a_sender_without_descriptors_says_so_once(self, caplog):
+        """Though it tries each second; the guest waits, and gets its memory."""
+        guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        guest.settimeout(0)
+        async with lending() as sender:
+            offer = await offered(sender)
+            with exhausted_fds(), caplog.at_level(logging.WARNING):
+                guest.connect(offer.address)
+                await settle(lambda: caplog.records)
+                await asyncio.sleep(1.2)  # another try
+            said = msgspec.json.encode(Ask(offer.ticket, keep=False))
+            assert await answer_to(guest, said)
+        (record,) = caplog.records
+        assert "has to wait" in record.getMessage()
 
     @proves("threat S5")
     async def test_nothing_but_a_ticket_opens_the_socket(self):
