@@ -100,18 +100,30 @@ class Contents:
                 or another shape, stride or dtype.
         """
         with collector_paused():  # there may be 100,000 tensors
-            self._check()
+            self._check_tensors()
+            for held, geometry in zip(self._held, self._geometries, strict=True):
+                geometry.check(partial(self._name, held.tensors))
 
-    def _check(self) -> None:
+    def check_filled(self) -> None:
+        """Check that the template still has what was copied; call it after the copies.
+
+        Another view of the same memory makes no difference then.
+
+        Raises:
+            LocalProtocolError: a tensor was replaced, removed or added, or has other
+                memory.
+        """
+        with collector_paused():
+            self._check_tensors()
+
+    def _check_tensors(self) -> None:
         for entry in self._entries:
             _check_items(entry)
         for whole, own in self._wholes:
             if not _are_same(local_tensors(whole), own):
                 raise changed_error(self._path_of(whole), "got another local tensor")
-        for held, geometry in zip(self._held, self._geometries, strict=True):
-            name = partial(self._name, held.tensors)
-            held.check(name)
-            geometry.check(name)
+        for held in self._held:
+            held.check(partial(self._name, held.tensors))
 
     def _name(self, tensors: Sequence[torch.Tensor], number: int) -> str:
         tensor = tensors[number]

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, zip_longest
-from operator import attrgetter
+from operator import add, attrgetter, mul
 from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
@@ -299,8 +299,9 @@ class IntoTemplate:
 
     def finish(self) -> None:
         """Put the values into the template."""
+        if self._match.contents is not None:
+            self._match.contents.check_filled()
         if self._match.adoption is not None:
-            self.check()
             self._match.adoption.finish()
 
 
@@ -432,8 +433,10 @@ class Selected:
 
     def finish(self) -> None:
         """Copy the tensors that arrived elsewhere; put values into the template."""
-        self._planner.finish()
-        self.check()
+        assert self._contents is not None
+        self._contents.check()
+        if self._planner.finish():
+            self._contents.check_filled()
         self._walk.finish()
 
 
@@ -492,20 +495,13 @@ class _Fill(NamedTuple):
         ends = ((each.data_ptr(), each.stride()) for each in (target, source))
         return (*ends, target.shape)
 
-    def check(self, storage_nbytes: int) -> None:
-        """Check that each element of the target has memory of its own.
+    def check(self) -> None:
+        """Check that no two elements of the target have the same memory.
 
         Raises:
-            TemplateMismatchError: two elements have the same.
-            UnsupportedLeafError: some have none; a sharded module frees the storage of
-                a parameter that it has gathered.
+            TemplateMismatchError: two have; one of their values would be lost.
         """
         path, target, source = self
-        if (target.shape, target.dtype) != (source.shape, source.dtype):
-            raise changed_error(path, "got another shape or dtype")
-        stop = target.storage_offset() * target.itemsize + _span(target)
-        if stop > storage_nbytes:
-            raise UnsupportedLeafError(path, "tensor", "its memory has been freed")
         if repeats(target) and _steps(target) != _steps(source):
             raise TemplateMismatchError(
                 path,
@@ -515,13 +511,14 @@ class _Fill(NamedTuple):
             )
 
 
-def _check_apart(fills: Mapping[int, _Fill], held: HeldMemory) -> None:
+def _check_apart(
+    fills: Mapping[int, _Fill], held: HeldMemory, sizes: array[int]
+) -> None:
     """Refuse two tensors of a checkpoint for the same memory: one would be lost.
 
     Raises:
         TemplateMismatchError: there are two, which is no matter of their values.
     """
-    sizes = array("Q", map(_span, held.tensors))
     by_device: dict[torch.device, list[Member]] = {}
     for number in sorted(overlapping(held.addresses, sizes)):
         path, target, _ = fills[number]
@@ -616,18 +613,34 @@ class LoadPlanner:
             UnsupportedLeafError: a tensor of the template has no memory.
         """
         self._held = HeldMemory.of(self._targets)
-        for number, fill in self._fills.items():
-            fill.check(self._held.storage_sizes[number])
-        _check_apart(self._fills, self._held)
-        for number, (_, target, source) in self._fills.items():
+        sizes = array("Q", map(_span, self._targets))
+        self._check_memory(sizes)
+        _check_apart(self._fills, self._held, sizes)
+        for number, (path, target, source) in self._fills.items():
             alike = is_dense(target) and is_dense(source) and _are_alike(target, source)
+            if alike and sizes[number] != _span(source):
+                raise changed_error(path, "got another shape")
             if not (alike and self._want(source, number)):
                 self.keep(source)
                 self._copies.append((number, source))
         return [*map(self._plan, self._segments, self._wants)]
 
-    def finish(self) -> None:
-        """Copy the tensors that arrived elsewhere into their targets.
+    def _check_memory(self, sizes: array[int]) -> None:
+        """Check that each element of a target has memory, and of its own."""
+        storage_sizes = self._held.storage_sizes
+        offsets = map(torch.Tensor.storage_offset, self._targets)
+        starts = map(mul, offsets, map(attrgetter("itemsize"), self._targets))
+        for number, stop in enumerate(map(add, starts, sizes)):
+            # A sharded module frees the storage of a parameter that it has gathered.
+            if stop > storage_sizes[number]:
+                why = "its memory has been freed"
+                raise UnsupportedLeafError(self._path_of(number), "tensor", why)
+        for number, dense in enumerate(map(torch.Tensor.is_contiguous, self._targets)):
+            if not dense:
+                self._fills[number].check()
+
+    def finish(self) -> bool:
+        """Copy the tensors that arrived elsewhere; return whether there were some.
 
         Raises:
             LocalProtocolError: a target has other memory.
@@ -638,6 +651,7 @@ class LoadPlanner:
             destination, origin = once(target, source)
             with torch.inference_mode(target.is_inference()), torch.no_grad():
                 destination.copy_(origin)
+        return bool(self._copies)
 
     def _path_of(self, number: int) -> str:
         return self._fills[number].path if number in self._fills else ""
