@@ -291,6 +291,21 @@ async def test_a_tensor_that_is_added_is_noticed(way: str, tmp_path: Path) -> No
         await WAYS[way](template, Once(add, template), tmp_path)
 
 
+@pytest.mark.parametrize("way", ["load", "load, mapped", "load, peer"])
+async def test_what_is_added_during_a_load_stays(way: str, tmp_path: Path) -> None:
+    """A load fills what the template had; the checkpoint has nothing for the rest."""
+    template = state_of(1.0)
+
+    def add(state: dict[str, Any]) -> None:
+        state["layer"]["new"] = torch.zeros(2)
+        state["moments"].append(torch.zeros(2))
+
+    await WAYS[way](template, Once(add, template), tmp_path)
+    assert not template["layer"].pop("new").any()
+    assert not template["moments"].pop().any()
+    assert_same(template, state_of(2.0))
+
+
 @pytest.mark.parametrize(
     "add",
     [
