@@ -248,10 +248,11 @@ class TCPStoreBarrier:
         last = _Meeting(store, key, number, "written")
         again = self._rank in last.begun
         decision = last.decision if self._rank else last.decide(_NEXT)
-        if again or (decision and not decision.startswith(_FAILED)):
-            number += 1
-            _advance_to(store, key, number)
-        return self._join(store, key, number)
+        if not again and (not decision or decision.startswith(_FAILED)):
+            return self._join(store, key, number)
+        self._join(store, key, number + 1)
+        _advance_to(store, key, number + 1)
+        return number + 1
 
     def _join(self, store: Store, key: str, number: int) -> int:
         # If this process dies, its replacement reads this: the other ranks may be a
@@ -268,11 +269,17 @@ class TCPStoreBarrier:
 
     def _begun_before(self, store: Store, key: str) -> int:
         """Return the round that this rank's dead predecessor had chosen."""
-        current = number = _current(store, key)
-        while number and (begun := _Meeting(store, key, number, "written").begun):
-            if self._rank in begun:
+        current = _current(store, key)
+        # It may have died before its round became the current one.
+        last = _Meeting(store, key, current, "written")
+        opened = not self._rank and last.decision == _NEXT
+        for number in (current + 1, *range(current, 0, -1)):
+            begun = _Meeting(store, key, number, "written").begun
+            if self._rank in begun or (opened and number > current):
+                _advance_to(store, key, number)
                 return number
-            number -= 1
+            if not begun and number <= current:
+                break
         return current
 
     def _forget(self, store: Store, key: str) -> None:

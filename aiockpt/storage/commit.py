@@ -22,10 +22,9 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from aiockpt.errors import StorageError
 from aiockpt.format.chunks import ALGORITHM
@@ -85,7 +84,7 @@ _BUSY: Final = (
 )
 
 
-class Draft:
+class Draft(AbstractContextManager["Draft"]):
     """One rank's file in a checkpoint that is being built.
 
     Args:
@@ -126,15 +125,7 @@ class Draft:
                 self.close()
                 raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -15,10 +15,9 @@ import functools
 import os
 import secrets
 import stat
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Final, Self
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -70,7 +69,7 @@ def holder_of(path: Path) -> Holder | None:
     return None
 
 
-class SaveLock:
+class SaveLock(AbstractContextManager["SaveLock"]):
     """The right to save to a path, or to remove what is there.
 
     Args:
@@ -107,15 +106,7 @@ class SaveLock:
             self._close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def __del__(self) -> None:

@@ -6,6 +6,9 @@ checkpoint or wholly the new one. ``FILE.part`` stays after a failed receive, an
 next receive keeps each chunk in it whose digest matches the manifest. A replaced file
 passes its permissions on. The umask decides those of a new file.
 
+Locks may not reach another host, which may still write into ``FILE.part``. So only a
+receive of the same checkpoint goes on in it. Another one takes its place, and copies.
+
 Everything here blocks.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +29,7 @@ from aiockpt.storage.files import (
     is_at,
     named,
     open_locked,
+    read_at,
     rename_to_new,
     reserve,
     saying_what_is_free,
@@ -86,13 +91,13 @@ class PartFile:
     """
 
     def __init__(
-        self, target: Path, path: Path, fd: int, manifest: Manifest, known: int
+        self, target: Path, path: Path, fd: int, manifest: Manifest, earlier: int
     ) -> None:
         self.path = path
-        self.candidates = range(_chunks_within(manifest, known))
+        self.candidates = range(0)
         self._target = target
         self._manifest = manifest
-        self._fd = fd
+        self._fd, self._earlier = fd, earlier
         self._map = mmap.mmap(fd, manifest.total_bytes)
         self._map[: manifest.header_bytes] = manifest.header
 
@@ -106,18 +111,33 @@ class PartFile:
         """
         target = check_target(target)
         path = target.with_name(f"{target.name}.part")
+        earlier = -1
         with named(path):
             fd = open_locked(path, busy=_BUSY)
             try:
                 if not begins_as_ours(fd):
                     raise StorageError(str(path), _FOREIGN)
-                # Set before the first byte, which only the file's readers may see.
-                _permit(fd, _permissions(target), added=_OURS)
-                known = os.fstat(fd).st_size
-                _reserve(path, fd, manifest.total_bytes)
-                return cls(target, path, fd, manifest, known)
+                known, size = os.fstat(fd).st_size, manifest.total_bytes
+                start = os.pread(fd, manifest.header_bytes, 0)
+                other = known > 0 and start != manifest.header
+                if other and _only_one_fits(fd, size):
+                    path.unlink()
+                    os.close(fd)
+                    fd, known, other = -1, 0, False
+                    fd = open_locked(path, busy=_BUSY)
+                if other:
+                    earlier, fd = fd, -1
+                    fd = _successor(path, target, size)
+                else:
+                    # Set before the first byte, which only its readers may see.
+                    _permit(fd, _permissions(target), added=_OURS)
+                    _reserve(path, fd, size)
+                made = cls(target, path, fd, manifest, earlier)
+                made.candidates = range(_chunks_within(manifest, known))
+                return made
             except BaseException:
-                os.close(fd)
+                for each in {fd, earlier} - {-1}:
+                    os.close(each)
                 raise
 
     def __repr__(self) -> str:
@@ -133,7 +153,12 @@ class PartFile:
 
     def holds(self, chunk: int) -> bool:
         """Say whether the file has a chunk with the right digest."""
+        start, stop = self._manifest.grid.range(chunk)
         with named(self.path):
+            if self._earlier >= 0:
+                at = self._manifest.header_bytes + start
+                with suppress(StorageError):  # it ends in the middle of the chunk
+                    read_at(self.path, self._earlier, self.buffers(start, stop), at)
             actual = digest_of(self.path, self._fd, self._manifest, chunk)
         return actual == self._manifest.digests[chunk]
 
@@ -175,8 +200,9 @@ class PartFile:
         """Unmap and unlock; the part file stays for the next receive. Idempotent."""
         with suppress(BufferError):  # a view that is still in use keeps its pages
             self._map.close()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
+        found = {self._fd, self._earlier} - {-1}
+        self._fd = self._earlier = -1
+        for fd in found:
             # The mapping has a duplicate, which would keep the lock while it lives.
             unlock(fd)
 
@@ -201,6 +227,28 @@ def _permit(fd: int, permissions: int | None, *, added: int) -> None:
         os.fchmod(fd, permissions | added)
 
 
+def _only_one_fits(earlier: int, size: int) -> bool:
+    """Say whether the disk has room for a file only without an earlier one."""
+    system, blocks = os.fstatvfs(earlier), os.fstat(earlier).st_blocks
+    free = system.f_bavail * system.f_frsize
+    return free < size <= free + blocks * 512
+
+
+def _successor(path: Path, target: Path, size: int) -> int:
+    """Put a new file in the place of a part file of another checkpoint, and lock it."""
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    fd = open_locked(new, busy=_BUSY)
+    try:
+        _permit(fd, _permissions(target), added=_OURS)
+        _reserve(path, fd, size)
+        os.rename(new, path)
+    except BaseException:
+        os.close(fd)
+        new.unlink(missing_ok=True)
+        raise
+    return fd
+
+
 def _reserve(path: Path, fd: int, size: int) -> None:
     """Allocate ``size`` bytes for the file, or leave it unchanged."""
     before = os.fstat(fd).st_size
@@ -209,7 +257,7 @@ def _reserve(path: Path, fd: int, size: int) -> None:
             reserve(fd, size, always=True)
     except OSError:
         os.ftruncate(fd, before)
-        if not before:
+        if not before and is_at(path, fd):
             path.unlink()
         raise
     os.ftruncate(fd, size)

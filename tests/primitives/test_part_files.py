@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from contextlib import contextmanager
@@ -183,6 +184,59 @@ class TestResume:
         (tmp_path / "f.part").write_bytes(bytes(1000))
         with opened(tmp_path / "f", memory()) as part:
             assert held(part) == []
+
+    def test_a_part_of_another_checkpoint_makes_room(self, tmp_path) -> None:
+        """If the disk has no room for both, nothing is kept of it."""
+        old, new = (memory(nbytes=10 * CHUNK, step=step, fill=5) for step in (1, 2))
+        with small_disk(tmp_path / "disk", 1 << 20) as disk:
+            with opened(disk / "f", old, 0, 2):
+                pass
+            received(disk / "f", new, *range(10))
+            assert os.listdir(disk) == ["f"]
+
+
+class TestTwoHosts:
+    """Locks do not reach from one to the other, as on some network file systems."""
+
+    @pytest.fixture(autouse=True)
+    def locked(self, monkeypatch) -> None:
+        """Let each take the lock."""
+        monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_different_checkpoints_do_not_mix(self, tmp_path, first: int) -> None:
+        """The one whose part file was replaced is told; the other file is whole."""
+        target, sources = tmp_path / "f", [memory(step=step) for step in (1, 2)]
+        with (
+            opened(target, sources[0], 0) as mine,
+            opened(target, sources[1], 2) as other,
+        ):
+            parts = [mine, other]
+            for part, source in zip(parts, sources, strict=True):
+                for chunk in (1, 2, 0):
+                    start, stop = source.manifest.grid.range(chunk)
+                    part.buffers(start, stop)[0][:] = source.data[start:stop]
+            for part in (parts[first], parts[1 - first]):
+                if part is other:
+                    part.commit()
+                else:
+                    with pytest.raises(StorageError, match="another process has repl"):
+                        part.commit()
+                    mine.buffers(0, 9)[0][:] = bytes(9)
+        assert target.read_bytes() == sources[1].file
+        assert os.listdir(tmp_path) == ["f"]
+
+    def test_the_same_checkpoint_is_whole(self, tmp_path) -> None:
+        """Both write the same bytes into one file; the second one is told."""
+        target, source = tmp_path / "f", memory()
+        with opened(target, source, 0, 1) as mine, opened(target, source, 2) as other:
+            assert held(other) == [0, 1, 2]
+            other.commit()
+            start, stop = source.manifest.grid.range(2)
+            mine.buffers(start, stop)[0][:] = source.data[start:stop]
+            with pytest.raises(StorageError, match="another process has replaced"):
+                mine.commit()
+        assert target.read_bytes() == source.file
 
 
 class TestRefusals:
