@@ -273,7 +273,8 @@ class TCPStoreBarrier:
         # It may have died before its round became the current one.
         last = _Meeting(store, key, current, "written")
         opened = not self._rank and last.decision == _NEXT
-        for number in (current + 1, *range(current, 0, -1)):
+        numbers: list[int] = [current + 1, *range(current, 0, -1)]
+        for number in numbers:
             begun = _Meeting(store, key, number, "written").begun
             if self._rank in begun or (opened and number > current):
                 _advance_to(store, key, number)

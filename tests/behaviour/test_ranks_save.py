@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import threading
 import time
@@ -483,6 +484,39 @@ class TestStore:
         assert failing or sizes[-1] == sizes[-20] == max(sizes)
         other.close()
         host.close()
+
+    def test_any_schedule_of_three_ranks(self) -> None:
+        """All are told the same in time, although each save has the same name."""
+        chance, port, step = random.Random(3), free_port(), 1
+        host = barrier(0, 3, port)
+        made = [host, barrier(1, 3, port), barrier(2, 3, port)]
+
+        def save(each: TCPStoreBarrier, life: str, pause: list[float]) -> str:
+            time.sleep(pause[0])
+            each.expect(meeting(step, LONG))
+            time.sleep(pause[1])
+            try:
+                if life == "fails":
+                    each.meet(meeting(step, LONG), failure="on purpose")
+                    return "told"
+                each.meet(meeting(step, LONG))
+                each.meet(replace(meeting(step, LONG), phase="committed"))
+            except PeerFailedError:
+                return "told"
+            return "saved"
+
+        with ThreadPoolExecutor(3) as pool:
+            for _ in range(150):
+                lives = chance.choices(["lives", "fails"], [5, 1], k=3)
+                pauses = [chance.choices([0, 0.001, 0.003], k=2) for _ in lives]
+                saves = [
+                    pool.submit(save, each, life, pause)
+                    for each, life, pause in zip(made, lives, pauses, strict=True)
+                ]
+                said = {each.result(2 * LONG) for each in saves}
+                assert said == {"told" if "fails" in lives else "saved"}, lives
+        for each in reversed(made):
+            each.close()
 
     def test_a_waiting_rank_says_for_whom(self, caplog) -> None:
         """While it waits, and in the error."""
