@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 __all__ = [
     "Hook",
+    "LogLimit",
     "Meter",
     "Progress",
     "TransferEvent",
     "add_hook",
-    "call_guarded",
     "emit",
+    "guarded",
 ]
 
 T = TypeVar("T")
 
 logger = logging.getLogger("aiockpt")
+
+_SILENCE: Final = 60.0  # seconds between two log records of a kind
+_MOST_KINDS: Final = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +116,35 @@ class TransferEvent:
         return " ".join(words) + (f": {self.detail}" if self.detail else "")
 
 
+class LogLimit:
+    """Lets one log record of each kind through a minute.
+
+    It is for what a loop, a peer or a callback causes again and again. What the user
+    does once is logged once, and needs none.
+
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = OrderedDict[object, float]()
+
+    def __repr__(self) -> str:
+        return f"<LogLimit kinds={len(self._last)}>"
+
+    def passes(self, kind: object = None) -> bool:
+        """Return whether to log a record of this kind now."""
+        now = self._clock()
+        if now - self._last.get(kind, -_SILENCE) < _SILENCE:
+            return False
+        self._last[kind] = now
+        self._last.move_to_end(kind)
+        if len(self._last) > _MOST_KINDS:
+            self._last.popitem(last=False)
+        return True
+
+
 Hook: TypeAlias = Callable[[TransferEvent], None]
 
 _hooks: list[Hook] = []
@@ -119,13 +153,14 @@ _hooks: list[Hook] = []
 def add_hook(hook: Hook) -> Callable[[], None]:
     """Call ``hook`` with every event from now on; return a function that removes it.
 
-    An exception in a hook is logged and does not disturb the transfer.
+    An exception in a hook does not disturb the transfer. It is logged, once a minute.
     """
-    _hooks.append(hook)
+    call = guarded(hook)
+    _hooks.append(call)
 
     def remove() -> None:
         with suppress(ValueError):
-            _hooks.remove(hook)
+            _hooks.remove(call)
 
     return remove
 
@@ -135,15 +170,24 @@ def emit(event: TransferEvent) -> None:
     if logger.isEnabledFor(event.level):
         logger.log(event.level, "%s", event)
     for hook in tuple(_hooks):
-        call_guarded(hook, event)
+        hook(event)
 
 
-def call_guarded(callback: Callable[[T], None], fact: T) -> None:
-    """Call a hook or a progress callback; log its errors instead of raising them."""
-    try:
-        callback(fact)
-    except Exception:
-        logger.exception("callback %r failed", callback)
+def guarded(callback: Callable[[T], None]) -> Callable[[T], None]:
+    """Wrap a hook or a progress callback, so that its errors are not raised.
+
+    One of each type is logged a minute: the callback may be called thousands of times.
+    """
+    log_limit = LogLimit()
+
+    def call(fact: T) -> None:
+        try:
+            callback(fact)
+        except Exception as error:
+            if log_limit.passes(type(error)):
+                logger.exception("callback %r failed", callback)
+
+    return call
 
 
 class Meter:
@@ -154,7 +198,7 @@ class Meter:
     """
 
     def __init__(self, report: Callable[[Progress], None] | None) -> None:
-        self._report = report
+        self._report = None if report is None else guarded(report)
         self.state = Progress(stop="fetch_manifest")
         self._started = 0.0
 
@@ -194,4 +238,4 @@ class Meter:
     def _update(self, **changes: Any) -> None:
         self.state = replace(self.state, **changes)
         if self._report is not None:
-            call_guarded(self._report, self.state)
+            self._report(self.state)

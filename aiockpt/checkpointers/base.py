@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple, Never
 
-from aiockpt.events import Progress, TransferEvent, call_guarded, emit
+from aiockpt.events import Progress, TransferEvent, emit, guarded
 from aiockpt.state.selection import Select
 from aiockpt.storage.directory import StrPath, expanded, step_in, step_of
 from aiockpt.transfer.repeats import Repeats
@@ -281,12 +281,13 @@ def meter(
 ) -> Callable[[int], None]:
     """Return a function that reports the written bytes to ``progress``."""
     began = time.monotonic()
+    report = None if progress is None else guarded(progress)
 
     def tell(done: int) -> None:
-        if progress is None:
+        if report is None:
             return
         rate = done / max(time.monotonic() - began, 1e-6)
         state = Progress(stop="write", bytes_done=done, bytes_total=nbytes, rate=rate)
-        call_guarded(progress, state)
+        report(state)
 
     return tell

@@ -27,7 +27,7 @@ from aiockpt.checkpointers.messages import encode_keywords
 from aiockpt.checkpointers.stager import StagedState, stager_of
 from aiockpt.checkpointers.writer import remove_old
 from aiockpt.errors import AiockptError, LocalProtocolError, StorageError, kept
-from aiockpt.events import call_guarded
+from aiockpt.events import guarded
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.ipc import pack
@@ -134,7 +134,7 @@ class Submission:
         self.kept: tuple[int, int] | None = None
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[Written | None] = loop.create_future()
-        self._progress = progress
+        self._progress = None if progress is None else guarded(progress)
         snapshot.acquire()
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class Submission:
     def advance(self, nbytes: int) -> None:
         """Report the writer's progress."""
         if self._progress is not None:
-            call_guarded(self._progress, nbytes)
+            self._progress(nbytes)
 
     def finish(self, outcome: Written | BaseException | None) -> None:
         """Note the end, and release the snapshot. Only the first end counts.

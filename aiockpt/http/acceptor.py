@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from aiockpt.events import LogLimit
 from aiockpt.http.security import network_of
 from aiockpt.runtime.children import close_in_forks
 from aiockpt.runtime.system import descriptor_limit, is_hosts
@@ -39,7 +40,6 @@ _GRACE: Final = 0.5  # seconds in which a new connection may send a request
 _PAUSE: Final = 0.25  # seconds until the next try
 _PER_SHORTAGE: Final = 16  # idle connections that are closed if there is none left
 _PER_ROUND: Final = 64  # connections that are accepted in one round of the loop
-_SILENCE: Final = 60.0  # seconds between two warnings
 
 
 class Caller(web.RequestHandler):
@@ -93,6 +93,11 @@ class Caller(web.RequestHandler):
         answer.force_close()
         return answer
 
+    def log_exception(self, *arguments: Any, **options: Any) -> None:
+        """Log an error of a handler, if none of its type was logged for a minute."""
+        if self._acceptor.log_limit.passes(type(options.get("exc_info"))):
+            super().log_exception(*arguments, **options)
+
     def connection_lost(self, exc: BaseException | None) -> None:
         """Forget the connection."""
         super().connection_lost(exc)
@@ -107,6 +112,9 @@ class Acceptor:
         server: Handles the requests.
         ssl_context: Speak TLS with it.
         options: For each connection, as `web.AppRunner` takes them.
+
+    Attributes:
+        log_limit: Bounds what connections can have logged.
     """
 
     def __init__(
@@ -134,7 +142,7 @@ class Acceptor:
         self._opening: dict[Caller, asyncio.Task[Any]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_reading = False
-        self._warned = -_SILENCE
+        self.log_limit = LogLimit(self._loop.time)
         close_in_forks(self._sockets)
         for each in self._sockets:
             each.settimeout(0)
@@ -245,7 +253,9 @@ class Acceptor:
             if task.cancelled() or error is not None:
                 accepted.close()
                 self.lost(caller)
-            if error is not None and not isinstance(error, OSError):
+            if error is None or isinstance(error, OSError):
+                return
+            if self.log_limit.passes(type(error)):
                 logger.error("a connection could not be opened", exc_info=error)
 
         opening.add_done_callback(opened)
@@ -317,7 +327,5 @@ class Acceptor:
         )
 
     def _warn(self, why: str) -> None:
-        now = self._loop.time()
-        if now - self._warned >= _SILENCE:
-            self._warned = now
+        if self.log_limit.passes():
             logger.warning("new receivers have to wait: %s", why)

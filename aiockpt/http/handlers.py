@@ -47,7 +47,7 @@ from aiockpt.errors import (
     RemoteProtocolError,
     StepNotFoundError,
 )
-from aiockpt.events import TransferEvent, emit
+from aiockpt.events import LogLimit, TransferEvent, emit
 from aiockpt.http import protocol as http
 from aiockpt.http import sockets
 from aiockpt.http.acceptor import Caller
@@ -230,6 +230,7 @@ class CheckpointService:
         self._counts: Counter[str] = Counter()
         self._macs = ManifestMacs(config.manifest_key)
         self._auditor = Auditor()
+        self._log_limit = LogLimit()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -289,7 +290,7 @@ class CheckpointService:
                 response = _Answer(status=HTTPStatus.SERVICE_UNAVAILABLE)
             except AiockptError as error:
                 self._counts["refused"] += 1
-                response = _response_to(error)
+                response = self._response_to(error)
                 response.headers.update(self._identity)
             visit.status = response.status
         return response
@@ -901,6 +902,8 @@ class CheckpointService:
             level = _LEVELS[outcome]
             if isinstance(publication.servable, Relay):  # of another member
                 level = min(level, logging.INFO)
+            if level == logging.WARNING and not self._log_limit.passes(outcome):
+                level = logging.INFO
             emit(
                 TransferEvent(
                     stop="evict" if outcome is Outcome.EVICTED else "serve",
@@ -912,6 +915,15 @@ class CheckpointService:
                     level=level,
                 )
             )
+
+    def _response_to(self, error: AiockptError) -> web.Response:
+        problem = to_problem(error)
+        if problem.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            problem.headers["Retry-After"] = f"{_RETRY_AFTER:.0f}"
+            if self._log_limit.passes(type(error)):
+                logger.error("a request failed", exc_info=error)
+        headers = {**COMMON_HEADERS, **problem.headers}
+        return _Answer(status=problem.status, headers=headers, body=problem.body)
 
 
 def routes(service: CheckpointService, prefix: str) -> list[web.RouteDef]:
@@ -1120,12 +1132,3 @@ async def _read_announcement(
         raise RemoteProtocolError("the announcement did not come") from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"the announcement is malformed: {error}") from None
-
-
-def _response_to(error: AiockptError) -> web.Response:
-    problem = to_problem(error)
-    if problem.status == HTTPStatus.INTERNAL_SERVER_ERROR:
-        problem.headers["Retry-After"] = f"{_RETRY_AFTER:.0f}"
-        logger.error("a request failed", exc_info=error)
-    headers = {**COMMON_HEADERS, **problem.headers}
-    return _Answer(status=problem.status, headers=headers, body=problem.body)

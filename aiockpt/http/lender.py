@@ -29,7 +29,7 @@ import anyio
 import msgspec
 
 from aiockpt.errors import AiockptError
-from aiockpt.events import TransferEvent, emit
+from aiockpt.events import LogLimit, TransferEvent, emit
 from aiockpt.http.audit import Access, Auditor
 from aiockpt.http.protocol import Lease
 from aiockpt.http.shared_memory import (
@@ -56,7 +56,6 @@ _SLOWEST: Final = 256 << 20  # bytes per second that a guest reads at least
 _MAC_BYTES: Final = 32
 _TICKET_TIMEOUT: Final = 5.0  # seconds in which a guest must show its ticket
 _PAUSE: Final = 1.0  # seconds until the next try to accept, if no descriptor is left
-_SILENCE: Final = 60.0  # seconds between two warnings
 
 logger = logging.getLogger("aiockpt")
 
@@ -99,7 +98,7 @@ class Lender:
         self._listener: socket.socket | None = None
         self._visits: set[asyncio.Task[None]] = set()
         self._auditor = Auditor()
-        self._warned = -math.inf
+        self._log_limit = LogLimit()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -147,23 +146,34 @@ class Lender:
 
     def _is_listening(self) -> bool:
         if self._listener is None:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
-                listener.settimeout(0)
-                listener.bind(Offer(self._name, "").address)
-                listener.listen(self._most)
+                listener = self._listen()
             except OSError as error:
-                listener.close()
-                logger.warning("nothing is lent to this host's processes: %s", error)
+                self._warn("nothing is lent to this host's processes", error)
                 return False
             close_in_forks([listener])
             self._listener = listener
             self._resume()
         return True
 
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.settimeout(0)
+            listener.bind(Offer(self._name, "").address)
+            listener.listen(self._most)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
     def _resume(self) -> None:
         if (listener := self._listener) is not None:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _warn(self, what: str, error: OSError) -> None:
+        if self._log_limit.passes(what):
+            logger.warning("%s: %s", what, error)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -171,9 +181,7 @@ class Lender:
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:  # without a descriptor, it would come again at once
-            if _now() - self._warned >= _SILENCE:
-                self._warned = _now()
-                logger.warning("a process of this host has to wait: %s", error)
+            self._warn("a process of this host has to wait", error)
             loop = asyncio.get_running_loop()
             loop.remove_reader(listener)
             loop.call_later(_PAUSE, self._resume)
@@ -255,7 +263,8 @@ class Lender:
                 self._store.end_lease(lease)
         if loan.cancelled_caught:
             event = _event("evict", guest, publication)
-            emit(replace(event, detail="the loan has ended", level=logging.WARNING))
+            level = logging.WARNING if self._log_limit.passes("evict") else logging.INFO
+            emit(replace(event, detail="the loan has ended", level=level))
 
     def _note(self, guest: socket.socket, publication: Publication, who: str) -> None:
         """Count and audit a loan."""

@@ -27,7 +27,7 @@ from aiockpt.errors import (
     RemoteProtocolError,
     StepNotFoundError,
 )
-from aiockpt.events import TransferEvent, emit
+from aiockpt.events import LogLimit, TransferEvent, emit
 from aiockpt.format.entries import INT64_MAX
 from aiockpt.format.header import LENGTH_BYTES, decode_header
 from aiockpt.format.limits import enforce
@@ -336,14 +336,15 @@ async def chase(
     When ``receive`` raises one of ``survives``, such as that the step was replaced,
     ``find`` is asked again, ever more slowly. If cancelled, so is what is under way.
     """
-    failures = 0
+    failures, log_limit = 0, LogLimit()
     while True:
         step = await find()
         try:
             return step, await receive(step)
         except survives as error:
-            replaced = isinstance(error, SUPERSEDED)
-            level = logging.INFO if replaced else logging.WARNING
+            level = logging.INFO
+            if not isinstance(error, SUPERSEDED) and log_limit.passes(type(error)):
+                level = logging.WARNING
             emit(TransferEvent(stop="retry", step=step, detail=str(error), level=level))
         await pause(backoff(failures))
         failures += 1

@@ -32,6 +32,7 @@ from aiockpt.errors import (
     TransportError,
     kept,
 )
+from aiockpt.events import LogLimit
 from aiockpt.http.options import Auth, Receive, Server
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.http.retry import backoff
@@ -89,6 +90,7 @@ class HostMirror:
         self._error: Exception | None = None
         self._fault: AiockptError | None = None
         self._faults = self._vain = 0
+        self._log_limit = LogLimit()
         self.step: int | None = None
         self.is_leader = False
 
@@ -125,7 +127,8 @@ class HostMirror:
         except AiockptError as error:
             if _is_final(error):
                 raise
-            logger.warning("%s: %s; it goes on", self, error)
+            if self._log_limit.passes(type(error)):
+                logger.warning("%s: %s; it goes on", self, error)
             self._vain = self._vain + 1 if self.step == before else 1
             self._fault = kept(error)
             self._faults += 1

@@ -45,13 +45,14 @@ from aiockpt.runtime.ipc import arrival
 from aiockpt.runtime.ipc import receive as packet_of
 from aiockpt.testing import assert_same
 from tests.support.proofs import proves
-from tests.support.servers import running, settle
+from tests.support.servers import Peer, running, settle
 from tests.support.shortages import exhausted_fds
 from tests.support.transports import (
     MIB,
     Halfway,
     Transport,
     in_the_middle,
+    port_of,
     receive,
     transport,
     weights,
@@ -497,6 +498,44 @@ async def redeem(offer, keep=False):
     """Return what a ticket is answered."""
     said = msgspec.json.encode(Ask(offer.ticket, keep=keep))
     return await answer_to(guest_at(offer), said)
+
+
+class TestShortage:
+    """A sender without descriptors."""
+
+    async def test_a_manifest_comes_without_an_offer(self, caplog, monkeypatch):
+        """The receiver takes the bytes over HTTP; the log says why, once."""
+        async with lending() as sender, Peer(port_of(sender), token=None) as peer:
+            here, token = identity(), parse_metadata(sender.metadata()).token
+            assert here is not None
+            # It reads files; another one took the last descriptor after that.
+            monkeypatch.setattr(lender, "identity", lambda: here)
+
+            async def ask():
+                probe = {PROBE_HEADER: format_probe(here, os.urandom(16))}
+                secret = {"Authorization": f"Bearer {token}"}
+                answer = await peer.ask("/checkpoint/1/metadata", **probe, **secret)
+                assert answer.status == 200
+                return parse_offer(answer.headers.get(OFFER_HEADER))
+
+            with exhausted_fds():
+                assert [await ask(), await ask()] == [None, None]
+            (record,) = caplog.records
+            assert "nothing is lent" in record.getMessage()
+            with guest_at(await ask()):  # it listens
+                pass
+
+    async def test_processes_that_wait_are_told_of_once(self, caplog):
+        """It tries each second whether a descriptor is left."""
+        async with lending() as sender:
+            offer = await offered(sender)
+            ask = msgspec.json.encode(Ask(offer.ticket, keep=False))
+            with guest_at(offer) as late, exhausted_fds():
+                await asyncio.sleep(1.2)  # two tries
+                late.send(ask)
+            await asyncio.sleep(0)
+            (record,) = caplog.records
+            assert "a process of this host has to wait" in record.getMessage()
 
 
 class TestWho:
