@@ -182,8 +182,9 @@ class AiockptError(Exception):
     """The root of every exception that the package raises on purpose.
 
     Attributes:
-        may_be_committed: For a save that failed: whether its checkpoint may be there
-            nevertheless, because nobody could find out, or the disk did not confirm it.
+        may_be_committed: For a save or another write that failed: whether its
+            checkpoint may be there nevertheless, because nobody could find out, or the
+            disk did not confirm it.
     """
 
     may_be_committed: bool = False

@@ -125,7 +125,8 @@ class SaveHandle:
             False if the busy policy skipped or replaced the save, else True.
 
         Raises:
-            StorageError: the checkpoint could not be written or committed.
+            StorageError: the checkpoint could not be written or committed. If
+                ``may_be_committed`` is true, it may be there nevertheless.
             WorkerError: the checkpoint process died or hung during this write.
             StagingError, StateDictError: the state dict could not be staged.
         """

@@ -93,8 +93,9 @@ class SyncCheckpointer(Checkpointer):
 
         Raises:
             UnsupportedLeafError: a leaf has a type that cannot be saved.
-            StorageError: the checkpoint is not committed; ``path`` is as before. Or
-                ``may_be_committed`` is true, and the message says why.
+            StorageError: the checkpoint is not committed, and ``path`` has what it had
+                before. If ``may_be_committed`` is true, the new checkpoint may be there
+                instead, and the message says why.
             TypeError: an unknown keyword, or ``path`` is not a path.
             ValueError: several ranks have nowhere to meet.
             TransportError: rank 0 cannot host the store at which they meet.

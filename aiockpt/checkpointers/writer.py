@@ -165,8 +165,8 @@ class CheckpointWriter:
             UnsupportedLeafError: a leaf cannot be saved; its path is in ``path``.
             TypeError, ValueError: an unknown keyword, or ``step`` is not a step.
             StorageError: the checkpoint was not written or not committed, and ``path``
-                is unchanged. Or this rank cannot find out whether rank 0 has committed
-                it, and the message says so.
+                has what it had before. If ``may_be_committed`` is true, the new
+                checkpoint may be there instead, and the message says why.
         """
         if extra := kwargs.keys() - {"step"}:
             refuse_unknown(

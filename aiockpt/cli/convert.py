@@ -33,7 +33,7 @@ from aiockpt.state.equality import assert_same
 from aiockpt.state.flatten import describe
 from aiockpt.state.leaves import DTYPE_NAMES
 from aiockpt.storage.directory import MARKER, find_checkpoint, step_in
-from aiockpt.storage.files import named, rename_to_new, sync_directory
+from aiockpt.storage.files import in_place, named, rename_to_new, sync_directory
 from aiockpt.storage.lock import SaveLock
 from aiockpt.storage.partfile import TAKEN, check_target
 from aiockpt.storage.write import PlainFile, write_file
@@ -129,7 +129,8 @@ def _write_file(
         _compare(lock.temporary, state, write is _write_plain)
         os.fsync(fd)
         (os.replace if replace else rename_to_new)(lock.temporary, target)
-        sync_directory(target.parent)
+        with in_place(target):
+            sync_directory(target.parent)
 
 
 @contextmanager

@@ -68,7 +68,8 @@ _STARTING: Final = 60.0  # seconds until a new process must serve, on a busy mac
 _TRIES: Final = 3  # processes in a row that may die before they serve
 _LOOK_INTERVAL: Final = 5.0  # seconds between two looks at whether a process is stopped
 _HUNG: Final = 60.0  # seconds until a process that runs and does not answer is killed
-_MARGIN: Final = 0.15  # seconds beyond the grace to answer a retraction, or to end
+_MARGIN: Final = 0.15  # seconds beyond the grace to answer a retraction,
+_ENDING: Final = 0.1  # and then to end, if it is killed
 
 
 class _State(enum.Enum):
@@ -369,8 +370,8 @@ class ServerProcess:
         """Serve nothing; once this returns, no byte of the old memory is read.
 
         A process that does not answer within the grace and 0.15 s is killed. This waits
-        as long again for its end, which a starved system may delay. Memory that the
-        process maps is neither changed nor taken away before that. Receivers that
+        0.1 s for its end, which a starved system may delay. Memory that the process
+        maps is neither changed nor taken away before that. Receivers that
         connect meanwhile wait in the backlog of the sockets, which the next process
         gets.
         """
@@ -383,7 +384,7 @@ class ServerProcess:
             self._tell(Retract(number, grace))
             if not await self._answered(number, grace + _MARGIN):
                 self._kill()
-                await self._answered(number, _MARGIN)
+                await self._answered(number, _ENDING)
 
     # ---------------------------------------------------------------- snapshots
 

@@ -44,6 +44,7 @@ from aiockpt.storage.directory import (
 )
 from aiockpt.storage.files import (
     exchange,
+    in_place,
     is_at,
     lock,
     move_directory,
@@ -191,7 +192,8 @@ class Draft(AbstractContextManager["Draft"]):
                 if not self.is_committed():
                     self._restore(private)
                 raise
-            self._confirm()
+            with in_place(self.target):
+                self._sync(self.target.parent)
         return unused
 
     def is_committed(self) -> bool:
@@ -344,19 +346,6 @@ class Draft(AbstractContextManager["Draft"]):
         except BaseException:
             os.rename(old, self.target)
             raise
-
-    def _confirm(self) -> None:
-        """Sync the name of the checkpoint, which is committed already."""
-        try:
-            self._sync(self.target.parent)
-        except OSError as error:
-            detail = (
-                "it is in its place, but the disk did not confirm it: "
-                f"{error.strerror or error}; a power failure may undo it"
-            )
-            failure = StorageError(str(self.target), detail)
-            failure.may_be_committed = True
-            raise failure from error
 
     def _sync(self, directory: Path) -> None:
         if self._durable:

@@ -26,6 +26,7 @@ from aiockpt.runtime.system import is_callers, is_programs
 __all__ = [
     "MARKER",
     "exchange",
+    "in_place",
     "is_at",
     "lock",
     "move_directory",
@@ -120,6 +121,25 @@ def saying_what_is_free(
             f"{free / 1e6:.1f} MB are free; make room or choose another place"
         )
         raise StorageError(str(path), detail) from error
+
+
+@contextmanager
+def in_place(path: Path) -> Iterator[None]:
+    """Run what follows a rename: if it fails, the error says that ``path`` is there.
+
+    Raises:
+        StorageError: the system raised an ``OSError``. ``may_be_committed`` is true.
+    """
+    try:
+        yield
+    except OSError as error:
+        detail = (
+            "it is in its place, but the disk did not confirm it: "
+            f"{error.strerror or error}; a power failure may undo it"
+        )
+        failure = StorageError(str(path), detail)
+        failure.may_be_committed = True
+        raise failure from error
 
 
 # --------------------------------------------------------------------------- names

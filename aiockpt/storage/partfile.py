@@ -26,6 +26,7 @@ from aiockpt.errors import StorageError
 from aiockpt.format.manifest import Manifest
 from aiockpt.storage.checkpoint_file import digest_of
 from aiockpt.storage.files import (
+    in_place,
     is_at,
     named,
     open_locked,
@@ -107,17 +108,19 @@ class PartFile:
 
         Raises:
             StorageError: the file cannot be written, is in use, is not part of a
-                checkpoint, or the disk is full. It is then unchanged.
+                checkpoint, or the disk is full. What it had of this checkpoint stays;
+                if it had nothing, it is removed.
         """
         target = check_target(target)
         path = target.with_name(f"{target.name}.part")
         earlier = -1
         with named(path):
-            fd = open_locked(path, busy=_BUSY)
+            fd, known = open_locked(path, busy=_BUSY), None
             try:
+                known = os.fstat(fd).st_size
                 if not begins_as_ours(fd):
                     raise StorageError(str(path), _FOREIGN)
-                known, size = os.fstat(fd).st_size, manifest.total_bytes
+                size = manifest.total_bytes
                 start = os.pread(fd, manifest.header_bytes, 0)
                 other = known > 0 and start != manifest.header
                 if other and _only_one_fits(fd, size):
@@ -136,8 +139,10 @@ class PartFile:
                 made.candidates = range(_chunks_within(manifest, known))
                 return made
             except BaseException:
+                if earlier < 0 <= fd:
+                    _restore(path, fd, known)
                 for each in {fd, earlier} - {-1}:
-                    os.close(each)
+                    unlock(each)
                 raise
 
     def __repr__(self) -> str:
@@ -167,7 +172,7 @@ class PartFile:
 
         Raises:
             StorageError: the disk failed, or, without ``replace``, a file exists by
-                now. The old file is unchanged.
+                now. The old file is unchanged, or ``may_be_committed`` is true.
         """
         with named(self.path):
             try:
@@ -186,9 +191,10 @@ class PartFile:
                 os.replace(self.path, self._target)
             else:
                 rename_to_new(self.path, self._target)
-            # Only now: a part file that stays must be writable for the next receive.
-            _permit(self._fd, permissions, added=0)
-            sync_directory(self._target.parent)
+            with in_place(self._target):
+                # Only now: the next receive must be able to write to a part file.
+                _permit(self._fd, permissions, added=0)
+                sync_directory(self._target.parent)
 
     def discard(self) -> None:
         """Remove the part file, if it is still this one."""
@@ -250,14 +256,17 @@ def _successor(path: Path, target: Path, size: int) -> int:
 
 
 def _reserve(path: Path, fd: int, size: int) -> None:
-    """Allocate ``size`` bytes for the file, or leave it unchanged."""
-    before = os.fstat(fd).st_size
-    try:
-        with saying_what_is_free(path, fd, size, keep=before):
-            reserve(fd, size, always=True)
-    except OSError:
-        os.ftruncate(fd, before)
-        if not before and is_at(path, fd):
-            path.unlink()
-        raise
+    """Allocate ``size`` bytes for the file."""
+    with saying_what_is_free(path, fd, size, keep=os.fstat(fd).st_size):
+        reserve(fd, size, always=True)
     os.ftruncate(fd, size)
+
+
+def _restore(path: Path, fd: int, known: int | None) -> None:
+    """Give the file the size that it had, or remove it if that was 0. Never raises."""
+    with suppress(OSError):
+        if not (os.fstat(fd).st_size if known is None else known):
+            if is_at(path, fd):
+                path.unlink()
+        elif known is not None and os.fstat(fd).st_size > known:
+            os.ftruncate(fd, known)

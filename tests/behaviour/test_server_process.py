@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import os
+import resource
 import shutil
 import signal
 import ssl
@@ -23,7 +24,11 @@ import pytest
 import torch
 from aiohttp import web
 
-from aiockpt import StepNotFoundError, TransferEvent
+from aiockpt import (
+    StepNotFoundError,
+    TransferEvent,
+    make_async_checkpointer,
+)
 from aiockpt.errors import (
     ClosedError,
     LocalProtocolError,
@@ -124,6 +129,27 @@ class TestServing:
             assert os.getsid(pid) == os.getsid(0)  # in which alone niceness counts
             assert os.getpgid(pid) == pid
 
+    @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has prlimit")
+    async def test_it_raises_its_own_limit_of_descriptors_only(self, tmp_path):
+        """The caller's limit stays, whatever the caller does with the package."""
+        kind = resource.RLIMIT_NOFILE
+        before = resource.getrlimit(kind)
+        raised = min(before[1], 65_536)
+        if raised <= 400:
+            pytest.skip("the hard limit is too low")
+        resource.setrlimit(kind, (400, before[1]))
+        try:
+            async with pair() as (sender, receiver):
+                await sender.send_checkpoint([1], 1, STATE)
+                assert_same(await receive(sender, receiver), STATE)
+                assert resource.prlimit(process_of(sender).pid, kind)[0] == raised
+                async with make_async_checkpointer() as checkpointer:
+                    saved = await checkpointer.save(STATE, tmp_path / "step-2")
+                    await saved.written()
+            assert resource.getrlimit(kind) == (400, before[1])
+        finally:
+            resource.setrlimit(kind, before)
+
     async def test_it_answers_while_the_trainers_loop_does_not(self):
         """A receiver in a process of its own is served while the loop is blocked."""
         async with apart() as sender:
@@ -219,6 +245,15 @@ class TestServing:
 
 class TestItsDeath:
     """A process that dies is replaced; what was offered is offered again."""
+
+    async def test_one_that_hangs_at_the_shutdown_is_not_replaced(self, events):
+        """It is killed, and nobody is told that none can be started."""
+        async with apart(grace=0.1) as sender:
+            await sender.send_checkpoint([], 1, STATE)
+            os.kill(process_of(sender).pid, signal.SIGSTOP)
+        assert {each.level for each in of_kind("restart", events)} <= {logging.WARNING}
+        with pytest.raises(ClosedError):
+            await sender.send_checkpoint([], 2, STATE)
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
     async def test_another_one_serves_the_same(self, number, caplog, events):

@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
@@ -18,6 +19,7 @@ import pytest
 
 from aiockpt.http.server import CheckpointServer
 from aiockpt.runtime.bridge import Bridge
+from tests.support import torn
 from tests.support.commandline import start_aiockpt
 from tests.support.proofs import proves
 from tests.support.servers import TOKEN, Memory, Peer, config, serving, settle
@@ -39,6 +41,11 @@ def limited(most: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def limit_of(pid: int) -> int:
+    """Return how many descriptors a process may have."""
+    return resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
 
 
 def is_ended(peer: Peer) -> bool:
@@ -215,20 +222,26 @@ async def test_a_server_without_descriptors_says_so_once(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has prlimit")
-async def test_only_processes_of_ours_raise_their_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["follow", "serve"])
+async def test_only_processes_of_ours_raise_their_limit(
+    tmp_path: Path, name: str
+) -> None:
     """A command does; a transport in the caller's process does not."""
+    torn.write(tmp_path, 2)  # saves a checkpoint
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard <= LIMIT:
+    raised = min(hard, 65_536)
+    if raised <= LIMIT:
         pytest.skip("the hard limit is too low")
     with limited(LIMIT):
         async with serving(Memory()) as site, Peer(site.port) as peer:
             assert (await peer.ask(LATEST)).status == 200
             assert resource.getrlimit(resource.RLIMIT_NOFILE) == (LIMIT, hard)
-        command = start_aiockpt("follow", site.url, tmp_path)
+        file = tmp_path / "last" / "checkpoint_0.safetensors"
+        follows = name == "follow"
+        words: list[object] = [site.url, "-o", tmp_path] if follows else [file]
+        command = start_aiockpt(name, *words, stdout=subprocess.DEVNULL)
     try:
-        expected = min(hard, 65_536)
-        limit = resource.RLIMIT_NOFILE
-        await settle(lambda: resource.prlimit(command.pid, limit)[0] == expected)
+        await settle(lambda: limit_of(command.pid) == raised)
     finally:
         command.kill()
         command.communicate()

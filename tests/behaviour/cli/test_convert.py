@@ -471,6 +471,19 @@ class TestInTheWay:
         assert load(target)["a"].sum() == 3
         assert names(tmp_path) == ["m.pt", "s-1"]
 
+    def test_a_disk_that_does_not_confirm_the_name(
+        self, tmp_path: Path, source: Path
+    ) -> None:
+        """The error says that the file is there."""
+        target = tmp_path / "m.pt"
+        command = [sys.executable, "-m", "aiockpt", "convert", str(source), str(target)]
+        fault = SystemCallFault("fsync", "EIO", paths=[tmp_path])
+        done = fault.run(command, env=ENVIRONMENT)
+        assert (fault.struck, done.returncode) == (True, 1)
+        assert f"{target}: it is in its place, but" in done.stderr
+        assert load(target)["a"].sum() == 3
+        assert names(tmp_path) == ["m.pt", "s-1"]
+
 
 class TestOptions:
     """What was asked for is done, or refused."""

@@ -61,4 +61,4 @@ def test_a_fetch_dies(
         assert main(["fetch", url, "--overwrite", "-o", str(target)]) == 0
         assert "were there already" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == [target]
-    assert cell.left == "part / before"
+    assert cell.left == "part / one"
