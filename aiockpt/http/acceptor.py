@@ -95,7 +95,11 @@ class Caller(web.RequestHandler):
 
     def log_exception(self, *arguments: Any, **options: Any) -> None:
         """Log an error of a handler, if none of its type was logged for a minute."""
-        if self._acceptor.log_limit.passes(type(options.get("exc_info"))):
+        error = options.get("exc_info")
+        is_ended = self.transport is None or self.transport.is_closing()
+        if is_ended and isinstance(error, RuntimeError):
+            return  # what uvloop raises for a write to a connection that has ended
+        if self._acceptor.log_limit.passes(type(error)):
             super().log_exception(*arguments, **options)
 
     def connection_lost(self, exc: BaseException | None) -> None:

@@ -28,7 +28,8 @@ class Prepared(Generic[T]):
     Attributes:
         step: The step of the checkpoint.
         nbytes: The bytes that `apply` copies. Chunks that the template has already do
-            not count.
+            not count. Of a template with DTensors, or with tensors of inference mode,
+            all chunks count.
     """
 
     def __init__(self, step: int, template: T, goal: Destination) -> None:

@@ -22,6 +22,7 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import run_all
+from aiockpt.state.distributed import has_version
 from aiockpt.state.flatten import Survey, survey
 from aiockpt.state.load_plan import Selected
 from aiockpt.state.segment import Segment
@@ -267,8 +268,11 @@ def _make_room(
     delta = None
     if own is not None:
         ports = options.terms.ports
-        # Bytes may stay in the template if `Prepared` notices that they change.
-        stay = not (options.hold and any(each.is_inference() for each in own.tensors))
+        # Bytes may stay in the template if `Prepared` notices that they change. Torch
+        # counts no write of an optimizer of FSDP to a DTensor.
+        uncounted = any(each.is_inference() for each in own.tensors)
+        uncounted = uncounted or any(map(has_version, own.wholes.values()))
+        stay = not (options.hold and uncounted)
         if options.have is options.into and template is not None and stay:
             held: Held = HeldInTemplate(manifest, own, goal, ports=ports)
         else:

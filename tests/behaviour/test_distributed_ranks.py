@@ -51,6 +51,11 @@ def test_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
     joined(started("fully_sharded_and_parallel", 4, tmp_path / "job"))
 
 
+def test_an_fsdp_model_is_trained_beside_a_prepared_checkpoint(tmp_path: Path) -> None:
+    """Torch does not count what its optimizers write, so nothing of it is skipped."""
+    joined(started("prepared_while_trained", 2, tmp_path / "job"))
+
+
 def test_what_a_rank_may_take_from_another(tmp_path: Path) -> None:
     """Replicas and shards of a ShardedTensor, but no part of another place."""
     joined(started("other_ranks", 2, tmp_path / "job"))

@@ -43,6 +43,45 @@ def limited(most: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@proves("threat R2")
+async def test_readers_that_stall_are_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The others are events of a lower level."""
+    caplog.set_level(logging.INFO, "aiockpt")
+    served = serving(Memory(8 << 20), stall_timeout=0.3, send_buffer=4096)
+    async with served as site, AsyncExitStack() as stack:
+        for each in await connected(stack, site.port, 4):
+            await each.request("/checkpoint/7/full")
+
+        def levels() -> list[int]:
+            said = [each for each in caplog.records if each.name == "aiockpt"]
+            return sorted(each.levelno for each in said)
+
+        await settle(lambda: len(levels()) == 4)
+    assert levels() == [*[logging.INFO] * 3, logging.WARNING]
+
+
+class Broken(Memory):
+    """Its bytes cannot be had, by a fault of ours."""
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        raise ZeroDivisionError
+
+
+@proves("threat R2")
+@pytest.mark.allow_error_logs
+async def test_a_fault_that_each_request_meets_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each request gets an answer."""
+    async with serving(Broken()) as site, AsyncExitStack() as stack:
+        for each in await connected(stack, site.port, 4):
+            assert (await each.ask("/checkpoint/7/full")).status == 500
+    (record,) = caplog.records
+    assert "ZeroDivisionError" in str(record.exc_info)
+
+
 def limit_of(pid: int) -> int:
     """Return how many descriptors a process may have."""
     return resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]

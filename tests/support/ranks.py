@@ -127,6 +127,36 @@ async def struck(transport: Transport, number: int) -> None:
     await transport.recv_checkpoint(0, "", 1, LONG, progress=strike)
 
 
+async def die_at_the_end(transport: Transport, rank: int, count: int) -> None:
+    """Be killed as soon as the last byte of what rank 0 sends is there."""
+
+    def strike(progress: Progress) -> None:
+        if progress.bytes_total and progress.bytes_done == progress.bytes_total:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    await transport.recv_checkpoint(0, "", 1, LONG, progress=strike)
+
+
+async def witness(transport: Transport, rank: int, count: int) -> None:
+    """Receive from rank 0, and print how that ended; live on."""
+    await _witness(transport, 0)
+
+
+async def witness_last(transport: Transport, rank: int, count: int) -> None:
+    """Receive from the last rank, and print how that ended; live on."""
+    await _witness(transport, count - 1)
+
+
+async def _witness(transport: Transport, source: int) -> None:
+    try:
+        await transport.recv_checkpoint(source, "", 1, LONG)
+    except ProcessGroupError as error:
+        print(type(error).__name__, error.rank, flush=True)
+    else:
+        print("whole", flush=True)
+    await asyncio.Event().wait()
+
+
 async def insist(transport: Transport, rank: int, count: int) -> None:
     """Receive from rank 0 until it can send; print why it could not; send it back."""
     while True:
@@ -203,7 +233,7 @@ LIVES: dict[str, Callable[[Transport, int, int], Any]] = {
     life.__name__: life
     for life in (
         *(send, receive, die_half_way, stop_half_way, insist, answer, train, idle),
-        *(leave, leave_sending, leave_late),
+        *(leave, leave_sending, leave_late, die_at_the_end, witness, witness_last),
     )
 }
 

@@ -193,6 +193,76 @@ async def fully_sharded_and_parallel() -> None:
         assert torch.equal(state[name].full_tensor(), whole)
 
 
+def trained(net: nn.Module, *, foreach: bool) -> None:
+    """Train one step."""
+    step(net, torch.optim.AdamW(net.parameters(), lr=0.1, foreach=foreach))
+
+
+def shares_of(net: Any) -> list[torch.Tensor]:
+    """Return what this rank holds of the parameters."""
+    return [each.to_local() for each in net.parameters()]
+
+
+def scaled(net: nn.Module) -> None:
+    """Write to what this rank holds."""
+    with torch.no_grad():
+        for each in shares_of(net):
+            each.mul_(3)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda net: None,
+    "each": lambda net: trained(net, foreach=False),
+    "foreach": lambda net: trained(net, foreach=True),
+    "local": scaled,
+    "gathered": lambda net: net.unshard(),
+    "loaded": lambda net: net.load_state_dict(
+        {name: torch.zeros_like(each) for name, each in net.state_dict().items()}
+    ),
+}
+
+
+class Meanwhile:
+    """Changes a model once, when bytes of it have been compared."""
+
+    def __init__(self, change: Callable[[Any], Any], net: nn.Module) -> None:
+        self.change, self.net, self.left = change, net, True
+
+    def __call__(self, progress: Progress) -> None:
+        if self.left and progress.stop == "fetch_chunk":
+            self.left = False
+            self.change(self.net)
+
+
+async def prepared_while_trained() -> None:
+    """A model gets all of a prepared checkpoint, whatever was done to it meanwhile."""
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+    net, _ = training(mesh, seed=1)
+    wanted = [each.clone() for each in shares_of(net)]
+    async with offered(net.state_dict()) as peers, transport() as receiver:
+        for change in CHANGES.values():
+            for early in (True, False):
+                # It holds what is offered, so nothing need be fetched or copied.
+                other: Any = training(mesh, seed=1)[0]
+                into = other.state_dict()
+                meanwhile = Meanwhile(change, other)
+                prepared = await receiver.prepare(
+                    peers[RANK],
+                    1,
+                    into=into,
+                    have=True,
+                    progress=meanwhile if early else None,
+                )
+                meanwhile(Progress(stop="fetch_chunk"))
+                await prepared.apply_async()
+                assert not meanwhile.left
+                for mine, right in zip(into.values(), wanted, strict=True):
+                    assert torch.equal(mine.to_local(), right)
+                other.reshard()
+                for mine, right in zip(shares_of(other), wanted, strict=True):
+                    assert torch.equal(mine, right)
+
+
 def chunked() -> Any:
     """Return a ShardedTensor of one shard per rank, which tell their ranks."""
     spec = ChunkShardingSpec(dim=0, placements=[f"rank:{n}/cpu" for n in range(WORLD)])
@@ -341,4 +411,10 @@ def main(*scenarios: Callable[[], Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(fully_sharded_and_parallel, other_ranks, sending_job, receiving_job)
+    main(
+        fully_sharded_and_parallel,
+        prepared_while_trained,
+        other_ranks,
+        sending_job,
+        receiving_job,
+    )

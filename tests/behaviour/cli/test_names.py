@@ -145,6 +145,7 @@ def test_what_the_encoding_of_a_terminal_lacks_is_escaped(tmp_path: Path) -> Non
     assert "m\\xf6del-1" in done.stdout
 
 
+@proves("threat D25")
 @pytest.mark.parametrize(
     "command",
     [
@@ -171,6 +172,7 @@ def test_nothing_waits_for_a_fifo(
     assert cli.error(*words)
 
 
+@proves("threat D25")
 def test_a_token_file_is_a_file(
     cli: Commands, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
