@@ -22,8 +22,9 @@ from statistics import mean, median
 from typing import Any
 
 import aiockpt
+from aiockpt.runtime.system import usable_cores
 from benchmarks.lines import Line, lossy, shaped
-from benchmarks.measures import Candidate, Cost, Sample, Samples, take_turns
+from benchmarks.measures import Candidate, Cost, Sample, Samples, efforts, take_turns
 from benchmarks.workers import HERE, Worker, all_cores_but_one
 
 OTHER_TREE = "other tree: "
@@ -32,10 +33,12 @@ OTHER_TREE = "other tree: "
 Phases = Generator[list[Candidate], None, None]
 
 _MIB = 1 << 20
-SOCKETS = aiockpt.Receive().connections  # of a receive, and of raw receivers
+_CORES = usable_cores()
+SOCKETS = aiockpt.Receive().connections or min(4, max(1, _CORES // 2))  # on one host
+"""Connections of a receive, and of raw receivers."""
 RENO = "reno"  # what the library asks for on the way to the same host
 CHUNKS = (0, 4, 8)  # settings of torchft's num_chunks
-_NICEST = 19  # of a server process
+_NICE = aiockpt.Server().nice  # of a server process
 _IDLE = 0.5  # seconds
 _UNTIL_COLD = 6.0  # seconds; a host is told of free pages every 2 s
 _REST = 0.3  # seconds in which the disk and the host come to rest
@@ -44,6 +47,10 @@ _SLOW = 100_000  # tensors take torchft half a minute
 _ALONE, _SERVED, _BOTH, _TURNS = 0.3, 0.5, 0.5, 3  # of training and serving
 _PUBLISHED, _EVERY = 3, 0.8  # steps that followers get, and seconds between them
 _STAR = (1, 2, 4, 8)  # receivers at once
+_SPARES = 2  # processes that start at once
+_FEW, _MANY = 4, 8  # processes that keep all cores busy
+_FLEET, _PARTS = (10, 100, 1000), 5  # receivers of a small state, and their processes
+_LOOPBACK = Line("127.0.0.1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,46 +114,58 @@ class Setup:
         worker.call("prepare", **self.shape)
         return worker
 
-    def pair(self, line: Line | None = None) -> Pair:
-        """Return a sender and a receiver, at the ends of a line if there is one."""
-        if line is None:
-            return Pair(self, self.worker(), [self.worker()])
-        with line.near():
-            sender = self.worker()
-        with line.far():
-            receiver = self.worker(inside=line.inside)
-        return Pair(self, sender, [receiver], line.address, None)
-
 
 class Pair:
     """A sender and its receivers, and what most cases measure between them."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        sender: Worker,
-        receivers: Sequence[Worker],
-        host: str = "127.0.0.1",
-        congestion: str | None = RENO,
-    ) -> None:
-        self.setup, self.sender, self.receivers = setup, sender, receivers
-        self.nbytes = setup.nbytes
-        self._host, self._congestion = host, congestion
+    def __init__(self, setup: Setup, line: Line = _LOOPBACK, count: int = 1) -> None:
+        self.setup, self._line = setup, line
+        with line.near():
+            self.sender = setup.worker()
+        with line.far():
+            self.receivers = [setup.worker(inside=line.inside) for _ in range(count)]
+        self._shape, self.nbytes = setup.shape, setup.nbytes
+        self._congestion = RENO if line is _LOOPBACK else None
         self._sources: dict[str, Any] = {}
+        self._spares: list[Worker] = []
+
+    def new_receiver(self) -> Worker:
+        """Return a process that has received nothing, and knows the shape.
+
+        Allocators keep memory that a process has used: its next receive would find it
+        mapped. Some processes start together, while nothing is timed.
+        """
+        if not self._spares:
+            for _ in range(_SPARES):
+                with self._line.far():
+                    spare = Worker(tree=self.setup.tree, inside=self._line.inside)
+                self._spares.append(self.setup.stack.enter_context(spare))
+            for each in self._spares:
+                each.call("release")
+        self._spares[-1].call("prepare", **self._shape, touched=False)
+        return self._spares.pop()
+
+    def join(self, by: str, receiver: Worker) -> None:
+        """Give the sender and a receiver a new process group for a transport."""
+        with tempfile.TemporaryDirectory() as directory:
+            self.sender.begin("join", directory=directory, by=by, rank=0)
+            receiver.call("join", directory=directory, by=by, rank=1)
+            self.sender.finish()
 
     def offer(self, by: str, **options: Any) -> Any:
         """Return where the sender offers the state dict in this way."""
         key = repr((by, options))
         if key not in self._sources:
-            options["host"] = self._host
+            options["host"] = self._line.address
             self._sources[key] = self.sender.call("offer", by=by, **options)
         return self._sources[key]
 
     def reshape(self, *, count: int, each: int) -> None:
         """Move a state dict of another shape from now on."""
         self._sources, self.nbytes = {}, count * each
+        self._shape = {"count": count, "each": each}
         for end in (self.sender, *self.receivers):
-            end.call("prepare", count=count, each=each)
+            end.call("prepare", **self._shape)
 
     def received(
         self,
@@ -156,19 +175,28 @@ class Pair:
         count: int = 1,
         **options: Any,
     ) -> Sample:
-        """Have ``count`` receivers receive at once; return what it cost both ends."""
-        receivers = self.receivers[:count]
-        for each in receivers:
-            each.call("ready", condition=memory)
-        if grouped := by == "group":
-            self.sender.begin("send_to_group", by=source)
-        else:
-            self.sender.call("watch")
-        for each in receivers:
-            each.begin("receive", by=by, source=source, **options)
-        costs: list[Cost] = [each.finish()[0] for each in receivers]
-        theirs = self.sender.finish() if grouped else self.sender.call("watched")
-        return _sample(self.nbytes, costs, theirs)
+        """Have ``count`` receivers receive at once; return what it cost both ends.
+
+        A receive into fresh memory has a new process.
+        """
+        grouped, receivers = by == "group", self.receivers[:count]
+        with ExitStack() as stack:
+            if memory not in ("touched", "as it is"):
+                receivers = [stack.enter_context(self.new_receiver())]
+                if grouped:
+                    self.join(source, receivers[0])
+            for each in receivers:
+                each.call("ready", condition=memory)
+            if grouped:
+                self.sender.begin("send_to_group", by=source)
+            else:
+                self.sender.call("watch")
+            for each in receivers:
+                each.begin("receive", by=by, source=source, **options)
+            costs: list[Cost] = [each.finish()[0] for each in receivers]
+            theirs = self.sender.finish() if grouped else self.sender.call("watched")
+        found = _sample(self.nbytes * options.get("at_once", 1), costs, theirs)
+        return found | {"cpu ms, each": found["cpu"] * self.nbytes / 1e6}
 
     def ours(self, name: str, **options: Any) -> Candidate:
         """Return a receive by this library."""
@@ -180,7 +208,8 @@ class Pair:
     def raw(self, name: str, *, system: bool = False, **options: Any) -> Candidate:
         """Return raw sockets, with our congestion control or with the system's."""
         source = self.offer("raw", congestion=None if system else self._congestion)
-        run = partial(self.received, "raw", source, connections=SOCKETS, **options)
+        n = SOCKETS if self._congestion else max(SOCKETS, min(4, _CORES))
+        run = partial(self.received, "raw", source, **({"connections": n} | options))
         return Candidate(name, run)
 
     def torchft(
@@ -223,10 +252,12 @@ def _sample(nbytes: int, costs: Sequence[Cost], sender: Cost | None = None) -> S
         "speed": gigabytes / seconds,
         "cpu": (sum(cost["cpu"] for cost in costs)) / gigabytes,
         "lag, receiving": 1e3 * max(cost["lag"] for cost in costs),
+        **efforts(gigabytes, costs, "receiving"),
     }
     if sender is not None:
         found["cpu"] += sender["cpu"] / gigabytes
         found["lag, sending"] = 1e3 * sender["lag"]
+        found |= efforts(gigabytes, [sender], "sending")
     return found
 
 
@@ -234,21 +265,22 @@ def _sample(nbytes: int, costs: Sequence[Cost], sender: Cost | None = None) -> S
 
 
 def _http(setup: Setup) -> Phases:
-    pair = setup.pair()
+    pair = Pair(setup)
 
     def idle() -> Sample:
         pair.sender.call("watch")
         mine: Cost = pair.receivers[0].call("idle", seconds=_IDLE)
         return _sample(setup.nbytes, [mine], pair.sender.call("watched"))
 
-    fresh: dict[str, Any] = {"memory": "warm"}
+    raw = partial(pair.raw, kind="like ours", memory="warm")
     yield [
         Candidate("idle", idle),
-        pair.ours("fresh", **fresh),
-        pair.raw("raw, fresh", kind="like ours", **fresh),
-        pair.raw("raw, fresh, system's", kind="like ours", system=True, **fresh),
-        *pair.torchft(**fresh),
-        *pair.torchft("torchft, system's", system=True, **fresh),
+        pair.ours("first", memory="warm"),
+        raw("raw, first"),
+        raw("raw, first, system's", system=True),
+        raw("raw and digests, first", digest=True),
+        *pair.torchft("torchft, first", memory="warm"),
+        *pair.torchft("torchft, first, system's", system=True, memory="warm"),
     ]
     yield [
         pair.ours("in place", in_place=True),
@@ -270,7 +302,7 @@ def _http(setup: Setup) -> Phases:
 
 def _tensors(setup: Setup) -> Phases:
     """Yield few large tensors, and many small ones."""
-    pair = setup.pair()
+    pair = Pair(setup)
     for name, count, each in (
         ("large", 4, setup.nbytes // 4 // 8 * 8),
         ("10,000", 10_000, 4096),
@@ -286,35 +318,51 @@ def _tensors(setup: Setup) -> Phases:
 
 
 def _star(setup: Setup) -> Phases:
-    receivers = [setup.worker() for _ in range(max(_STAR))]
-    pair = Pair(setup, setup.worker(), receivers)
+    pair = Pair(setup, count=max(_STAR))
     yield [
         each
         for count in _STAR
         for each in (
             pair.ours(f"{count} at once", count=count, in_place=True),
             pair.raw(f"raw, {count} at once", count=count),
+            pair.raw(f"raw and digests, {count} at once", count=count, digest=True),
             *pair.torchft(f"torchft, {count} at once", count=count),
         )
     ]
+
+
+def _fleet(setup: Setup) -> Phases:
+    """Yield receives of a small state by many transports at once."""
+    pair = Pair(setup, count=_PARTS)
+    many: dict[str, Any] = {"count": _PARTS, "memory": "as it is"}
+    raw: dict[str, Any] = {"connections": 1, "kind": "like ours", **many}
+    for count in _FLEET:
+        name, each = f"{count:,} receivers", count // _PARTS
+        yield [
+            pair.ours(name, at_once=each, **many),
+            pair.raw(f"raw, {name}", at_once=each, **raw),
+        ]
 
 
 # ---------------------------------------------------------------- receives over lines
 
 
 def _shaped(rate: str, setup: Setup) -> Phases:
-    pair = setup.pair(setup.stack.enter_context(shaped(rate)))
+    pair = Pair(setup, setup.stack.enter_context(shaped(rate)))
+    raw = partial(pair.raw, kind="like ours", memory="warm")
     yield [
         pair.ours("fresh", memory="warm"),
         pair.ours("in place", in_place=True),
         pair.raw("raw, in place"),
-        pair.raw("raw, fresh", kind="like ours", memory="warm"),
+        pair.raw("raw and digests, in place", digest=True),
+        raw("raw, fresh"),
+        raw("raw and digests, fresh", digest=True),
         *pair.torchft(memory="warm"),
     ]
 
 
 def _lossy(setup: Setup) -> Phases:
-    pair = setup.pair(setup.stack.enter_context(lossy(0.01, 0.01)))
+    pair = Pair(setup, setup.stack.enter_context(lossy(0.01, 0.01)))
     yield [
         pair.ours("in place", in_place=True),
         pair.raw("raw, in place"),
@@ -324,7 +372,7 @@ def _lossy(setup: Setup) -> Phases:
 
 def _cold(setup: Setup) -> Phases:
     """Yield receives into memory that the host has taken back."""
-    pair = setup.pair(setup.stack.enter_context(shaped("10gbit")))
+    pair = Pair(setup, setup.stack.enter_context(shaped("10gbit")))
     yield [
         pair.ours("fresh", memory=_UNTIL_COLD),
         pair.raw("raw, in place"),
@@ -336,7 +384,7 @@ def _cold(setup: Setup) -> Phases:
 
 def _delta(setup: Setup) -> Phases:
     """Yield receives of what has changed only."""
-    pair = setup.pair(setup.stack.enter_context(shaped("1gbit")))
+    pair = Pair(setup, setup.stack.enter_context(shaped("1gbit")))
     yield [
         pair.ours("all", in_place=True, memory="as it is"),
         *(
@@ -421,6 +469,45 @@ def _base(setup: Setup) -> Phases:
 # ---------------------------------------------------------------- beside other work
 
 
+def _busy(setup: Setup) -> Phases:
+    """Yield receives from a server process while other processes keep all cores busy.
+
+    They share a session with both ends, so that a niceness counts.
+    """
+    pair, kind = Pair(setup), "benchmarks.training:Trainer"
+    hogs = [setup.stack.enter_context(Worker(kind)) for _ in range(_MANY)]
+
+    def run(count: int, **nice: int) -> Sample:
+        source = pair.offer("aiockpt", process=True, **nice)
+        busy = hogs[:count]
+
+        def speed(began: float, ended: float) -> float:
+            them = [each.call("trained", began=began, ended=ended) for each in busy]
+            return sum((each["speed"] for each in them), 0.0)
+
+        try:
+            for each in busy:
+                each.call("train")
+            alone = time.monotonic()
+            time.sleep(_ALONE)
+            began = time.monotonic()
+            found = pair.received("aiockpt", source, "as it is", in_place=True)
+            ended = time.monotonic()
+        finally:
+            for each in busy:
+                each.call("rest")
+        others = 100 * speed(began, ended) / speed(alone, began)
+        return found | {"others": others, "s/GiB": 2**30 / found["speed"] / 1e9}
+
+    yield [
+        Candidate("beside 4", partial(run, _FEW), "4", ours=True),
+        Candidate("beside 8", partial(run, _MANY), "8", ours=True),
+        Candidate("nice 0", partial(run, _FEW, nice=0), "nice", ours=True),
+        Candidate("nice 10", partial(run, _FEW, nice=10), "nice", ours=True),
+        Candidate("nice 19", partial(run, _FEW, nice=19), "nice", ours=True),
+    ]
+
+
 def _trainer(setup: Setup) -> Phases:
     """Yield everybody who serves beside a training loop, one after the other.
 
@@ -429,7 +516,7 @@ def _trainer(setup: Setup) -> Phases:
     """
     apart: dict[str, Any] = {"own_session": True}
     trainer = setup.worker(**apart)
-    elsewhere, nicest = setup.worker(**apart), setup.worker(**apart, nice=_NICEST)
+    elsewhere, nicest = setup.worker(**apart), setup.worker(**apart, nice=_NICE)
     receiver = setup.worker(**apart, cores=all_cores_but_one())
 
     def alone() -> float:
@@ -581,14 +668,17 @@ def _saver(setup: Setup) -> tuple[Worker, Callable[..., Candidate]]:
 
 def saved(nbytes: int, found: Sample) -> Sample:
     """Return the figures of a process that moved so many bytes alone."""
-    seconds = found["seconds"]
+    seconds, gigabytes = found["seconds"], nbytes / 1e9
     staged = found.get("staged", seconds)
+    spent = efforts(gigabytes, [found], "receiving")
+    spent |= {"cpu": found["cpu"] / gigabytes} if "cpu" in found else {}
     return {
         "ms": 1e3 * seconds,
-        "speed": nbytes / seconds / 1e9,
+        "speed": gigabytes / seconds,
         "staged ms": 1e3 * staged,
-        "staged speed": nbytes / staged / 1e9,
-        **found,
+        "staged speed": gigabytes / staged,
+        **{of: found[of] for of in found if f"{of}, receiving" not in spent},
+        **spent,
     }
 
 
@@ -633,14 +723,9 @@ def _background(setup: Setup) -> Phases:
 
 def _group(setup: Setup) -> Phases:
     """Yield transfers over a process group of gloo."""
-    pair = setup.pair()
+    pair = Pair(setup)
     rivals = ["torch"] * setup.rivals + ["torchft"] * bool(setup.chunks)
     everyone = ["aiockpt", *rivals]
-    with tempfile.TemporaryDirectory() as directory:
-        for by in everyone:
-            pair.sender.begin("join", directory=directory, by=by, rank=0)
-            pair.receivers[0].call("join", directory=directory, by=by, rank=1)
-            pair.sender.finish()
 
     def candidate(by: str, **how: Any) -> Candidate:
         name = f"{by}, {'in place' if how['in_place'] else 'fresh'}"
@@ -648,6 +733,8 @@ def _group(setup: Setup) -> Phases:
         return Candidate(name, run, "" if by == "aiockpt" else by, by == "aiockpt")
 
     yield [candidate(by, in_place=False, memory="warm") for by in everyone]
+    for by in everyone:
+        pair.join(by, pair.receivers[0])
     yield [
         *(candidate(by, in_place=True) for by in everyone),
         pair.raw("raw, in place"),
@@ -678,6 +765,7 @@ CASES: Mapping[str, Case] = {
         ("http", 1024, _http, "receives over loopback, staging, memory of one host"),
         ("tensors", 512, _tensors, "few large tensors, and many small ones"),
         ("star", 256, _star, "one to eight receivers of one sender at once"),
+        ("fleet", 1, _fleet, "10 to 1,000 receivers of a small state at once"),
         ("10g", 512, partial(_shaped, "10gbit"), "receives over 10 Gb/s; as root"),
         ("25g", 512, partial(_shaped, "25gbit"), "receives over 25 Gb/s; as root"),
         ("lossy", 32, _lossy, "receives over 20 ms and 1 % loss; as root"),
@@ -686,6 +774,7 @@ CASES: Mapping[str, Case] = {
         ("elements-1g", 1024, partial(_elements, "1gbit"), "deltas, 1 Gb/s; as root"),
         ("elements-10g", 2048, partial(_elements, "10gbit"), "10 Gb/s; as root"),
         ("base", 1024, _base, "sends that keep a base, and the pause of an engine"),
+        ("busy", 1024, _busy, "a server process beside 4 and 8 busy processes"),
         ("trainer", 256, _trainer, "what serving costs a training loop"),
         ("followers", 256, _followers, "followers of a trainer that publishes"),
         ("saving", 512, _saving, "saves and loads below the working directory"),

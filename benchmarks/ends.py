@@ -11,7 +11,7 @@ import ctypes
 import gc
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from functools import partial
@@ -25,9 +25,9 @@ from aiockpt.events import TransferEvent, add_hook
 from benchmarks import memory, references
 from benchmarks.measures import Cost, Watch, timed
 from benchmarks.references import in_thread
-from benchmarks.training import Moment, Training, progress
+from benchmarks.training import Trainer, Training
 
-_Receive: TypeAlias = Callable[[], Awaitable[memory.State | None]]
+_Receive: TypeAlias = Callable[[], Awaitable[memory.State | memoryview | None]]
 
 CHUNK_BYTES = 16 << 20
 """What a transport cuts its data segment into."""
@@ -44,9 +44,11 @@ def _transport(
     *,
     process: bool = False,
     base: bool = False,
+    nice: int | None = None,
     **options: Any,
 ) -> aiockpt.HTTPTransport[Any]:
     kept: dict[str, Any] = {"keep_base": True} if base else {}  # new, for other trees
+    kept |= {} if nice is None else {"nice": nice}
     server = aiockpt.Server(host=host, process=process, **kept)
     return aiockpt.HTTPTransport(_TIMEOUT, server=server, **options)
 
@@ -58,12 +60,11 @@ def changed_chunks(nbytes: int, share: float) -> list[int]:
     return [number * count // wanted for number in range(wanted)]
 
 
-class End:
+class End(Trainer):
     """Has a state dict to send, or to receive into; trains beside it."""
 
     def __init__(self, training: Training) -> None:
-        self._training = training
-        self._steps: Sequence[Moment] = ()
+        super().__init__(training)
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._state: memory.State = {}
         self._count, self._each = 0, 0
@@ -73,11 +74,12 @@ class End:
         self._watch = Watch()
         self._groups: dict[str, Any] = {}
 
-    async def prepare(self, *, count: int, each: int) -> None:
-        """Build a state dict to send, or to receive into."""
+    async def prepare(self, *, count: int, each: int, touched: bool = True) -> None:
+        """Build a state dict to send, or to receive into; or know its shape only."""
         await self.release()
         self._count, self._each = count, each
-        self._flat = memory.numbered(count * each)
+        build = memory.numbered if touched else partial(torch.empty, dtype=torch.uint8)
+        self._flat = build(count * each)
         self._state = memory.cut(self._flat, count)
 
     async def release(self) -> None:
@@ -211,25 +213,39 @@ class End:
             memory.ready(condition, self._flat.nbytes)
 
     async def receive(
-        self, *, by: str, source: Any, seconds: float = 0.0, **options: Any
+        self,
+        *,
+        by: str,
+        source: Any,
+        seconds: float = 0.0,
+        at_once: int = 1,
+        **options: Any,
     ) -> list[Cost]:
         """Receive once, and again until so much time has passed; check what came.
 
         A cost is the time from the request, with connections and all, to the usable
-        state dict.
+        state dict: to the last one, if several transports receive ``at_once``.
         """
         costs: list[Cost] = []
         until = time.monotonic() + seconds
+        receiving = partial(getattr(self, f"_receive_{by}"), source, **options)
         while not costs or time.monotonic() < until:
-            receiving = getattr(self, f"_receive_{by}")
-            async with receiving(source, **options) as act:
-                state, cost = await timed(act)
-                found = state or self._state
-                if not memory.looks_right(found, self._count, self._each):
+            async with AsyncExitStack() as stack:
+                acts = [
+                    await stack.enter_async_context(receiving()) for _ in range(at_once)
+                ]
+                every = partial(asyncio.gather, *(act() for act in acts))
+                found, cost = await timed(every)
+                if not all(map(self._is_right, found)):
                     raise AssertionError("what was received is not what was sent")
-                del state, found
+                del found, every
             costs.append(cost)
         return costs
+
+    def _is_right(self, found: memory.State | memoryview | None) -> bool:
+        if isinstance(found, memoryview):
+            found = memory.cut(torch.frombuffer(found, dtype=torch.uint8), self._count)
+        return memory.looks_right(found or self._state, self._count, self._each)
 
     @asynccontextmanager
     async def _receive_aiockpt(
@@ -264,10 +280,11 @@ class End:
     async def _receive_raw(
         self, source: tuple[str, int], *, kind: str = "touched", **options: Any
     ) -> AsyncIterator[_Receive]:
-        async def act() -> None:
+        async def act() -> memoryview:
             touched = memory.bytes_of(self._flat)
             to = touched if kind == "touched" else memory.fresh(kind, touched.nbytes)
             await references.fetch_raw((source[0], source[1]), to, **options)
+            return to
 
         yield act
 
@@ -360,6 +377,8 @@ class End:
             return gloo.ProcessGroupGloo(store, rank, 2, timedelta(seconds=_TIMEOUT))
 
         self._groups[by] = await in_thread(connect)
+        if by != "aiockpt":
+            references.group_end(by, self._groups[by])  # what it imports takes seconds
 
     async def send_to_group(self, *, by: str) -> Cost:
         """Send the state dict to the other rank."""
@@ -385,17 +404,3 @@ class End:
         options: dict[str, Any] = {"into": template, "direct": in_place}
         yield lambda: ours.recv_checkpoint(_SENDER, ours.metadata(), 1, **options)
         await ours.shutdown()
-
-    # ------------------------------------------------------------------ training
-
-    async def train(self) -> None:
-        """Train from now on, in the main thread."""
-        self._training.begin()
-
-    async def rest(self) -> None:
-        """Train no more."""
-        self._steps = self._training.end()
-
-    async def trained(self, *, began: float, ended: float) -> dict[str, float]:
-        """Return how far the last training got between two moments."""
-        return progress(self._steps, began, ended)

@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from typing import TypeVar
 
@@ -25,13 +29,18 @@ Sample = dict[str, float]
 Samples = list[Sample | None]
 """One sample for each round, the discarded first one included; None: not measured."""
 Cost = dict[str, float]
-"""What an act took in its process: ``seconds``, ``cpu`` seconds, the 99th percentile of
-the loop's ``lag`` in seconds, and when it ``began`` on the monotonic clock."""
+"""What an act took in its process: ``seconds``, ``cpu`` seconds and the others of
+`EFFORTS`, the 99th percentile of the loop's ``lag`` in seconds, and when it ``began``
+on the monotonic clock."""
+EFFORTS = ("system", "minor", "major", "switches")
+"""CPU seconds in the kernel, minor and major page faults, and context switches."""
 
 WARM_UP = 1  # rounds that are not counted
 CONFIDENCE = 0.9
 _TRIES = 2  # counted rounds before a rival's setting may be dropped
 _HOPELESS = 1.5  # times slower than the best setting
+_TICKS = os.sysconf("SC_CLK_TCK")  # in a second of /proc
+_SWITCHES = re.compile(r"ctxt_switches:\t(\d+)")
 _PERIOD = 0.005  # seconds between the ticks that show how late a loop is
 
 
@@ -196,31 +205,75 @@ def is_hopeless(
 # ----------------------------------------------------- how one sample is taken
 
 
+def spent() -> list[float]:
+    """Return what this process and its children have spent; for `spent_since`."""
+    children = _spent_by_children()  # first: what it takes to look is not counted
+    return [*map(sum, zip(children, _spent_by_itself(), strict=True))]
+
+
+def spent_since(before: Sequence[float]) -> Cost:
+    """Return the CPU seconds and `EFFORTS` since `spent` was called."""
+    now = zip(_spent_by_itself(), _spent_by_children(), before, strict=True)
+    found = [own + theirs - then for own, theirs, then in now]
+    return dict(zip(("cpu", *EFFORTS), found, strict=True))
+
+
+def _spent_by_itself() -> list[float]:
+    own = getrusage(RUSAGE_SELF)
+    cpu, switches = own.ru_utime + own.ru_stime, own.ru_nvcsw + own.ru_nivcsw
+    return [cpu, own.ru_stime, own.ru_minflt, own.ru_majflt, switches]
+
+
+def _spent_by_children() -> list[float]:
+    """Return what Linux says of a server process, or of one that saves."""
+    total = [0.0] * (1 + len(EFFORTS))
+    for children in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread or a child has just ended
+            for child in children.read_text().split():
+                process = Path("/proc") / child
+                stat = process.joinpath("stat").read_text().rpartition(") ")[2].split()
+                minor, major, *ticks = (int(stat[at]) for at in (7, 9, 11, 12))
+                texts = [each.read_text() for each in process.glob("task/*/status")]
+                switches = sum(map(int, _SWITCHES.findall("".join(texts))))
+                used = (sum(ticks) / _TICKS, ticks[1] / _TICKS, minor, major, switches)
+                total = [*map(sum, zip(total, used, strict=True))]
+    return total
+
+
+def efforts(gigabytes: float, costs: Sequence[Cost], end: str) -> Sample:
+    """Return `EFFORTS` per GB of the processes at one end, as figures of a sample."""
+    return {
+        f"{name}, {end}": sum(cost[name] for cost in costs) / gigabytes
+        for name in EFFORTS
+        if name in costs[0]
+    }
+
+
 class Watch:
-    """Counts seconds, CPU seconds and late ticks of this process and its loop."""
+    """Counts seconds, late ticks, and what this process and its children spend."""
 
     def __init__(self) -> None:
         self._lags: list[float] = []
-        self._began = self._cpu = 0.0
+        self._began = 0.0
+        self._spent: list[float] = []
         self._ticking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Count from now on."""
-        self._lags = []
+        self._lags, self._spent = [], spent()
         self._ticking = asyncio.create_task(self._tick())
-        self._began, self._cpu = time.monotonic(), time.process_time()
+        self._began = time.monotonic()
 
     async def stop(self) -> Cost:
         """Return what was counted; the tick that was due at the end counts too."""
         seconds = time.monotonic() - self._began
-        cpu = time.process_time() - self._cpu
         ticking, self._ticking = self._ticking, None
         if ticking is not None:
             ticking.cancel()
             with suppress(asyncio.CancelledError):
                 await ticking
-        lag = percentile(self._lags, 0.99)
-        return {"seconds": seconds, "cpu": cpu, "lag": lag, "began": self._began}
+        used, lag = spent_since(self._spent), percentile(self._lags, 0.99)
+        return {"seconds": seconds, "lag": lag, "began": self._began, **used}
 
     async def _tick(self) -> None:
         due = time.monotonic() + _PERIOD

@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 
 from benchmarks.cases import CASES, OTHER_TREE, ROWS, Row
-from benchmarks.measures import Samples, counted, estimate, paired, verdict
+from benchmarks.measures import EFFORTS, Samples, counted, estimate, paired, verdict
 
 Found = Mapping[str, Any]
 """One row with what was found: a JSON object. Its value is None if nothing was."""
@@ -28,6 +28,8 @@ GPU_REPORT = "benchmarks-gpu.json"
 """What `benchmarks.gpu` has measured for the page, beside it."""
 _VERSIONS = ("aiockpt", "torch", "CUDA")
 _HEAD = ("case", "what", "aiockpt", "beside it", "ratio", "target", "verdict")
+_EFFORTS = ("case", "a GB of", "CPU s", "system s", "minor faults", "major", "switches")
+_HEAD_OF_GPU = (*_HEAD, "machine", "date", "versions")
 _GAP = "not measured"
 
 
@@ -137,23 +139,44 @@ def _short(value: float) -> str:
     return f"{value:,.{min(digits, 4)}f}"
 
 
+def efforts_of(report: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield what a GB took of both ends, for all candidates that the rows name.
+
+    A cell is ``sender + receivers``, or the figure of the only process.
+    """
+    sides = ("ours", "against")
+    named = ((row["case"], row[side]) for row in report["rows"] for side in sides)
+    for case, name in dict.fromkeys(named):
+        samples = report["cases"].get(case, {}).get("samples", {}).get(name, [])
+        them = counted(samples) or [{}]
+        found = [
+            " + ".join(
+                _short(median(each[end] for each in them))
+                for end in (f"{figure}, sending", f"{figure}, receiving", figure)
+                if end in them[0]
+            )
+            for figure in ("cpu", *EFFORTS)
+        ]
+        if found[-1]:
+            yield [case, name, *found]
+
+
 def as_text(report: Mapping[str, Any]) -> str:
     """Return the report for a terminal."""
-    lines = [_HEAD, *(cells(row) for row in report["rows"])]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    ]
-    return "\n".join([_machine(report), "", *(line.rstrip() for line in table)]) + "\n"
+    found = [_machine(report)]
+    efforts = [_EFFORTS, *efforts_of(report)]
+    for lines in ([_HEAD, *map(cells, report["rows"])], efforts):
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        found += ["", *table]
+    return "\n".join(found) + "\n"
 
 
 def _machine(report: Mapping[str, Any]) -> str:
     return "; ".join(f"{name} {value}" for name, value in report["machine"].items())
 
 
-def _markdown(rows: Iterable[Sequence[str]], *more: str) -> str:
-    head = [*_HEAD, *more]
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -175,8 +198,9 @@ def write_page(report: Mapping[str, Any], directory: Path) -> None:
         rounds=report["options"]["rounds"],
         pairs=report["options"]["rounds"] - 1,
         scale=f"{report['options']['scale']:g}",
-        table=_markdown(rows),
-        gpu=_markdown(_gpu_rows(directory / GPU_REPORT), "machine", "date", "versions"),
+        table=_markdown(_HEAD, rows),
+        efforts=_markdown(_EFFORTS, efforts_of(report)),
+        gpu=_markdown(_HEAD_OF_GPU, _gpu_rows(directory / GPU_REPORT)),
         **{name: str(verdicts.count(name)) for name in ("ok", "missed", "undecided")},
     )
     (directory / "benchmarks.md").write_text(text)

@@ -22,7 +22,7 @@ from aiockpt.checkpointers import (
     CheckpointWriterConfig,
     RankInfo,
 )
-from benchmarks.measures import Sample
+from benchmarks.measures import Sample, spent, spent_since
 from benchmarks.memory import State, bytes_of, cut, numbered, ready
 from benchmarks.references import copy, in_thread, write_raw
 from benchmarks.training import Training, progress
@@ -76,7 +76,7 @@ class Saver:
 
     async def copy(self, *, kind: str) -> Sample:
         """Copy the bytes in one thread to memory of a kind."""
-        return {"seconds": _seconds(copy(kind, bytes_of(self._flat)))}
+        return _cost(copy(kind, bytes_of(self._flat)))
 
     # ------------------------------------------------------------------- saving
 
@@ -93,9 +93,9 @@ class Saver:
         }
         with aiockpt.make_sync_checkpointer(fast, _RANK) as sync:
             self._settle()
-            seconds = _seconds(ways[how])
+            found = _cost(ways[how])
         await self.clean()
-        return {"seconds": seconds}
+        return found
 
     async def save(self, *, by: str, first: float = 0.0, beside: float = 0.0) -> Sample:
         """Save in the background by a checkpointer, ours or one of torch's.
@@ -115,17 +115,19 @@ class Saver:
             self._settle(2 if first else 1)  # the first one needs an arena too
             if beside:
                 self._training.begin()
-            started = time.monotonic()
+            used, started = spent(), time.monotonic()
             write = await saver.save(self._state, self._place / "step-1")
             staged = time.monotonic()
             await write
             ended = time.monotonic()
             found = {"staged": staged - started, "seconds": ended - started}
+            found |= spent_since(used)
             if beside:
                 meanwhile = progress(self._training.end(), staged, ended)
                 usual = (before + await self._train(beside)) / 2
                 found["slowdown"] = 100 * (1 - meanwhile["speed"] / usual)
                 found["waited"] = 100 * meanwhile["waited"]
+                del found["cpu"]  # most of it was training
         finally:
             if first:
                 await saver.close()
@@ -180,13 +182,14 @@ class Saver:
         else:
             ready("warm", self._flat.nbytes)
         with aiockpt.make_sync_checkpointer(rank_info=_RANK) as ours:
-            return {"seconds": _seconds(ways[how])}
+            return _cost(ways[how])
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
+def _cost(work: Callable[[], object]) -> Sample:
+    before, started = spent(), time.perf_counter()
     work()
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, **spent_since(before)}
 
 
 def _safetensors(name: str) -> Any:

@@ -77,3 +77,26 @@ def progress(ends: Sequence[Moment], began: float, ended: float) -> dict[str, fl
         "stall": max(after - before for before, after in pairwise(at)),
         "waited": waited,
     }
+
+
+class Trainer:
+    """Trains when it is told to: its methods are commands of a worker."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._steps: Sequence[Moment] = ()
+
+    async def train(self) -> None:
+        """Train from now on, in the main thread."""
+        self._training.begin()
+
+    async def rest(self) -> None:
+        """Train no more."""
+        self._steps = self._training.end()
+
+    async def trained(self, *, began: float, ended: float) -> dict[str, float]:
+        """Return how far the last training got between two moments."""
+        return progress(self._steps, began, ended)
+
+    async def release(self) -> None:
+        """Have nothing to give back."""

@@ -42,7 +42,7 @@ def all_cores_but_one() -> list[int]:
 
 
 class Worker:
-    """A process; use it in a ``with`` block.
+    """A process; use it in a ``with`` block, or in two: the inner one ends it.
 
     Args:
         kind: ``module:class`` of the object whose methods are the commands.

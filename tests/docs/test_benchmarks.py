@@ -8,8 +8,11 @@ from __future__ import annotations
 import csv
 import json
 import math
+import mmap
+import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +25,10 @@ import pytest
 
 from benchmarks import __main__ as program
 from benchmarks import cases, ends, report, savers
-from benchmarks.cases import CASES, OTHER_TREE, ROWS
+from benchmarks.cases import CASES, OTHER_TREE, ROWS, Pair, Setup
 from benchmarks.lines import Line, hindrance, shaped
 from benchmarks.measures import (
+    EFFORTS,
     BenchmarkError,
     Candidate,
     Sample,
@@ -32,10 +36,12 @@ from benchmarks.measures import (
     estimate,
     paired,
     percentile,
+    spent,
+    spent_since,
     take_turns,
     verdict,
 )
-from benchmarks.memory import cut, looks_right, numbered
+from benchmarks.memory import cut, fresh, looks_right, numbered, touch
 from benchmarks.training import Moment, progress
 from benchmarks.workers import HERE, Worker
 
@@ -206,6 +212,32 @@ def test_what_is_lost_counts_against_the_loop_alone() -> None:
     }
 
 
+def test_what_a_process_spends_has_its_faults_and_its_children() -> None:
+    """A server process, which lives, would be missing from a parent's own figures."""
+    work = (
+        "import time\n"
+        "while time.process_time() < 0.2: pass\n"
+        "input(print(flush=True) or '')"
+    )
+    pages = 1000
+    before = spent()
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", work],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        own = time.process_time()
+        found = spent_since(before)
+        assert time.process_time() - own < 0.2 <= found["cpu"] + 0.02
+        assert found["switches"] > 0
+        child.communicate(b"\n")
+    before = spent()
+    touch(fresh("small", pages * mmap.PAGESIZE))
+    assert spent_since(before)["minor"] >= pages
+
+
 @pytest.mark.parametrize(
     ("chunks", "share", "expected"),
     [(100, 0.0, []), (100, 0.02, [0, 50]), (4, 0.02, [0]), (3, 1.0, [0, 1, 2])],
@@ -234,21 +266,24 @@ def test_what_was_received_is_recognized(count: int, each: int) -> None:
 def test_rows_compare_with_the_best_setting_of_a_rival() -> None:
     """Less is better for milliseconds; what was not measured has no row."""
     found = {
-        "fresh": samples(*[1.0] * 5, **{"lag, sending": 6.0, "lag, receiving": 1.0}),
-        "raw, fresh": samples(*[0.8] * 5),
-        "torchft, num_chunks=0": samples(*[3.5] * 5),
-        "torchft, num_chunks=4": samples(*[3.2] * 5),
-        "torchft, num_chunks=8": samples(9.0, 9.0, None, None, None),
+        "first": samples(*[1.0] * 5, **{"lag, sending": 6.0, "lag, receiving": 1.0}),
+        "raw, first": samples(*[0.7] * 5),
+        "raw and digests, first": samples(*[0.8] * 5),
+        "torchft, first, num_chunks=0": samples(*[3.5] * 5),
+        "torchft, first, num_chunks=4": samples(*[3.2] * 5),
+        "torchft, first, num_chunks=8": samples(9.0, 9.0, None, None, None),
         "shared": samples(*[0.01] * 5),
     }
     rows = {(row["what"], row["against"]): row for row in report.rows_of("http", found)}
-    fresh = "receive into fresh memory"
+    first, cpu = "first receive of a process, fresh memory", "CPU s/GB of both ends, "
     assert {name: (row["ratio"], row["verdict"]) for name, row in rows.items()} == {
-        (fresh, "raw, fresh"): (pytest.approx(0.8), "missed"),
-        (fresh, "torchft, num_chunks=4"): (pytest.approx(3.2), "ok"),
-        ("CPU s/GB of both ends, fresh", "raw, fresh"): (1.25, "missed"),
-        ("ticker lag p99 of the sending loop, fresh", ""): (None, "missed"),
-        ("ticker lag p99 of the receiving loop, fresh", ""): (None, "ok"),
+        (first, "raw, first"): (pytest.approx(0.7), "missed"),
+        (first, "raw and digests, first"): (pytest.approx(0.8), ""),
+        (first, "torchft, first, num_chunks=4"): (pytest.approx(3.2), "ok"),
+        (cpu + "first receive", "raw, first"): (pytest.approx(1 / 0.7), ""),
+        (cpu + "first receive", "raw and digests, first"): (1.25, "missed"),
+        ("ticker lag p99 of the sending loop, first receive", ""): (None, "missed"),
+        ("ticker lag p99 of the receiving loop, first receive", ""): (None, "ok"),
         ("same host, shared", ""): (None, "ok"),
     }
     assert rows["same host, shared", ""]["value"] == pytest.approx(10.0)
@@ -268,7 +303,7 @@ def test_another_tree_is_compared_by_all_figures() -> None:
 
 def made(**seconds: float) -> dict[str, Any]:
     """Return a report of one case with two candidates and five pairs."""
-    found = {
+    found: dict[str, Samples] = {
         "none": samples(*[seconds["ours"] + at / 100 for at in range(5)]),
         "all": samples(*[seconds["theirs"]] * 5),
     }
@@ -292,6 +327,22 @@ def test_the_page_is_what_its_json_says(tmp_path: Path) -> None:
     report.write_page(found, tmp_path)
     for name in ("benchmarks.md", "benchmarks-ratios.svg", "benchmarks-star.svg"):
         assert (tmp_path / name).read_text() == (PAGE / name).read_text(), name
+
+
+def test_a_report_says_what_a_gigabyte_took_of_both_ends(tmp_path: Path) -> None:
+    """Of each candidate in a row once; a process that is alone has one figure."""
+    found = made(ours=0.5, theirs=1.0)
+    took = {f"{name}, receiving": at for at, name in enumerate(EFFORTS, 1)}
+    both = {**took, "minor, sending": 20.0, "switches, sending": 30.0}
+    them = found["cases"]["delta"]["samples"]
+    them["none"], them["all"] = samples(0.5, **both), samples(1.0, **took)
+    assert [*report.efforts_of(found)] == [
+        ["delta", "none", "0.500", "1.00", "20.0 + 2.00", "3.00", "30.0 + 4.00"],
+        ["delta", "all", "1.00", "1.00", "2.00", "3.00", "4.00"],
+    ]
+    report.write_page(found, tmp_path)
+    for text in report.as_text(found), (tmp_path / "benchmarks.md").read_text():
+        assert text.count("20.0 + 2.00") == 1
 
 
 def test_a_page_names_what_was_not_measured(tmp_path: Path) -> None:
@@ -329,6 +380,7 @@ def expected_rows(case: str) -> Iterator[tuple[str, str, str]]:
     absent += {
         "background": ["process", "_experimental"],
         "star": ["4 at once", "8 at once"],
+        "fleet": ["100 receivers", "1,000 receivers"],
     }.get(case, [])
     with (HERE / "benchmarks/rows.csv").open(newline="") as table:
         for line in csv.DictReader(table):
@@ -362,7 +414,9 @@ def test_a_tiny_run_fills_all_rows(
         monkeypatch.setattr(cases, f"_{name}", 0.02)
     monkeypatch.setattr(cases, "_ALONE", 0.2)  # the trainer must make a step meanwhile
     monkeypatch.setattr(cases, "_EVERY", 0.1)
-    for name, value in (("_STAR", (1, 2)), ("_TURNS", 1), ("_PUBLISHED", 1)):
+    fewer: dict[str, Any] = {"_STAR": (1, 2), "_FLEET": (10,), "CHUNKS": (0,)}
+    fewer |= {"_PARTS": 2, "_FEW": 1, "_MANY": 2, "_TURNS": 1, "_PUBLISHED": 1}
+    for name, value in fewer.items():
         monkeypatch.setattr(cases, name, value)
     # A real line takes longer. These two have one.
     if case not in {"lossy", "delta"}:
@@ -422,6 +476,67 @@ def test_a_worker_uses_the_package_of_its_tree(tmp_path: Path) -> None:
         assert worker.call("step") == 0
     assert (tmp_path / "aiockpt/__init__.py.used").exists()
     assert not (tmp_path / "benchmarks/__init__.py.used").exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_receive_into_fresh_memory_has_a_new_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has received nothing before, and is gone afterwards."""
+    seen: list[str] = []
+
+    class Noted(Worker):
+        def begin(self, do: str, **arguments: object) -> None:
+            seen.extend([repr(self)] * (do == "receive"))
+            super().begin(do, **arguments)
+
+    monkeypatch.setattr(cases, "Worker", Noted)
+    with Setup(HERE, MIB, rivals=False) as setup:
+        pair = Pair(setup)
+        new = pair.ours("new", memory="warm")
+        place = pair.ours("in place", in_place=True)
+        found = [each.run() for each in (new, place, new, place)]
+        pids = [int(re.sub(r"\D", "", each)) for each in seen]
+        assert [is_running(pid) for pid in pids] == [False, True] * 2
+    assert len(set(pids)) == 3
+    assert pids[1] == pids[3]
+    assert not any(map(is_running, pids))
+    assert all(each["minor, receiving"] > 0 for each in found)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
+def test_a_busy_process_ends_with_a_killed_benchmark() -> None:
+    """Whatever it computes, nobody else would end it."""
+    program = (
+        "from benchmarks.workers import Worker\n"
+        "worker = Worker('benchmarks.training:Trainer')\n"
+        "worker.call('train')\n"
+        "print(worker, flush=True)\n"
+        "input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=HERE,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as benchmark:
+        assert benchmark.stdout is not None
+        pid = int(re.sub(r"\D", "", benchmark.stdout.readline()))
+        assert is_running(pid)
+        benchmark.kill()
+    until = time.monotonic() + PATIENCE
+    while is_running(pid):
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 @needs_root

@@ -59,6 +59,19 @@ def test_a_speed_without_a_reference_counts_as_it_is() -> None:
     assert "100% slower" in line
 
 
+def test_settings_of_a_reference_are_two_figures() -> None:
+    """The one that comes last does not hide the one before it."""
+
+    def two(value: float) -> dict[str, Any]:
+        found = run(value, ratio=1 / value, unit="GB/s")
+        other = run(4.0, ratio=0.25, unit="GB/s")["rows"][0]
+        found["rows"].append({**other, "against": "raw, system's"})
+        return found
+
+    [line] = slower(two(2.0), [two(1.0)] * 3)
+    assert line.startswith(f"{RECEIVE}: raw is 100% slower")
+
+
 def test_other_units_are_not_judged() -> None:
     """Twice as much of a per cent or of a mebibyte may be chance."""
     assert slower(run(9.0, unit="%"), [run(1.0, unit="%")] * 3) == []
@@ -82,7 +95,7 @@ def test_a_slower_run_fails_and_is_kept(
         keep(run(1.0), history)
     found = run(2.0) | {"cases": {}}
     found["rows"][0] |= dict.fromkeys(("low", "high", "at_least", "at_most"))
-    found["rows"][0] |= {"verdict": ""}
+    found["rows"][0] |= {"ours": "fresh", "verdict": ""}
     file.write_text(json.dumps(found))
     assert main(["--from", str(file), "--history", str(history)]) == 1
     assert "SLOWER: http: receive is 100% slower" in capsys.readouterr().err
