@@ -50,6 +50,7 @@ from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.memory.device import Marks, PortFor, port_for
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline, Lifetime
+from aiockpt.runtime.switching import switching_often
 from aiockpt.state.selection import Select
 from aiockpt.storage.read import OnBytes, Verify
 from aiockpt.transport import Timeout, refuse_unknown, seconds
@@ -299,8 +300,11 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
                 if not await self._find_room(handle):
                     return handle
                 keywords = {"step": handle.step, **kwargs}
-                staged = await stage_after(self._stager, marks, state_dict, **keywords)
-                submission = await self._submit(staged, handle, progress, kwargs)
+                with switching_often():
+                    staged = await stage_after(
+                        self._stager, marks, state_dict, **keywords
+                    )
+                    submission = await self._submit(staged, handle, progress, kwargs)
                 self._note_staged(handle, submission, began)
         except (SaveInProgressError, ClosedError, LocalProtocolError):
             raise

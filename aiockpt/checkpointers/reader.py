@@ -20,6 +20,7 @@ from aiockpt.format.limits import FILE_LIMITS, Limits
 from aiockpt.memory.copies import mark_changed
 from aiockpt.memory.device import Marks, PortFor, completed, port_for
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.switching import switching_often
 from aiockpt.state.load_plan import Ranges, Selected, state_over
 from aiockpt.state.segment import check_memory
 from aiockpt.state.selection import Select, listed
@@ -167,7 +168,7 @@ class CheckpointReader:
             received = load_from_peer(os.fspath(path), options, on_bytes)
             name, _, _ = os.fspath(path).partition("#")  # without the token of a URL
             return received.state_dict, _reported(received.missing, name)
-        with open_sources(path, reading) as found:
+        with switching_often(), open_sources(path, reading) as found:
             if state_dict is None and select is None and device is None:
                 return _whole(found, reading), []
             part = Selected(

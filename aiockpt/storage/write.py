@@ -23,6 +23,7 @@ from aiockpt.format.entries import encode_entries
 from aiockpt.format.header import LENGTH_BYTES, with_digests
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.memory.snapshot import MappedSnapshot, Snapshot
+from aiockpt.runtime.switching import switching_often
 from aiockpt.storage.files import (
     named,
     reserve,
@@ -170,7 +171,8 @@ def write_file(
         StorageError: the disk is full or has failed. The caller must discard the file.
     """
     base, size = writable.header_bytes, writable.segment_bytes
-    with named(path), saying_what_is_free(path, fd, base + size):
+    full = saying_what_is_free(path, fd, base + size)
+    with named(path), full, switching_often():
         reserve(fd, base + size)
         started = 0
         for start, stop in _blocks(base, size):

@@ -35,6 +35,7 @@ from aiockpt.memory.device import (
     keep_until,
 )
 from aiockpt.runtime.bridge import Bridge, share_out
+from aiockpt.runtime.switching import switching_often
 from aiockpt.runtime.tasks import beside
 from aiockpt.state.load_plan import EverythingNew, IntoTemplate, Rule, Selected
 from aiockpt.state.rebuild import Frame, OnDevice, check_meshes
@@ -323,11 +324,12 @@ class Destination:
     async def receiving(self) -> AsyncIterator[None]:
         """Receive bytes in a block; send complete entries to devices meanwhile."""
         self.begin()
-        if self._loading is not None and self._loading.is_early:
-            async with self._loading.early():
+        with switching_often():
+            if self._loading is not None and self._loading.is_early:
+                async with self._loading.early():
+                    yield
+            else:
                 yield
-        else:
-            yield
 
     def begin(self) -> None:
         """Note that bytes will arrive, so that a template may be modified."""
@@ -464,7 +466,8 @@ class Destination:
         self._rule.check()
         mark_changed(self._rule.changed())
         self.touched = True
-        events = self._loading.finish(self._chunks, before=self.values)
+        with switching_often():
+            events = self._loading.finish(self._chunks, before=self.values)
         if self._share is not None:
             made = self._terms.marks.events
             events += self._share.load(self._share.fences(made))

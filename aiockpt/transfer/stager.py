@@ -37,6 +37,7 @@ from aiockpt.memory.device import (
 )
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, obtain
+from aiockpt.runtime.switching import switching_often
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import map_in_threads, run_all
 from aiockpt.state.flatten import Description, describe
@@ -184,7 +185,7 @@ class Stager:
             arena = await obtain(self._bridge, take, self._give_back)
         job: _Job | None = None
         try:
-            with _failing(step):
+            with _failing(step), switching_often():
                 job = await self._bridge.run(self._plan, description, arena)
                 digests = await self._copy(job, job.plan.fences(marks.events))
                 manifest = await self._bridge.run(self._seal, job, step, digests)
