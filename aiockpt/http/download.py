@@ -264,7 +264,7 @@ class Download:
                     step,
                     deadline=self._all.deadline,
                     on_retry=self._all.on_retry,
-                    on_lease=self._all.lease_of(peer, step),
+                    on_answer=self._all.hearing(peer, step),
                 )
                 peer.require(outline, found.manifest.outline)
                 peer.delta_base = found.delta_base

@@ -76,6 +76,7 @@ from aiockpt.http.store import Publication, Store
 from aiockpt.http.tokens import ManifestMacs, swarm_token
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.secrets import Token
+from aiockpt.runtime.system import crowding
 
 __all__ = [
     "SMALL_BYTES",
@@ -419,6 +420,8 @@ class CheckpointService:
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._macs.headers_of(manifest))
             reply.headers.update(await self._offer(request, publication, lease))
+            if (crowded := crowding()) is not None:
+                reply.headers[http.BUSY_HEADER] = http.format_busy(*crowded)
             if lease is not None:
                 silence = http.format_silence(self.config.stall_timeout)
                 reply.headers[http.LEASE_HEADER] = silence

@@ -11,7 +11,7 @@ import logging
 import math
 import mmap
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +37,6 @@ from aiockpt.http.client import Answer, CheckpointClient, Line, Request
 from aiockpt.http.protocol import (
     DELTA_BASE_HEADER,
     INCARNATION_HEADER,
-    LEASE_HEADER,
     STEP_HEADER,
     SWARM_HEADER,
     Origin,
@@ -49,7 +48,6 @@ from aiockpt.http.protocol import (
     format_resource,
     parse_etag,
     parse_invitation,
-    parse_silence,
 )
 from aiockpt.http.retry import OnRetry, Patience, Pause, Retries, backoff, poll
 from aiockpt.http.shared_memory import OFFER_HEADER, PROBE_HEADER
@@ -71,11 +69,8 @@ __all__ = [
 
 V = TypeVar("V")
 
-OnLease: TypeAlias = Callable[[float | None], None]
-"""Is told that a peer has answered: with the seconds of silence that end the lease.
-
-None: an older peer does not say it.
-"""
+OnAnswer: TypeAlias = Callable[[Mapping[str, str]], None]
+"""Gets the headers of the answer with a manifest, before the manifest has come."""
 
 SUPERSEDED = (StepNotFoundError, CheckpointChangedError)
 """What a receive raises whose step the sender has replaced."""
@@ -132,7 +127,7 @@ async def fetch_manifest(
     deadline: float,
     on_retry: OnRetry | None = None,
     probe: str | None = None,
-    on_lease: OnLease | None = None,
+    on_answer: OnAnswer | None = None,
 ) -> ManifestAnswer:
     """Return the manifest of ``step``, waiting until the peer publishes it.
 
@@ -143,7 +138,7 @@ async def fetch_manifest(
         deadline: In loop time; the peer is told how long the receiver can wait.
         on_retry: Called with each error that is followed by another attempt.
         probe: Asks the sender to lend its memory, if it is on this host.
-        on_lease: Called once the peer answers.
+        on_answer: See `OnAnswer`.
 
     Raises:
         StepNotFoundError: a newer step has taken its place, or it did not come.
@@ -159,7 +154,7 @@ async def fetch_manifest(
         patience = client.patience()
         retries = client.retries(origin, step, patience, on_retry)
         attempt = partial(
-            _ask_manifest, client, origin, step, last, patience, probe, on_lease
+            _ask_manifest, client, origin, step, last, patience, probe, on_answer
         )
         try:
             return await retries.run(attempt)
@@ -180,7 +175,7 @@ async def _ask_manifest(
     deadline: float,
     patience: Patience,
     probe: str | None,
-    on_lease: OnLease | None,
+    on_answer: OnAnswer | None,
 ) -> ManifestAnswer:
     # Longer waits are asked for in pieces: a connection that is dead meanwhile goes
     # unnoticed for the wait and the stall timeout.
@@ -203,8 +198,8 @@ async def _ask_manifest(
     async with client.request(request, heard) as answer:
         if (given := _step_of(answer)) != step:
             raise RemoteProtocolError(f"{request.url} sends step {given}")
-        if on_lease is not None:
-            on_lease(parse_silence(answer.headers.get(LEASE_HEADER)))
+        if on_answer is not None:
+            on_answer(answer.headers)
         size = answer.length()
         enforce(
             "the size of the header",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,18 +39,21 @@ from aiockpt.http.client import CheckpointClient, Line, Request
 from aiockpt.http.manifests import (
     LatestInfo,
     ManifestAnswer,
-    OnLease,
+    OnAnswer,
     fetch_latest,
     fetch_manifest,
 )
 from aiockpt.http.protocol import (
+    BUSY_HEADER,
     LEASE_HEADER,
     Origin,
     Resource,
     ResourceKind,
     format_prefer_wait,
     format_resource,
+    parse_busy,
     parse_metadata,
+    parse_silence,
 )
 from aiockpt.http.retry import OnRetry, poll
 from aiockpt.runtime.secrets import Token, discreet
@@ -116,6 +119,7 @@ class Peer:
         error: Why it is not asked any more.
         delta_base: The snapshot that it keeps as the base of deltas, or None.
         silence: Seconds without a request that end the lease there, if it says so.
+        busy: Why it may be slow, if it says so.
     """
 
     origin: Origin
@@ -130,6 +134,7 @@ class Peer:
     error: AiockptError | None = None
     delta_base: str | None = None
     silence: float | None = None
+    busy: str = ""
 
     def has(self, run: ChunkRun) -> bool:
         """Say whether it holds the first chunk of a run."""
@@ -281,7 +286,7 @@ class Peers:
                 deadline=self.deadline,
                 on_retry=self.on_retry,
                 probe=probe,
-                on_lease=self.lease_of(peer, step),
+                on_answer=self.hearing(peer, step),
             )
 
         answers = await _answers(self.all, ask, step=step)
@@ -319,23 +324,34 @@ class Peers:
 
         await run_all([partial(tell, peer.origin) for peer in self._leased()])
 
-    def lease_of(self, peer: Peer, step: int) -> OnLease:
-        """Return what begins to renew the lease at a peer, until `let_go`."""
+    def hearing(self, peer: Peer, step: int) -> OnAnswer:
+        """Return what learns from a peer's answer, and begins to renew its lease."""
 
-        def begin(silence: float | None) -> None:
-            peer.silence = silence
-            if peer.origin.lease is not None and peer not in self._renewals:
-                usual = self.client.stall_timeout if silence is None else silence
-                every = max(min(usual, self.client.stall_timeout) / 4, _OFTEN)
-                renew = self._renew(peer, step, every)
-                self._renewals[peer] = asyncio.create_task(renew)
+        def hear(headers: Mapping[str, str]) -> None:
+            peer.silence = parse_silence(headers.get(LEASE_HEADER))
+            peer.busy = parse_busy(headers.get(BUSY_HEADER))
+            self._keep(peer, step)
 
-        return begin
+        return hear
 
     def keep(self, step: int) -> None:
         """Renew the leases of all that have the checkpoint, until `let_go`."""
         for peer in self._leased():
-            self.lease_of(peer, step)(peer.silence)
+            self._keep(peer, step)
+
+    def _keep(self, peer: Peer, step: int) -> None:
+        if peer.origin.lease is not None and peer not in self._renewals:
+            own = self.client.stall_timeout
+            usual = own if peer.silence is None else peer.silence
+            renew = self._renew(peer, step, max(min(usual, own) / 4, _OFTEN))
+            self._renewals[peer] = asyncio.create_task(renew)
+
+    def explain(self, error: BaseException) -> None:
+        """Add to the error of a receive that came too late which peers may be slow."""
+        is_late = isinstance(error, asyncio.CancelledError | TransportError)
+        for peer in self.all if is_late else ():
+            if peer.busy:
+                error.add_note(f"{peer.origin.base_url} may be slow: {peer.busy}")
 
     async def let_go(self) -> None:
         """Renew no lease any more. Idempotent."""

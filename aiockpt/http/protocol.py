@@ -27,6 +27,7 @@ from aiockpt.runtime.secrets import Token, discreet
 
 __all__ = [
     "AFTER",
+    "BUSY_HEADER",
     "DELTA",
     "DELTA_BASE_HEADER",
     "DIGEST_HEADER",
@@ -51,6 +52,7 @@ __all__ = [
     "asks_for_delta",
     "check_incarnation",
     "format_announce_response",
+    "format_busy",
     "format_chunks",
     "format_content_range",
     "format_delta",
@@ -71,6 +73,7 @@ __all__ = [
     "parse_address",
     "parse_after",
     "parse_announce_response",
+    "parse_busy",
     "parse_chunks",
     "parse_content_range",
     "parse_digest",
@@ -99,6 +102,8 @@ start that the follower knows; another one answers at once."""
 SWARM_HEADER = "Aiockpt-Swarm"
 """In a request: `JOINS`, if the receiver can join a swarm. In the answer: the token for
 the members of the swarm, if others receive the same snapshot."""
+BUSY_HEADER = "Aiockpt-Busy"
+"""In the answer with the manifest: why the sender may be slow; see `format_busy`."""
 JOINS = "join"
 NEXT_CHUNK_HEADER = "Aiockpt-Next-Chunk"
 """In an answer to a member: the chunk that it should request next."""
@@ -121,6 +126,8 @@ _UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
 _WAIT = re.compile(
     r'wait\s*=\s*"?([0-9]{1,9}(?:\.[0-9]{1,9})?)"?\s*(?:;.*)?', re.IGNORECASE
 )
+_BUSY = re.compile(r"nice=([0-9]{1,2}); load=([0-9]{1,6}\.[0-9]); cores=([0-9]{1,4})")
+_MOST_LOAD = 1e5
 _SILENCE = re.compile(r"silence=([0-9]{1,9}(?:\.[0-9]{1,9})?)")
 _ETAG = re.compile(r'(W/)?"([\x21\x23-\x7e\x80-\xff]*)"')
 _ETAGS = re.compile(rf"[ \t,]*(?:{_ETAG.pattern}[ \t]*(?:,[ \t,]*|$))*")
@@ -256,6 +263,23 @@ def parse_silence(value: str | None) -> float | None:
     """Return the seconds in such a value; None if it has none, as of older peers."""
     found = _SILENCE.fullmatch(value or "")
     return None if found is None else float(found[1])
+
+
+def format_busy(niceness: int, load: float, cores: int) -> str:
+    """Return the value of `BUSY_HEADER`."""
+    return f"nice={niceness}; load={min(load, _MOST_LOAD):.1f}; cores={cores}"
+
+
+def parse_busy(value: str | None) -> str:
+    """Return such a value as a sentence; empty if it has none."""
+    found = _BUSY.fullmatch(value or "")
+    if found is None:
+        return ""
+    niceness, load, cores = found.groups()
+    return (
+        f"its host is busy (a load of {load} on {cores} cores), and its server process "
+        f"has niceness {niceness}; Server(process=True, nice=0) lowers it"
+    )
 
 
 def parse_lease(

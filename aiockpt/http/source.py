@@ -110,6 +110,8 @@ class HttpSource:
     ) -> None:
         """Give mapped memory back; tell the sender of a failure, unless it is lost."""
         await self._peers.let_go()
+        if error is not None:
+            self._peers.explain(error)
         told = isinstance(error, AiockptError) and not isinstance(error, LOST)
         swarm, self._swarm = self._swarm, None
         try:

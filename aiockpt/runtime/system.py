@@ -266,6 +266,24 @@ def is_programs(error: BaseException) -> bool:
 # ------------------------------------------------------------------ this process
 
 
+class Crowding(NamedTuple):
+    """What keeps a nice thread waiting: its niceness, and the load on its cores."""
+
+    niceness: int
+    load: float
+    cores: int
+
+
+def crowding() -> Crowding | None:
+    """Say how the calling thread fares, if it is nice on a host that is busy."""
+    if sys.platform != "linux":  # elsewhere, a priority is that of the process
+        return None
+    found = Crowding(
+        os.getpriority(os.PRIO_PROCESS, 0), os.getloadavg()[0], usable_cores()
+    )
+    return found if found.niceness > 0 and found.load > found.cores else None
+
+
 def usable_cores() -> int:
     """Return the number of cores on which this process may run."""
     if hasattr(os, "sched_getaffinity"):

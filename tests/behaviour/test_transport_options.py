@@ -18,9 +18,11 @@ from aiockpt.errors import (
     LimitExceededError,
     LocalProtocolError,
     RemoteProtocolError,
+    TransferTimeoutError,
     UnsupportedLeafError,
 )
-from aiockpt.testing import assert_same
+from aiockpt.http.protocol import parse_busy
+from aiockpt.testing import StallAfter, assert_same
 from tests.support.groups import transports as group_transports
 from tests.support.proofs import proves
 from tests.support.servers import Peer, certified
@@ -300,3 +302,35 @@ class TestConnections:
                     metadata = through(proxy, sender)
                     await to.recv_checkpoint(0, metadata, 1)
                     assert proxy.statistics().connections == most
+
+
+class TestBusyHost:
+    """A sender that yields to others says so, and a receive that is late repeats it."""
+
+    @pytest.mark.parametrize(
+        ("niceness", "load", "named"),
+        [(10, 1e9, True), (0, 1e9, False), (10, 0, False)],
+    )
+    async def test_a_late_receive_names_the_niceness(
+        self, niceness, load, named, monkeypatch
+    ):
+        """Only if the host is busy, and the sender nice."""
+        monkeypatch.setattr(os, "getpriority", lambda *_: niceness)
+        monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+        stalls = StallAfter(200 << 10)  # behind the manifest
+        async with (
+            pair() as (sender, receiver),
+            proxied(sender, otherwise=stalls) as proxy,
+        ):
+            await sender.send_checkpoint([1], 1, weights())
+            with pytest.raises(TransferTimeoutError) as caught:
+                await receiver.recv_checkpoint(0, through(proxy, sender), 1, 0.5)
+        notes = "".join(getattr(caught.value, "__notes__", ()))
+        assert ("nice=0" in notes and "niceness 10" in notes) is named
+
+    @pytest.mark.parametrize(
+        "value", ["", "nice=10", "nice=10; load=x; cores=2", "x" * 9]
+    )
+    async def test_other_values_say_nothing(self, value):
+        """Whatever a peer sends there."""
+        assert not parse_busy(value)
