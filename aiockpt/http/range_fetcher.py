@@ -244,8 +244,7 @@ class RangeFetcher:
                 continue
             end = min(at - at % _STEP + _STEP, stop)
             with failing_here("preparing memory"):  # not the fault of the peer
-                await self._client.bridge.run(prepare, at, end)
-            at = end
+                at = await self._client.bridge.run(prepare, at, end)
 
 
 async def _read_deltas(answer: Answer, most: int, base: str | None) -> memoryview:

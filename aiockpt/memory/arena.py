@@ -64,6 +64,8 @@ _STRIDE: Final = 8 << 20
 _DISTANCES: Final = (32 << 20, 8 << 20)
 _FARTHEST: Final = 256 << 20
 _QUICK: Final = 1e-3  # seconds for a sample, that is 2 GB/s
+_MUCH: Final = 1.5  # times as fast as huge pages, so that chance does not decide
+_MOST_TRUST: Final = 32 << 20  # bytes
 
 
 class Memory(Protocol):
@@ -182,9 +184,11 @@ class PageChooser:
     Warm huge pages are several times faster than small ones. But a virtual machine that
     gives free memory back to its host has cold ones, and each first touch of a cold
     huge page takes milliseconds: here huge pages came at 0.5 GB/s then, small ones at
-    1.7, and warm huge ones at 3.4 to 12. Nothing tells which pages come next. So each
-    stride begins with one huge page, timed. If it is slow, the same number of bytes in
-    small pages is timed, and the faster kind is used until the next comparison.
+    1.7, and warm huge ones at 3.4 to 12. Nothing tells which pages come next. So one
+    huge page is timed. If it is quick, memory is warm, and the writer of the bytes maps
+    the pages itself, up to the next sample. If it is slow, the rest of a stride is
+    mapped ahead, and the same number of bytes in small pages is timed. Small pages are
+    used, until the next comparison, only if they are much faster.
 
     A comparison costs a huge page that may be cold. So the distance between comparisons
     doubles. It is short where small pages come quickly, too: they are cut from memory
@@ -195,8 +199,9 @@ class PageChooser:
         self._huge = True
         self._since = math.inf  # bytes since the kinds were compared
         self._cold, self._warm = _DISTANCES
+        self._trust = _STRIDE  # bytes from a quick sample to the next one
 
-    def map(self, touch: Touch, start: int, stop: int, *, every: bool) -> None:
+    def map(self, touch: Touch, start: int, stop: int, *, every: bool) -> int:
         """Map ``[start, stop)``, rounded to samples, as far as it saves time.
 
         Pages that are mapped quickly are left to the thread that writes the bytes, so
@@ -207,31 +212,48 @@ class PageChooser:
             start: The first byte.
             stop: The end.
             every: Whether to map quick pages, too.
+
+        Returns:
+            Where to continue; behind ``stop`` if the memory there is trusted to be
+            warm.
         """
         # A sample must not begin with pages that the range before has mapped.
-        first = min(start + -start % _SAMPLE, stop)
-        if every and start < first:
-            touch(start, first, self._huge)
-        for at in range(first, stop, _STRIDE):
+        at = min(start + -start % _SAMPLE, stop)
+        if every and start < at:
+            touch(start, at, self._huge)
+        while at < stop:
             end = min(at + _STRIDE, stop)
             self._since += end - at
             if not self._huge:
                 took = touch(at, end, False) * _SAMPLE / (end - at)  # noqa: FBT003
                 if self._since >= (self._warm if took <= _QUICK else self._cold):
                     self._huge, self._since = True, math.inf
-                continue
-            mapped = at + _SAMPLE
-            took = touch(at, mapped, True)  # noqa: FBT003 - the kind of the pages
-            if took <= _QUICK:
-                self._warm = _DISTANCES[1]
-            elif self._since >= self._cold and mapped + _SAMPLE <= end:
-                small = touch(mapped, mapped + _SAMPLE, False)  # noqa: FBT003
-                mapped += _SAMPLE
-                self._huge, self._since = small >= took, 0
-                self._cold = min(2 * self._cold, _FARTHEST)
-                self._warm = min(2 * self._warm, _FARTHEST)
-            if mapped < end and (every or took > _QUICK):
-                touch(mapped, end, self._huge)
+            elif self._is_warm(touch, at, end):
+                if not every:
+                    end = at + self._trust
+                    self._trust = min(2 * self._trust, _MOST_TRUST)
+                elif at + _SAMPLE < end:
+                    touch(at + _SAMPLE, end, True)  # noqa: FBT003
+            at = end
+        return at
+
+    def _is_warm(self, touch: Touch, at: int, end: int) -> bool:
+        """Time a huge page; map the rest of the stride if it was slow."""
+        mapped = at + _SAMPLE
+        took = touch(at, mapped, True)  # noqa: FBT003 - the kind of the pages
+        if took <= _QUICK:
+            self._warm = _DISTANCES[1]
+            return True
+        self._trust = _STRIDE
+        if self._since >= self._cold and mapped + _SAMPLE <= end:
+            small = touch(mapped, mapped + _SAMPLE, False)  # noqa: FBT003
+            mapped += _SAMPLE
+            self._huge, self._since = took < _MUCH * small, 0
+            self._cold = min(2 * self._cold, _FARTHEST)
+            self._warm = min(2 * self._warm, _FARTHEST)
+        if mapped < end:
+            touch(mapped, end, self._huge)
+        return False
 
 
 class Arena:
@@ -297,14 +319,15 @@ class Arena:
     def check(self, start: int, stop: int) -> None:
         """Do nothing: a view of the arena keeps its memory."""
 
-    def populate(self, start: int, stop: int, *, every: bool = False) -> None:
+    def populate(self, start: int, stop: int, *, every: bool = False) -> int:
         """Map the pages of ``[start, stop)`` now, not when bytes arrive.
 
         It only saves time, mostly that of an event loop; see `PageChooser`. For
-        threads: the interpreter lock is free meanwhile.
+        threads: the interpreter lock is free meanwhile. Returns where to continue.
         """
-        if sys.platform == "linux":
-            self._pages.map(self._touch, start, stop, every=every)
+        if sys.platform != "linux":
+            return sys.maxsize
+        return self._pages.map(self._touch, start, stop, every=every)
 
     def _touch(self, start: int, stop: int, huge: bool) -> float:  # noqa: FBT001 - a kind
         # Not the wall clock: another process may have the core meanwhile.
@@ -377,8 +400,9 @@ class Borrowed(Arena):
     def __init__(self, fd: int, nbytes: int) -> None:
         self._adopt(nbytes, -1, mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY))
 
-    def populate(self, start: int, stop: int, *, every: bool = False) -> None:
+    def populate(self, start: int, stop: int, *, every: bool = False) -> int:
         """Do nothing, because making a page writable would copy it."""
+        return sys.maxsize
 
 
 class ArenaPool:

@@ -7,6 +7,7 @@ here blocks.
 from __future__ import annotations
 
 import mmap
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -88,8 +89,9 @@ class FileMapping(Arena):
     def check(self, start: int, stop: int) -> None:
         """Do nothing: a view keeps the mapping."""
 
-    def populate(self, start: int, stop: int, *, every: bool = False) -> None:
+    def populate(self, start: int, stop: int, *, every: bool = False) -> int:
         """Do nothing: a page that is made writable is a copy."""
+        return sys.maxsize
 
 
 class FileSource:

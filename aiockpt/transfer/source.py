@@ -29,8 +29,11 @@ OnProgress: TypeAlias = Callable[[int, int], None]
 The number of bytes is negative if some were discarded. It must be quick.
 """
 
-Prepare: TypeAlias = Callable[[int, int], object]
-"""Prepares the memory of ``[start, stop)`` for its bytes. For threads."""
+Prepare: TypeAlias = Callable[[int, int], int]
+"""Prepares the memory of ``[start, stop)`` for its bytes. For threads.
+
+Returns where to continue, if that is worth it; behind ``stop`` at the earliest.
+"""
 
 Patch: TypeAlias = Callable[[Memory, int, int, memoryview], Awaitable[bool]]
 """Applies a delta to the receiver's bytes: called with target, chunk, kind and body.

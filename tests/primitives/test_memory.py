@@ -93,10 +93,12 @@ class Host:
 
     def fill(self, nbytes: int) -> float:
         """Receive that many bytes as a download does; return the seconds for pages."""
-        chooser = PageChooser()
+        chooser, at = PageChooser(), 0
         for start in range(0, nbytes, 32 * MIB):
-            chooser.map(self.touch, start, min(start + 32 * MIB, nbytes), every=False)
-            self.touch(start, min(start + 32 * MIB, nbytes), True)
+            stop = min(start + 32 * MIB, nbytes)
+            if at < stop:
+                at = chooser.map(self.touch, max(at, start), stop, every=False)
+            self.touch(start, stop, True)
         return self.seconds
 
 
@@ -124,7 +126,7 @@ class TestPageChooser:
         host.fill(512 * MIB)
         assert all(kind for page, kind in host.kinds.items() if page < 128)
         cold = [kind for page, kind in host.kinds.items() if page >= 128]
-        assert cold.count(False) > 0.9 * len(cold)
+        assert cold.count(False) > 0.85 * len(cold)  # 32 MiB had been trusted
 
     def test_a_few_cold_pages_do_not_hide_warm_ones(self) -> None:
         """Small pages that come quickly are a sign that huge ones would, too."""
@@ -133,11 +135,21 @@ class TestPageChooser:
         small = [page for page, kind in host.kinds.items() if not kind]
         assert 0 < len(small) * 2 * MIB <= 48 * MIB
 
+    def test_chance_brings_no_small_pages(self) -> None:
+        """A warm huge page that took long by chance is no reason for small ones."""
+        host, chooser = Host(7.6, 3.2), PageChooser()
+
+        def touch(start: int, stop: int, huge: bool) -> float:
+            return host.touch(start, stop, huge) + (1e-3 if huge else 0.2e-3)
+
+        chooser.map(touch, 0, 512 * MIB, every=False)
+        assert sum(not kind for kind in host.kinds.values()) <= 5  # of 256: compared
+
     def test_what_is_there_is_left_alone(self) -> None:
-        """Warm pages but for a sample in each stride, and those that were mapped."""
+        """Warm pages but for a few samples, and those that were mapped."""
         host = Host(7.6, 1.9)
         PageChooser().map(host.touch, 0, 64 * MIB, every=False)
-        assert len(host.kinds) == 8
+        assert [*host.kinds] == [0, 4, 12, 28]  # of 2 MiB each
         host, chooser = Host(0.5, 1.7), PageChooser()
         chooser.map(host.touch, 0, 64 * MIB, every=True)
         before = dict(host.kinds)
