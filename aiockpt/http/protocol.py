@@ -15,15 +15,17 @@ import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
 from aiockpt.errors import LocalProtocolError, RemoteProtocolError
 from aiockpt.format.chunks import ALGORITHMS, digits_of
-from aiockpt.http.security import Scope
 from aiockpt.runtime.secrets import Token, discreet
+
+if TYPE_CHECKING:  # it loads aiohttp, which a command's help does not need
+    from aiockpt.http.security import Scope
 
 __all__ = [
     "AFTER",
