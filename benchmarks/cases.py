@@ -10,6 +10,7 @@ plain files, and the rivals in the best of their settings.
 from __future__ import annotations
 
 import csv
+import os
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -22,7 +23,6 @@ from statistics import mean, median
 from typing import Any
 
 import aiockpt
-from aiockpt.runtime.system import usable_cores
 from benchmarks.lines import Line, lossy, shaped
 from benchmarks.measures import Candidate, Cost, Sample, Samples, efforts, take_turns
 from benchmarks.workers import HERE, Worker, all_cores_but_one
@@ -33,7 +33,7 @@ OTHER_TREE = "other tree: "
 Phases = Generator[list[Candidate], None, None]
 
 _MIB = 1 << 20
-_CORES = usable_cores()
+_CORES = os.cpu_count() or 4
 SOCKETS = aiockpt.Receive().connections or min(4, max(1, _CORES // 2))  # on one host
 """Connections of a receive, and of raw receivers."""
 RENO = "reno"  # what the library asks for on the way to the same host
