@@ -40,6 +40,7 @@ _GRACE: Final = 0.5  # seconds in which a new connection may send a request
 _PAUSE: Final = 0.25  # seconds until the next try
 _PER_SHORTAGE: Final = 16  # idle connections that are closed if there is none left
 _PER_ROUND: Final = 64  # connections that are accepted in one round of the loop
+_CLOSED_BY_UVLOOP: Final = "the handler is closed"  # a write after the connection ended
 
 
 class Caller(web.RequestHandler):
@@ -96,9 +97,8 @@ class Caller(web.RequestHandler):
     def log_exception(self, *arguments: Any, **options: Any) -> None:
         """Log an error of a handler, if none of its type was logged for a minute."""
         error = options.get("exc_info")
-        is_ended = self.transport is None or self.transport.is_closing()
-        if is_ended and isinstance(error, RuntimeError):
-            return  # what uvloop raises for a write to a connection that has ended
+        if type(error) is RuntimeError and _CLOSED_BY_UVLOOP in str(error):
+            return
         if self._acceptor.log_limit.passes(type(error)):
             super().log_exception(*arguments, **options)
 

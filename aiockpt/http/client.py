@@ -119,7 +119,7 @@ class Answer:
         request: What was asked.
         status: The HTTP status.
         headers: The headers.
-        line: The connection that brought it.
+        line: The connection that brought it; None if it is not known any more.
         writer: What the body is read into, once that has begun.
     """
 
@@ -133,7 +133,7 @@ class Answer:
         self.request = request
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
-        self.line = response.line if isinstance(response, _Response) else Line()
+        self.line = _line_of(response)
         self.writer: BodySink | None = None
         self._response, self._timer, self._threads = response, timer, threads
 
@@ -447,6 +447,20 @@ class CheckpointClient:
 
     def _token_for(self, request: Request) -> str | None:
         return request.origin.token or self.auth.token
+
+
+def _line_of(response: ClientResponse) -> Line | None:
+    """Return the connection that brought a response.
+
+    A session of the caller tells less: it gives the connection of a short answer back
+    at once, and its other end may be a proxy.
+    """
+    if isinstance(response, _Response):
+        return response.line
+    connection = response.connection
+    if connection is None or connection.transport is None:
+        return None
+    return Line(_address_in(connection.transport.get_extra_info("sockname")))
 
 
 def _address_in(name: object) -> str:

@@ -95,7 +95,7 @@ class ManifestAnswer(NamedTuple):
         delta_base: The snapshot that the sender keeps as the base of deltas, or None.
         invitation: The token for the members of the sender's swarm, if there are some.
         mac: The header that authenticates the manifest, if any.
-        line: The connection that brought it.
+        line: The connection that brought it, if known.
     """
 
     manifest: Manifest
@@ -103,7 +103,7 @@ class ManifestAnswer(NamedTuple):
     delta_base: str | None = None
     invitation: Token | None = None
     mac: str | None = None
-    line: Line = Line()
+    line: Line | None = None
 
 
 @dataclass(frozen=True, slots=True)

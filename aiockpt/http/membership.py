@@ -112,7 +112,7 @@ class _Place(NamedTuple):
         if fault := http.member_fault(url):
             return fault
         scope = scope_of(urlsplit(url).hostname or "")
-        if scope is Scope.NOWHERE or scope not in (Scope.EVERYWHERE, self.scope):
+        if not self.scope.may_name(scope):
             return f"its host is {scope.value}, and the source has none of that kind"
         return None if self.is_private(url) else "it speaks no TLS, and the source does"
 
@@ -252,7 +252,7 @@ class Membership:
 
     def hear(self, source: Peer, answer: Answer) -> None:
         """Join the swarm if the source's answer has an invitation."""
-        source.line, headers = answer.line, answer.headers
+        source.line, headers = answer.line or source.line, answer.headers
         named = http.parse_next_chunk(headers.get(http.NEXT_CHUNK_HEADER))
         source.next = source.next if named is None else named
         token = http.parse_invitation(headers.get(http.SWARM_HEADER))
@@ -410,7 +410,7 @@ class Membership:
             "POST", body=msgspec.json.encode(said), status=HTTPStatus.OK
         )
         async with self._client.request(request) as answer:
-            place.source.line = answer.line
+            place.source.line = answer.line or line
             body = await answer.read(_LONGEST, "an answer")
         del known.complaints[: len(bad)]
         try:

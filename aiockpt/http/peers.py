@@ -112,7 +112,7 @@ class Peer:
         member: What the tracker calls it; empty if it is no member of a swarm.
         next: The chunk that it wants to be asked for next.
         invitation: The token for the members of its swarm, if others are in it.
-        line: The connection to it that brought the last answer.
+        line: The connection to it that brought the last answer, as far as known.
         joined: Whether it is known to hold this checkpoint.
         given: Verified bytes that came from it, in the last download.
         refusals: How often a member has said that it is busy since its last chunk.
@@ -293,7 +293,7 @@ class Peers:
         first = next(iter(answers.values()))
         for peer, other in answers.items():
             peer.delta_base, peer.invitation = other.delta_base, other.invitation
-            peer.line = other.line
+            peer.line = other.line or peer.line
             try:
                 peer.require(first.manifest.outline, other.manifest.outline)
             except OtherSnapshotError as error:

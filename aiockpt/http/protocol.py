@@ -9,6 +9,7 @@ in the parsers and formatters below.
 from __future__ import annotations
 
 import enum
+import ipaddress
 import math
 import re
 import secrets
@@ -477,6 +478,11 @@ class Announcement(msgspec.Struct, omit_defaults=True):
     bad: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=16)] = ()
     known: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=64)] = ()
     local: _Address = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a name as the address: an event advises to list that host."""
+        if self.local:
+            ipaddress.ip_address(self.local)
 
 
 class MemberInfo(msgspec.Struct, omit_defaults=True):

@@ -73,6 +73,14 @@ class Scope(enum.Enum):
     LINK = "a link-local address"  # from the same network segment
     NOWHERE = "no address of a host"  # or one that needs the name of an interface
 
+    def may_name(self, other: Scope) -> bool:
+        """Return whether a receiver asks a host in ``other`` that a peer here named.
+
+        The peer could otherwise make it ask services of its own host or link.
+        """
+        is_nowhere = other is Scope.NOWHERE
+        return other is Scope.EVERYWHERE or (other is self and not is_nowhere)
+
 
 def check_peers(peers: Sequence[str] | None) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless this is a list of hosts."""
@@ -156,11 +164,8 @@ class Reach:
         return None
 
     def _fault_of_scope(self, host: str, scope: Scope) -> str | None:
-        """Return why a host that a peer named is out of that peer's scope.
-
-        The peer could otherwise make a receiver ask services of its own host.
-        """
-        if self._within is None or scope in (Scope.EVERYWHERE, self._within):
+        """Return why a host that a peer named is out of that peer's scope."""
+        if self._within is None or self._within.may_name(scope):
             return None
         return f"{host} is {scope.value}, and the source has none of that kind"
 
@@ -280,14 +285,20 @@ def network_of(address: str) -> str:
 def voter_of(address: str) -> tuple[str, str]:
     """Return a kind of address, and what counts as one host among those of this kind.
 
-    A host may have an address of each kind, and nobody can tell whether addresses of
+    A host usually has an address of each kind, and nobody can tell whether addresses of
     two kinds are those of one host. So hosts are counted for each kind by itself. All
-    loopback addresses are those of this host.
+    loopback addresses are those of this host, and a host can take any number of
+    addresses of a link.
     """
     text = plain_address(address)
-    if scope_of(text) is Scope.HOST:
-        return Scope.HOST.name, ""
-    return "IPv6" if ":" in text else "IPv4", network_of(text)
+    try:
+        found = ipaddress.ip_address(text)
+    except ValueError:
+        return "name", text
+    scope = _scope_of_address(found)
+    if scope is not Scope.EVERYWHERE:
+        return scope.name, ""
+    return f"IPv{found.version} {found.is_global}", network_of(text)
 
 
 def endpoint(url: str) -> tuple[str, int]:

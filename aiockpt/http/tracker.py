@@ -518,7 +518,8 @@ def _placed(
     is_direct = not said.local or plain_address(said.local) == address
     at = places[own] if is_direct else _NOBODY
     if trusts_url and said_scope in (Scope.EVERYWHERE, own):
-        host, within = parts.hostname or "", places[said_scope]
+        host = parts.hostname or ""
+        within = "" if said_scope is Scope.EVERYWHERE else at
     else:
         host, within = address, at
     name = f"[{host}]" if ":" in host else host

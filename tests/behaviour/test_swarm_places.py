@@ -52,11 +52,15 @@ async def behind(sender: Transport) -> AsyncIterator[str]:
 
 
 async def test_behind_a_proxy_both_ends_say_what_a_swarm_needs() -> None:
-    """Nobody asks the proxy's host for chunks, and all receive from the source."""
+    """Nobody asks the proxy's host for chunks, and all receive from the source.
+
+    A receiver with a session of the caller's knows its own address, too.
+    """
     async with (
         told() as events,
+        aiohttp.ClientSession() as session,
         transport() as sender,
-        transport(**JOINING) as one,
+        transport(session=session, **JOINING) as one,
         transport(**JOINING) as two,
         behind(sender) as url,
     ):

@@ -327,6 +327,13 @@ async def test_a_member_behind_a_proxy_is_named_to_nobody() -> None:
     assert direct.seen is None
     assert direct.id not in [each.id for each in announce(tracker, 4).members]
     assert not is_named(tracker, hidden)
+    # Nor is a loopback address in the URL that of the proxy's host.
+    own = {**behind, "url": "http://127.0.0.1:5/", "trusts_url": True}
+    hidden = announce(tracker, 2, **own, local="10.0.0.7")
+    assert hidden.seen == "127.0.0.1"
+    assert hidden.id not in [
+        each.id for each in announce(tracker, 3, address="127.0.0.1").members
+    ]
     listed = announce(tracker, 2, **behind, local="10.0.0.7", trusts_url=True)
     assert listed.seen is None
     assert is_named(tracker, listed)
@@ -346,6 +353,15 @@ async def test_a_member_behind_a_proxy_is_named_to_nobody() -> None:
         ("127.0.1.9", ["127.0.0.1", "127.0.0.2", "::1"], True),
         ("127.0.1.9", ["10.0.0.1", "10.0.0.2"], False),
         ("2001:db8::9", ["2001:db8::1", "2001:db8::2"], True),
+        ("10.0.0.9", ["fe80::1", "2001:db8::1"], True),
+        ("10.0.0.9", ["fe80::1", "fe80::2", "2001:db8::1"], True),
+        ("10.0.0.9", ["fd00::1", "2600::1"], True),
+        ("10.0.0.9", ["169.254.1.1", "169.254.1.2"], True),
+        ("10.0.0.9", ["169.254.1.1", "10.0.0.1"], True),
+        ("10.0.0.9", ["100.64.0.1", "9.0.0.1"], True),
+        ("10.0.0.9", ["10.0.0.1", "9.0.0.1"], True),
+        ("10.0.0.9", ["9.0.0.1", "9.0.0.2"], False),
+        ("10.0.0.9", ["fd00::1", "fd00:0:0:1::1"], False),
     ],
 )
 async def test_a_host_votes_once(bad: str, votes: list[str], named: bool) -> None:

@@ -22,7 +22,7 @@ from aiockpt.runtime.bridge import Bridge
 from tests.support import torn
 from tests.support.commandline import start_aiockpt
 from tests.support.proofs import proves
-from tests.support.servers import TOKEN, Memory, Peer, config, serving, settle
+from tests.support.servers import TOKEN, Memory, Peer, Site, config, serving, settle
 from tests.support.shortages import exhausted_fds
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free, pytest.mark.every_loop]
@@ -80,6 +80,30 @@ async def test_a_fault_that_each_request_meets_is_told_of_once(
             assert (await each.ask("/checkpoint/7/full")).status == 500
     (record,) = caplog.records
     assert "ZeroDivisionError" in str(record.exc_info)
+
+
+class Vanishing(Memory):
+    """Its bytes cannot be had, by a fault of ours, and the reader has left by then."""
+
+    site: Site
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        for each in self.site.connections:
+            each.transport.abort()
+        raise RuntimeError("a fault of ours")
+
+
+@pytest.mark.allow_error_logs
+async def test_a_fault_is_told_though_the_reader_has_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is not mistaken for a write to a connection that has ended."""
+    memory = Vanishing()
+    async with serving(memory) as memory.site, memory.site.peer() as peer:
+        await peer.request("/checkpoint/7/full")
+        await settle(lambda: bool(caplog.records))
+    (record,) = caplog.records
+    assert "a fault of ours" in str(record.exc_info)
 
 
 def limit_of(pid: int) -> int:

@@ -20,7 +20,7 @@ from aiockpt.errors import (
 )
 from aiockpt.http import security
 from aiockpt.http.protocol import parse_metadata
-from aiockpt.http.security import CheckedResolver, Reach
+from aiockpt.http.security import CheckedResolver, Reach, Scope
 from tests.support.proofs import proves
 from tests.support.rangepeer import STEP, fetch, fetch_manifest, receiver, serving, soon
 from tests.support.servers import TOKEN
@@ -170,6 +170,19 @@ async def test_peers_may_be_names(
     else:
         with pytest.raises(LocalProtocolError, match="none of the peers"):
             await resolver.resolve(name)
+    await resolver.close()
+
+
+@proves("threat S8")
+@pytest.mark.asyncio
+@pytest.mark.parametrize("scope", list(Scope))
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "240.0.0.1", "fe80::1%1"])
+async def test_a_member_has_an_address(book: Book, scope: Scope, address: str) -> None:
+    """Wherever its source is: ``0.0.0.0`` leads to the receiver itself."""
+    book.answers = [[address]]
+    resolver = CheckedResolver(Reach(["*.example"], within=scope))
+    with pytest.raises(PeerUnreachableError, match="no address of a host"):
+        await resolver.resolve("member.example")
     await resolver.close()
 
 

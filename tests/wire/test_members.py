@@ -194,6 +194,7 @@ async def test_a_body_holds_its_slot_until_it_has_left() -> None:
         ({**SAID, "bad": ["m1"] * 17}, A, {}, 400),
         ({**SAID, "bad": [""]}, A, {}, 400),
         ({"url": "http://x/" + "y" * 600}, A, {}, 400),
+        ({**SAID, "local": "host.example"}, A, {}, 400),
         ({**SAID, "more": "x" * 9000}, A, {}, 400),
         (SAID, A, {"If-Match": '"other"'}, 412),
         (SAID, A, {"Authorization": "Bearer no"}, 401),
