@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -37,6 +38,7 @@ from aiockpt.storage.directory import (
     RankFile,
     encode_commit,
     find_checkpoint,
+    identity,
     next_serial,
     old_of,
     part_of,
@@ -78,6 +80,7 @@ _SAID = re.compile(
 
 _LOCK_WAIT: Final = 1.0  # a sweep locks a file just long enough to remove it
 _LOCK_PAUSE: Final = 0.05
+_TRIES: Final = 10  # while others remove or replace what is there
 
 _MOVE: Final = "move it away, or save to another path"
 _BUSY: Final = (
@@ -149,9 +152,13 @@ class Draft(AbstractContextManager["Draft"]):
                 # A network file system reports late errors when a file is closed.
                 os.close(os.dup(self.fd))
             self._check_own(self.temporary)
-            os.rename(self.temporary, self.path)
+            with suppress(FileNotFoundError):
+                os.rename(self.temporary, self.path)
             self._check_own(self.path)
-            self._sync(self.part)
+            try:
+                self._sync(self.part)
+            except FileNotFoundError:
+                raise self._overtaken(self.path.name) from None
 
     def commit(self, step: int, snapshots: Mapping[int, str]) -> list[Path]:
         """Write the marker, then move the whole directory to its name; for rank 0.
@@ -234,10 +241,14 @@ class Draft(AbstractContextManager["Draft"]):
         Raises:
             StorageError: it is no directory, or holds what no checkpointer wrote.
         """
-        if self.part.is_symlink():
+        try:
+            kind = os.lstat(self.part).st_mode
+        except FileNotFoundError:
+            return
+        if stat.S_ISLNK(kind):
             # The files would go to the link's target, and replace the files there.
             raise StorageError(str(self.part), "it is a symbolic link: remove it")
-        if self.part.exists() and not self.part.is_dir():
+        if not stat.S_ISDIR(kind):
             detail = f"the checkpoint would be built there, and it is a file; {_MOVE}"
             raise StorageError(str(self.part), detail)
         with suppress(FileNotFoundError):
@@ -314,6 +325,17 @@ class Draft(AbstractContextManager["Draft"]):
         """Rename the directory to its final name; yield what can be removed."""
         _check_free(self.target)  # another program may have put files there meanwhile
         old = old_of(self.target)
+        for left in reversed(range(_TRIES)):
+            try:
+                yield from self._replace(private, old)
+                break
+            except FileNotFoundError:
+                # Where locks do not work, the old checkpoint may be removed just now.
+                if not left or not private.exists():
+                    raise
+        yield from self._replaced(old)
+
+    def _replace(self, private: Path, old: Path) -> Iterator[Path]:
         try:
             os.rename(private, self.target)
         except OSError as error:
@@ -323,7 +345,6 @@ class Draft(AbstractContextManager["Draft"]):
                 yield from self._replaced(private)
             else:
                 yield from self._replace_by_way_of(private, old)
-        yield from self._replaced(old)
 
     def _replaced(self, old: Path) -> Iterator[Path]:
         """Keep what is not ours of an older checkpoint, and yield the rest."""
@@ -355,17 +376,27 @@ class Draft(AbstractContextManager["Draft"]):
 def _check_free(target: Path) -> None:
     """Refuse a target directory with files that are not part of a checkpoint."""
     with named(target):
-        if target.exists() and not target.is_dir():
-            raise StorageError(str(target), "it is a file; name a directory")
-        if os.path.ismount(target):
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))  # as a rename would
-        with suppress(FileNotFoundError):
-            marker = target / MARKER
-            if any(target.iterdir()) and not (marker.is_file() and is_ours(marker)):
-                if _is_moved(target):
-                    return
-                detail = "it holds files, and no checkpoint; choose a new directory"
-                raise StorageError(str(target), detail)
+        for _ in range(_TRIES):
+            before = identity(target)
+            if not (detail := _what_occupies(target)):
+                return
+            if identity(target) == before:  # else it was removed or replaced meanwhile
+                break
+        raise StorageError(str(target), detail)
+
+
+def _what_occupies(target: Path) -> str:
+    """Return why no checkpoint can be saved there, or ""."""
+    if target.exists() and not target.is_dir():
+        return "it is a file; name a directory"
+    if os.path.ismount(target):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))  # as a rename would
+    with suppress(FileNotFoundError):
+        marker = target / MARKER
+        is_checkpoint = marker.is_file() and is_ours(marker)
+        if any(target.iterdir()) and not (is_checkpoint or _is_moved(target)):
+            return "it holds files, and no checkpoint; choose a new directory"
+    return ""
 
 
 def _is_moved(target: Path) -> bool:

@@ -121,6 +121,8 @@ def _remove(checkpoint: Checkpoint) -> bool:
             return False
         except OSError:
             pass  # perhaps the disk is full, and needs this removal
+        if not _is_still(checkpoint, path):
+            return False
         try:
             unused = set_aside(path, "trash")
         except FileNotFoundError:
@@ -130,16 +132,21 @@ def _remove(checkpoint: Checkpoint) -> bool:
                 raise
             _empty(path)  # a directory of an overlay's lower layer cannot be renamed
             return True
-        # Where locks do not work, it may have been replaced just now.
-        found = find_checkpoint(unused)
-        if found is None or (found.serial, found.files) != (
-            checkpoint.serial,
-            checkpoint.files,
-        ):
-            rename_to_new(unused, path)
-            return False
-        _remove_from_trash(unused, path)
+        # The sweep of another save may remove it from the trash, too.
+        with suppress(FileNotFoundError, FileExistsError):
+            if not _is_still(checkpoint, unused):
+                # Where locks do not work, it may have been replaced just now.
+                rename_to_new(unused, path)
+                return False
+            _remove_from_trash(unused, path)
     return True
+
+
+def _is_still(checkpoint: Checkpoint, path: Path) -> bool:
+    """Say whether this is the checkpoint that is there."""
+    found = find_checkpoint(path)
+    said = checkpoint.serial, checkpoint.files
+    return found is not None and (found.serial, found.files) == said
 
 
 def _remove_from_trash(unused: Path, path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -23,9 +25,10 @@ from aiockpt.checkpointers import writer
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.errors import StorageError
-from aiockpt.storage import commit
+from aiockpt.storage import commit, retention
+from aiockpt.storage.directory import part_of
 from aiockpt.storage.lock import SaveLock, holder_of
-from aiockpt.storage.retention import sweep
+from aiockpt.storage.retention import retire, sweep
 from tests.support.ports import free_port
 from tests.support.saving import (
     Gate,
@@ -409,6 +412,97 @@ class TestWithoutLocks:
             sweep(path.parent, shared=False)
             assert draft.path.exists()
             draft.discard()
+
+
+def before(monkeypatch, module: Any, name: str, act: Callable[[], object]) -> None:
+    """Let something happen right before the first call of a function."""
+    real, calls = getattr(module, name), itertools.count()
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        if not next(calls):
+            act()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, slow)
+
+
+class TestRetentionBesideASave:
+    """Another process removes the old checkpoint of the path at the worst moment."""
+
+    @pytest.fixture(autouse=True)
+    def newer(self, path: Path) -> Path:
+        """Return a newer checkpoint, because of which retention removes the old one."""
+        return save(path.with_name("step-2"), state(2))
+
+    def test_while_the_save_looks_at_it(self, path, monkeypatch) -> None:
+        """A directory that is going is not taken for one with other files."""
+        before(monkeypatch, commit, "is_ours", lambda: retire(path.parent, keep_last=1))
+        save(path, state(1))
+        assert value_at(path) == 1
+
+    @pytest.mark.parametrize("flock", [no_locks, silent])
+    @pytest.mark.parametrize("swaps", [True, False])
+    @pytest.mark.parametrize(
+        "at", ["next_serial", "_check_free", "exchange", "move_directory"]
+    )
+    def test_while_the_save_replaces_it(
+        self, path, monkeypatch, flock, swaps: bool, at: str
+    ) -> None:
+        """Where locks do not work, whether the system swaps names or not."""
+        if swaps and at == "move_directory":
+            pytest.skip("it is not called")
+        monkeypatch.setattr(fcntl, "flock", flock)
+        if not swaps:
+            monkeypatch.setattr(commit, "exchange", no_swap)
+        before(monkeypatch, commit, at, lambda: retire(path.parent, keep_last=1))
+        save(path, state(1))
+        assert value_at(path) == 1
+
+    def test_what_was_replaced_meanwhile_does_not_move(self, path, monkeypatch) -> None:
+        """Not for a moment: a reader or a crash could come in that moment."""
+
+        def moved(path: Path, suffix: str) -> Path:
+            raise AssertionError(path)
+
+        before(monkeypatch, retention, "SaveLock", lambda: save(path, state(1)))
+        monkeypatch.setattr(retention, "set_aside", moved)
+        assert not retire(path.parent, keep_last=1)
+        assert value_at(path) == 1
+
+    @pytest.mark.parametrize("at", ["_remove_from_trash", "others_in", "remove_ours"])
+    def test_a_sweep_is_faster(self, path, newer, monkeypatch, at: str) -> None:
+        """A save to another path sweeps the trash of the directory."""
+
+        def swept() -> None:
+            sweep(path.parent, shared=False)
+
+        before(monkeypatch, retention, at, swept)
+        (removed,) = retire(path.parent, keep_last=1)
+        assert removed.path == path
+        assert names(path.parent) == [newer.name]
+
+    def test_a_sweep_removes_the_directory_to_build_in(self, path, monkeypatch) -> None:
+        """It is not taken for a file."""
+        part = part_of(path)
+        part.mkdir()
+        exists = Path.exists
+
+        def gone(self: Path, **kwargs: Any) -> bool:
+            found = exists(self, **kwargs)
+            if self == part:
+                with suppress(FileNotFoundError):
+                    part.rmdir()
+            return found
+
+        monkeypatch.setattr(Path, "exists", gone)
+        save(path, state(1))
+        assert value_at(path) == 1
+
+
+def no_swap(one: Path, other: Path) -> bool:
+    """Say that the system cannot swap names, as on an older network disk."""
+    os.stat(other)
+    return False
 
 
 def test_many_rounds(path, monkeypatch) -> None:
