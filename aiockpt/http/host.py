@@ -10,6 +10,7 @@ from aiockpt.http.membership import Membership
 from aiockpt.http.relay import Relay
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.server_process import ServerProcess
+from aiockpt.http.shared_memory import format_mark, identity
 from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge
 
@@ -80,6 +81,14 @@ class RelayHost:
         await self.start()
         await self._store.relay(relay)
         return self._endpoint.url()
+
+    async def mark(self, snapshot_id: str) -> str:
+        """Return this host's mark in the swarm of a snapshot; empty if unknown.
+
+        Only processes of this host can make it.
+        """
+        known = await self._bridge.run(identity)
+        return "" if known is None else format_mark(known, snapshot_id)
 
     async def lend(self, relay: Relay) -> None:
         """Serve copies only; once this returns, the memory may be changed."""

@@ -211,6 +211,7 @@ class Membership:
         self._relay: Relay | None = None  # None before the manifest, and at the end
         self._place: _Place | None = None  # None before the join
         self._task: asyncio.Task[None] | None = None  # from the join on
+        self._mark = ""  # of this host, if the source is at a loopback address
         self._lingers = self._leaves = False
         self._until = math.inf  # when to leave
         self._gone = asyncio.Event()  # nothing is served, or will be
@@ -347,6 +348,8 @@ class Membership:
         relay, url = place.relay, None
         try:
             url = await self._host.enter(relay)
+            if place.scope is Scope.HOST:
+                self._mark = await self._host.mark(relay.manifest.snapshot_id)
             if why := _why_not(place, url):
                 place.tell(f"in no swarm: {why}", level=logging.WARNING)
             else:
@@ -405,6 +408,7 @@ class Membership:
             bad=bad,
             known=tuple(known.ids()),
             local=line.local,
+            host=self._mark,
         )
         request = place.request(
             "POST", body=msgspec.json.encode(said), status=HTTPStatus.OK

@@ -457,6 +457,7 @@ LONGEST_URL = 512
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=16)]
 _Url = Annotated[str, msgspec.Meta(max_length=LONGEST_URL)]
 _Address = Annotated[str, msgspec.Meta(max_length=64)]
+_Mark = Annotated[str, msgspec.Meta(max_length=32)]
 
 
 class Announcement(msgspec.Struct, omit_defaults=True):
@@ -470,6 +471,8 @@ class Announcement(msgspec.Struct, omit_defaults=True):
         known: The ids of members that it asks for chunks, or that failed.
         local: The address from which it connects to the source, as it sees it itself;
             empty if unknown.
+        host: A mark that only processes of its host can make; empty if unknown. Members
+            at loopback addresses are named to those with the same mark.
     """
 
     url: _Url
@@ -478,6 +481,7 @@ class Announcement(msgspec.Struct, omit_defaults=True):
     bad: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=16)] = ()
     known: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=64)] = ()
     local: _Address = ""
+    host: _Mark = ""
 
     def __post_init__(self) -> None:
         """Refuse a name as the address: an event advises to list that host."""

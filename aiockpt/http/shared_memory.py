@@ -53,6 +53,7 @@ __all__ = [
     "attach",
     "decode_ticket",
     "encode_ticket",
+    "format_mark",
     "format_offer",
     "format_probe",
     "identity",
@@ -76,6 +77,7 @@ _NAMESPACES: Final = ("net", "user")
 
 _PURPOSE: Final = b"aiockpt same host\n"
 _NONCE_BYTES: Final = 16
+_MARK_DIGITS: Final = 32
 _PROBE: Final = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{64})")
 _OFFER: Final = re.compile(r"([0-9a-f]{32})\.([A-Za-z0-9_-]{1,2000})")
 
@@ -141,6 +143,11 @@ def is_probe_of(value: str, identity: bytes) -> bool:
     if match is None:
         return False
     return hmac.compare_digest(match[2], _proof(identity, bytes.fromhex(match[1])))
+
+
+def format_mark(identity: bytes, snapshot_id: str) -> str:
+    """Return the mark of a host in the swarm of a snapshot, for `Announcement`."""
+    return _proof(identity, b"swarm\n" + snapshot_id.encode())[:_MARK_DIGITS]
 
 
 def _proof(identity: bytes, nonce: bytes) -> str:

@@ -509,7 +509,7 @@ def _placed(
     parts = urlsplit(said.url)
     places = {
         Scope.EVERYWHERE: "",
-        Scope.HOST: "host",
+        Scope.HOST: f"host {said.host}",  # others may come through a tunnel
         Scope.LINK: f"link {link}",
         Scope.NOWHERE: _NOBODY,
     }

@@ -36,6 +36,7 @@ from aiockpt.http.protocol import Announcement, Lease, Origin, parse_metadata
 from aiockpt.http.relay import Relay
 from aiockpt.http.retry import HostLimitError
 from aiockpt.http.server_process import ServerProcess
+from aiockpt.http.shared_memory import format_mark, identity
 from aiockpt.http.store import Publication, Store
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.secrets import Token
@@ -636,12 +637,15 @@ async def announce(metadata: str, number: int, url: str, host: str) -> str:
         "Authorization": f"Bearer {token}",
         "Aiockpt-Lease": f"{number:032x}; ttl=60",
     }
-    said, connector = {"url": url, "have": CHUNKS}, TCPConnector(local_addr=(host, 0))
+    connector = TCPConnector(local_addr=(host, 0))
     async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
         async with session.get(
             f"{base}1/full", headers={"Range": "bytes=0-0"}
         ) as answer:
             SIZE[0] = int(answer.headers["Content-Range"].rpartition("/")[2])
+            snapshot_id = answer.headers["ETag"].strip('"')
+        mark = format_mark(identity() or b"", snapshot_id)
+        said = {"url": url, "have": CHUNKS, "host": mark}
         async with session.post(f"{base}1/members", json=said) as answer:
             assert answer.status == HTTPStatus.OK, await answer.text()
             return str((await answer.json())["id"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from aiockpt import Swarm, TransferEvent
+from aiockpt.http.shared_memory import format_mark, identity
 from aiockpt.testing import Drip, assert_same
 from tests.support.servers import certified, settle
 from tests.support.transports import (
@@ -165,12 +166,19 @@ async def test_members_hear_of_those_in_their_zone_first() -> None:
         await sender.send_checkpoint([], 1, STATE)
         base, _, token = sender.metadata().partition("#")
         session.headers["Authorization"] = f"Bearer {token}"
+        async with session.head(f"{base}1/metadata") as answer:
+            snapshot_id = answer.headers["ETag"].strip('"')
+        mark = format_mark(identity() or b"", snapshot_id)
 
         async def announce(number: int, zone: str) -> list[str]:
             async with session.post(
                 f"{base}1/members",
                 headers={"Aiockpt-Lease": f"{number:032x}; ttl=60"},
-                json={"url": f"http://127.0.0.1:{number}/", "zone": zone},
+                json={
+                    "url": f"http://127.0.0.1:{number}/",
+                    "zone": zone,
+                    "host": mark,
+                },
             ) as answer:
                 named = (await answer.json()).get("members", [])
             return [each["zone"] for each in named]

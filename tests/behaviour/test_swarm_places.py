@@ -93,6 +93,30 @@ async def test_behind_a_proxy_listed_members_serve_each_other() -> None:
     assert not [each for each in events if each.level >= logging.WARNING]
 
 
+async def test_through_a_tunnel_nobody_is_told_of_another_hosts_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the source, both ends of a tunnel look like its own host."""
+    identities = iter([b"one", b"two"])
+    monkeypatch.setattr("aiockpt.http.host.identity", lambda: next(identities))
+    async with (
+        told() as events,
+        transport() as sender,
+        transport(**JOINING) as one,
+        transport(**JOINING) as two,
+    ):
+        await sender.send_checkpoint([], 1, STATE)
+        port = sender.address().rpartition(":")[2].partition("/")[0]
+        fault = Drip(RATE, burst=8192)
+        async with FaultProxy("127.0.0.1", int(port), otherwise=fault) as slow:
+            url = sender.metadata().replace(f":{port}/", f":{slow.port}/")
+            await all_of([one, two], url)
+        assert relayed([one, two]) == 0
+    said = [each.detail for each in events if "serves the swarm" in each.detail]
+    assert len(said) == 2
+    assert not [each for each in events if each.level >= logging.WARNING]
+
+
 async def test_a_receiver_at_another_path_joins_no_swarm() -> None:
     """It says why; a member must not choose the path that others ask for."""
     async with (

@@ -277,6 +277,20 @@ async def test_a_member_is_named_where_its_address_leads_to_it(
     assert bool(found) is named
 
 
+@proves("threat S8")
+async def test_hosts_are_told_apart_that_come_through_a_tunnel() -> None:
+    """Their announcements come from the loopback address of the tunnel's end."""
+    tracker = Tracker(8)
+    here: dict[str, Any] = {"address": "127.0.0.1", "local": "127.0.0.1"}
+    announce(tracker, 1, **here, host="a")
+    assert announce(tracker, 2, **here, host="a").members
+    assert not announce(tracker, 3, **here, host="b").members
+    assert not announce(tracker, 4, **here).members
+    listed = {**here, "url": "http://127.0.0.1:5/", "trusts_url": True}
+    assert announce(tracker, 5, **listed, host="c").seen is None
+    assert len(announce(tracker, 6, **here, host="b").members) == 1  # the third
+
+
 async def test_links_are_told_apart() -> None:
     """Two networks of the source may have the same link-local addresses."""
     tracker = Tracker(8)
