@@ -255,11 +255,12 @@ def is_programs(error: BaseException) -> bool:
     """Say whether neither the system nor a library that is used here raises this error.
 
     A signal's handler may raise anything in the middle of any call: an error of the
-    program's own class, or a ``TimeoutError`` without a number of the system.
+    program's own class, or a built-in ``OSError`` without a number of the system, such
+    as ``TimeoutError("too late")``.
     """
-    if isinstance(error, TimeoutError) and error.errno is None:
-        return True
     module, _, _ = type(error).__module__.partition(".")
+    if module == "builtins" and isinstance(error, OSError):
+        return error.errno is None
     return module not in _LIBRARIES
 
 

@@ -33,6 +33,7 @@ from msgspec import Meta
 
 from aiockpt.errors import CheckpointNotFoundError, StorageError
 from aiockpt.format.entries import Count
+from aiockpt.runtime.system import is_programs
 from aiockpt.runtime.words import command_line
 from aiockpt.storage.files import MARKER, named, regular_file
 
@@ -228,6 +229,8 @@ def resolve_target(path: StrPath) -> Path:
     except StorageError:
         raise
     except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL in it
+        if is_programs(error):
+            raise
         said = getattr(error, "strerror", None) or str(error)
         raise StorageError(str(path), said) from error
     if not settled.name:

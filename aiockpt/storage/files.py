@@ -133,6 +133,8 @@ def in_place(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if is_programs(error):
+            raise
         detail = (
             "it is in its place, but the disk did not confirm it: "
             f"{error.strerror or error}; a power failure may undo it"

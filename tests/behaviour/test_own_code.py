@@ -26,6 +26,7 @@ from aiockpt.checkpointers import (
 from aiockpt.checkpointers.recovery import _rebuilt
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.state import nodes
+from aiockpt.storage import commit
 from aiockpt.storage.write import WritableSnapshot
 from aiockpt.testing import assert_same
 
@@ -156,7 +157,7 @@ class Preempted(Exception):  # noqa: N818 - as a job names it
     """What a job's handler of a signal raises."""
 
 
-@pytest.fixture(params=[Preempted, TimeoutError, KeyboardInterrupt])
+@pytest.fixture(params=[Preempted, TimeoutError, ConnectionError, KeyboardInterrupt])
 def interrupted(request: pytest.FixtureRequest) -> Iterator[type[BaseException]]:
     """Let SIGALRM raise in the main thread."""
 
@@ -187,6 +188,32 @@ def test_a_signal_in_a_synchronous_save(tmp_path, interrupted) -> None:
         made.save({"w": torch.ones(2)}, tmp_path / "b")
         with pytest.raises(interrupted, match="the job's own"):
             made.load(tmp_path / "b", on_bytes=on_bytes)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "saved"),
+    [(commit, "sync_directory", True), (Path, "resolve", False)],
+)
+def test_a_signal_at_the_first_and_the_last_step(
+    tmp_path, interrupted, monkeypatch, module: Any, name: str, saved: bool
+) -> None:
+    """Its exception is not taken for one of the disk."""
+    real = getattr(module, name)
+
+    def signalled(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path in (tmp_path / "c", tmp_path / "c" / "a") and (path / "a").exists():
+            signal.raise_signal(signal.SIGALRM)
+        return real(path, *args, **kwargs)
+
+    (tmp_path / "c").mkdir()
+    if not saved:
+        (tmp_path / "c" / "a" / "a").mkdir(parents=True)
+    monkeypatch.setattr(module, name, signalled)
+    made = aiockpt.make_sync_checkpointer()
+    with made, pytest.raises(interrupted, match="the job's own"):
+        made.save({"w": torch.ones(2)}, tmp_path / "c" / "a")
+    monkeypatch.undo()
+    assert (tmp_path / "c" / "a" / "commit.json").exists() is saved
 
 
 def test_a_signal_in_a_blocking_save(tmp_path, interrupted) -> None:
