@@ -65,8 +65,9 @@ class Server:
             seconds after its last request. A successor of the trainer can fetch the
             last checkpoint from the same URL. An orderly shutdown ends the process at
             once.
-        nice: The increase of the server process's niceness, 0 to 19. With 19 it gets
-            only the CPU time that the trainer leaves; with 0 it gets an equal share.
+        nice: The increase of the server process's niceness, 0 to 19. Where all cores
+            are busy, 10 gets about a tenth of a thread's share, 0 an equal share, and
+            19 next to nothing.
     """
 
     host: str | None = None
@@ -78,7 +79,7 @@ class Server:
     keep_superseded: int = 1
     keep_base: bool = False
     keep_last: float = 0.0
-    nice: int = _NICEST
+    nice: int = 10
 
     def __post_init__(self) -> None:
         check_fields(self)
