@@ -278,16 +278,17 @@ class CheckpointClient:
                 await way.session.close()
                 await way.resolver.close()
 
-    def connections_to(self, origin: Origin) -> int:
+    def connections_to(self, origin: Origin, *, in_swarm: bool = False) -> int:
         """Return how many ranges to fetch in parallel from one of the peers.
 
-        On this host, the two ends share the cores. Before the first connection, and
-        with a session of the caller, a peer counts as one of another host.
+        On this host, the two ends share the cores. In a swarm, before the first
+        connection, and with a session of the caller, a peer counts as one of another
+        host.
         """
         if self.options.connections is not None:
             return self.options.connections
         cores = os.cpu_count() or _MOST_CONNECTIONS
-        if URL(origin.base_url).origin() in self._near:
+        if not in_swarm and URL(origin.base_url).origin() in self._near:
             cores = max(cores // 2, 1)
         return min(cores, _MOST_CONNECTIONS)
 

@@ -114,7 +114,6 @@ class Download:
         self._client, self._outline = peers.client, outline
         self._complete: Callable[[int], None] = target.complete
         self._on_progress = of_caller(on_progress)
-        self._most = max(map(self._most_from, peers.all))
         wanted = {*chunks}
         for chunk in (max(wanted, default=0), min(wanted, default=0)):
             if wanted and not 0 <= chunk < len(outline.grid):
@@ -126,6 +125,7 @@ class Download:
         self._begun = deque[ChunkRun]()  # those that were begun and given back
         self._assignments: list[Assignment] = []
         self._swarm = swarm
+        self._most = max(map(self._most_from, peers.all))
         self._members: list[Peer] = []
         self._of_members: list[Connection] = []
         self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
@@ -238,7 +238,8 @@ class Download:
         return bool(usual) and idle > _USELESS * usual
 
     def _most_from(self, peer: Peer) -> int:
-        return self._client.connections_to(peer.origin)
+        in_swarm = self._swarm is not None
+        return self._client.connections_to(peer.origin, in_swarm=in_swarm)
 
     def _connections_of_each(self) -> int:
         """Return how many connections each peer that is left may use now."""
