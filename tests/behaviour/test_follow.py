@@ -28,7 +28,14 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http import manifests
-from aiockpt.testing import Answer, CutAfter, FaultProxy, Refuse, StallAfter
+from aiockpt.testing import (
+    Answer,
+    CutAfter,
+    FaultProxy,
+    Refuse,
+    StallAfter,
+    wall_clock_jumped,
+)
 from aiockpt.testing.faults import Drip
 from aiockpt.transfer.reuse import Delta
 from tests.support.commandline import aiockpt_command
@@ -694,3 +701,22 @@ async def test_a_restart_before_the_manifest_is_noticed(follows):
                     check(*await anext(follower))
             else:
                 check(90, await receiver.recv_checkpoint(0, url))
+
+
+@pytest.mark.parametrize("jump", [7200.0, -7200.0])
+async def test_a_clock_that_jumps_neither_ends_nor_delays_a_follower(jump):
+    """While it waits for a step, in the middle of one, and between two."""
+    async with (
+        pair() as (sender, receiver),
+        aclosing(receiver.follow(sender.metadata())) as follower,
+    ):
+        waiting = await waiting_for(follower, sender)
+        with wall_clock_jumped(jump):
+            await publish(sender, 1, 8)
+            step, state = await waiting
+            check(step, state)
+            for step in (2, 3):
+                await publish(sender, step, 8)
+                assert (await soon(follower))[0] == step
+        await publish(sender, 4)
+        assert (await soon(follower))[0] == 4
