@@ -10,7 +10,6 @@ plain files, and the rivals in the best of their settings.
 from __future__ import annotations
 
 import csv
-import os
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -33,8 +32,7 @@ OTHER_TREE = "other tree: "
 Phases = Generator[list[Candidate], None, None]
 
 _MIB = 1 << 20
-_CORES = os.cpu_count() or 4
-SOCKETS = aiockpt.Receive().connections or min(4, max(1, _CORES // 2))  # on one host
+SOCKETS = aiockpt.Receive().connections
 """Connections of a receive, and of raw receivers."""
 RENO = "reno"  # what the library asks for on the way to the same host
 CHUNKS = (0, 4, 8)  # settings of torchft's num_chunks
@@ -208,7 +206,7 @@ class Pair:
     def raw(self, name: str, *, system: bool = False, **options: Any) -> Candidate:
         """Return raw sockets, with our congestion control or with the system's."""
         source = self.offer("raw", congestion=None if system else self._congestion)
-        n = SOCKETS if self._congestion else max(SOCKETS, min(4, _CORES))
+        n = SOCKETS
         run = partial(self.received, "raw", source, **({"connections": n} | options))
         return Candidate(name, run)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -46,7 +45,7 @@ from aiockpt.http.problems import from_problem
 from aiockpt.http.protocol import JOINS, LEASE_HEADER, SWARM_HEADER, Origin
 from aiockpt.http.retry import HostLimitError, OnRetry, Patience, Retries
 from aiockpt.http.security import CheckedResolver, Reach, Scope, plain_address
-from aiockpt.http.sockets import IO_THREADS, IdleClock, is_same_host
+from aiockpt.http.sockets import IO_THREADS, IdleClock
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.secrets import severed
 from aiockpt.runtime.system import is_callers, is_hosts, refused_by_host
@@ -58,7 +57,6 @@ __all__ = ["Answer", "CheckpointClient", "Line", "Request"]
 _READ_BUFFER = 1 << 20
 _MAX_PROBLEM = 64 << 10
 _SHORTEST = 1e-3  # seconds
-_MOST_CONNECTIONS = 4  # to one peer, if the caller gave no number
 _CONNECTING = 0.9  # of the stall timeout, for a connection
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 _MAX_INFORMATIONAL = 64 << 10  # bytes of informational answers to one request
@@ -259,7 +257,6 @@ class CheckpointClient:
         self._ways: dict[Scope | None, _Way] = {}
         if options.session is not None:
             self._ways[None] = _Way(Reach(auth.peers), options.session, None)
-        self._near = set[URL]()
         self._threads = Bridge(threads=IO_THREADS, name="aiockpt-receive")
         self._closed = False
         self._end = asyncio.Event()
@@ -277,20 +274,6 @@ class CheckpointClient:
             if way.resolver is not None:  # a connector does not close what it was given
                 await way.session.close()
                 await way.resolver.close()
-
-    def connections_to(self, origin: Origin, *, in_swarm: bool = False) -> int:
-        """Return how many ranges to fetch in parallel from one of the peers.
-
-        On this host, the two ends share the cores. In a swarm, before the first
-        connection, and with a session of the caller, a peer counts as one of another
-        host.
-        """
-        if self.options.connections is not None:
-            return self.options.connections
-        cores = os.cpu_count() or _MOST_CONNECTIONS
-        if not in_swarm and URL(origin.base_url).origin() in self._near:
-            cores = max(cores // 2, 1)
-        return min(cores, _MOST_CONNECTIONS)
 
     async def pause(self, delay: float) -> None:
         """Sleep between two attempts.
@@ -421,7 +404,7 @@ class CheckpointClient:
             reach = Reach(self.auth.peers, within=within)
             resolver = CheckedResolver(reach)
             session = ClientSession(
-                connector=_Connector(self._near, limit=0, resolver=resolver),
+                connector=_Connector(limit=0, resolver=resolver),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 response_class=_Response,
                 trust_env=False,
@@ -699,16 +682,7 @@ def _interrupted(answer: Answer) -> TransferInterruptedError:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Gives connections on which informational answers are bounded, and dropped.
-
-    Args:
-        near: Gets the origins that are on this host.
-        options: See `aiohttp.TCPConnector`.
-    """
-
-    def __init__(self, near: set[URL], **options: Any) -> None:
-        super().__init__(**options)
-        self._near = near
+    """Gives connections on which informational answers are bounded, and dropped."""
 
     async def connect(
         self, req: aiohttp.ClientRequest, *args: Any, **kwargs: Any
@@ -722,9 +696,7 @@ class _Connector(aiohttp.TCPConnector):
         transport, protocol = connection.transport, connection.protocol
         if transport is None or protocol is None or transport.is_closing():
             return connection  # aiohttp finds out why
-        origin = req.url.origin()
-        (self._near.add if is_same_host(transport) else self._near.discard)(origin)
-        peer = str(origin)
+        peer = str(req.url.origin())
         if protocol.should_close:
             connection.close()
             raise RemoteProtocolError(

@@ -114,6 +114,7 @@ class Download:
         self._client, self._outline = peers.client, outline
         self._complete: Callable[[int], None] = target.complete
         self._on_progress = of_caller(on_progress)
+        self._most = peers.client.options.connections
         wanted = {*chunks}
         for chunk in (max(wanted, default=0), min(wanted, default=0)):
             if wanted and not 0 <= chunk < len(outline.grid):
@@ -125,7 +126,6 @@ class Download:
         self._begun = deque[ChunkRun]()  # those that were begun and given back
         self._assignments: list[Assignment] = []
         self._swarm = swarm
-        self._most = max(map(self._most_from, peers.all))
         self._members: list[Peer] = []
         self._of_members: list[Connection] = []
         self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
@@ -237,10 +237,6 @@ class Download:
         idle = _now() - max(self._helped, self._pace.last_from_member)
         return bool(usual) and idle > _USELESS * usual
 
-    def _most_from(self, peer: Peer) -> int:
-        in_swarm = self._swarm is not None
-        return self._client.connections_to(peer.origin, in_swarm=in_swarm)
-
     def _connections_of_each(self) -> int:
         """Return how many connections each peer that is left may use now."""
         most, members = self._most, len(self._members_left())
@@ -286,8 +282,7 @@ class Download:
         if not peer.joined and number == 0:
             await self._join(peer)
         while not self._is_done and peer.error is None:
-            most = min(self._connections_of_each(), self._most_from(peer))
-            if not peer.joined or number >= most:
+            if not peer.joined or number >= self._connections_of_each():
                 await self._news.wait(None)  # until it joins, or another is dropped
             elif (job := self._job(connection)) is not None:
                 if looked:
@@ -568,16 +563,14 @@ class Download:
     def _run_bytes(self, connection: Connection) -> int:
         """Return how many bytes a connection's next run should have.
 
-        The only peer's runs are equal, two for each of its connections, so that they
-        end together; a single connection needs no second run. Several peers
+        The only peer's runs are equal, two for each of its connections. Several peers
         get runs that take all of them about as long, and shorter ones towards the end.
         In a swarm, each run is one chunk.
         """
         if self._one_by_one or connection.peer.member:
             return 0
         if len(self._peers) == 1:
-            most = self._most_from(connection.peer)
-            chunks = -(-self._chunks // (2 * most if most > 1 else 1))
+            chunks = -(-self._chunks // (2 * self._most))
             return min(chunks * self._outline.grid.chunk_bytes, _MAX_RUN)
         left = self._fresh.bit_count() * self._outline.grid.chunk_bytes
         connections = len(self._left()) * self._connections_of_each()

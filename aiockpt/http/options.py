@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from aiockpt.transport import check_fields, require, require_type
 
 __all__ = ["Auth", "Receive", "Server", "Swarm"]
 
+_CONNECTIONS = min(4, os.cpu_count() or 4)
 _NICEST = 19
 _HIGHEST_PORT = 65535
 _SHORTEST_KEY = 16
@@ -182,9 +184,8 @@ class Receive:
 
     Attributes:
         limits: The largest sizes that a receive accepts.
-        connections: How many ranges a receive fetches in parallel from one source.
-            None: as many as there are cores, but half as many from a source on this
-            host, which needs cores, too; at most 4.
+        connections: How many ranges a receive fetches in parallel from one source. By
+            default the number of cores, and at most 4.
         reconnect_timeout: Seconds for which a receive tries to reach a sender that no
             longer answers. 0: raise at once.
         keep_arena: Keep the memory of a receive for the next one, as soon as none of
@@ -193,7 +194,7 @@ class Receive:
     """
 
     limits: Limits = Limits()  # noqa: RUF009 - frozen
-    connections: int | None = None
+    connections: int = _CONNECTIONS
     reconnect_timeout: float = 10.0
     keep_arena: bool = False
     session: aiohttp.ClientSession | None = None
@@ -201,5 +202,4 @@ class Receive:
     def __post_init__(self) -> None:
         check_fields(self)
         require_type(Limits, limits=self.limits)
-        if self.connections is not None:
-            require(at_least=1, connections=self.connections)
+        require(at_least=1, connections=self.connections)

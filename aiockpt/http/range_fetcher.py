@@ -172,9 +172,7 @@ class RangeFetcher:
                 await answer.read_into(writer)
                 return
             read = Notifier()
-            ahead = max(_AHEAD // self._client.connections_to(origin), _STEP)
-            ready = partial(self._keep_ready, prepare, writer, start, read, ahead)
-            async with beside(ready):
+            async with beside(partial(self._keep_ready, prepare, writer, start, read)):
                 await answer.read_into(writer)
                 read.notify()
 
@@ -225,19 +223,15 @@ class RangeFetcher:
             run.complete()
 
     async def _keep_ready(
-        self,
-        prepare: Prepare,
-        writer: BodySink,
-        start: int,
-        read: Notifier,
-        ahead: int,
+        self, prepare: Prepare, writer: BodySink, start: int, read: Notifier
     ) -> None:
-        """Prepare memory from ``start`` on, ``ahead`` of what ``writer`` gets.
+        """Prepare memory from ``start`` on, a little ahead of what ``writer`` gets.
 
         No further: a peer that claims gigabytes and sends nothing takes no memory. It
         ends when all is prepared, or when ``read`` says that all has come.
         """
         at, stop = start, start + writer.size
+        ahead = max(_AHEAD // self._client.options.connections, _STEP)
         while at < stop and writer.remaining:
             if at - start - writer.filled >= ahead:
                 await read.wait(_LOOK)

@@ -509,7 +509,7 @@ class TestFollow:
             with events("retry") as retries:
                 async with aclosing(follower):
                     check(*await soon(follower))
-            assert [event.level for event in retries][-1] == logging.WARNING
+            assert logging.WARNING in [event.level for event in retries]
             assert "timed out" in retries[-1].detail
 
     @proves("cell HTTPTransport.follow: the other one dies")

@@ -136,7 +136,7 @@ async def offer_to_join(metadata: str) -> None:
 
 async def requests_of(swarm: bool) -> int:
     """Return how many requests of a single receiver a sender gets."""
-    async with sending() as sender, receivers(1, swarm, connections=2) as (receiver,):
+    async with sending() as sender, receivers(1, swarm) as (receiver,):
         await all_of([receiver], sender.metadata())
         assert receiver.statistics().requests == 0
         return sender.statistics().requests

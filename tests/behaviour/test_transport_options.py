@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiockpt import AuthenticationError, Limits, Receive
+from aiockpt import AuthenticationError, Limits
 from aiockpt.errors import (
     LimitExceededError,
     LocalProtocolError,
@@ -28,7 +28,6 @@ from tests.support.proofs import proves
 from tests.support.servers import Peer, certified
 from tests.support.transports import (
     MIB,
-    chunked,
     pair,
     port_of,
     proxied,
@@ -280,28 +279,6 @@ class TestStep:
                 await sender.allow_checkpoint("8")  # type: ignore[arg-type]
             await sender.allow_checkpoint(np.int64(8))  # type: ignore[arg-type]
             assert_same(await receive(sender, receiver, 8), weights())
-
-
-class TestConnections:
-    """How many a receive opens to one source."""
-
-    @pytest.mark.parametrize(
-        ("cores", "near", "far"), [(1, 1, 1), (2, 1, 2), (4, 2, 4), (64, 4, 4)]
-    )
-    async def test_a_source_on_this_host_shares_the_cores(
-        self, cores, near, far, monkeypatch
-    ):
-        """A caller's own session does not say where the source is."""
-        monkeypatch.setattr(os, "cpu_count", lambda: cores)
-        async with pair() as (sender, receiver), aiohttp.ClientSession() as session:
-            await sender.send_checkpoint([1], 1, chunked(32))
-            apart = transport(receive=Receive(session=session))
-            chosen = transport(receive=Receive(connections=3))
-            for to, most in (receiver, near), (apart, far), (chosen, 3):
-                async with to, proxied(sender) as proxy:
-                    metadata = through(proxy, sender)
-                    await to.recv_checkpoint(0, metadata, 1)
-                    assert proxy.statistics().connections == most
 
 
 class TestBusyHost:

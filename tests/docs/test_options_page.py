@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,9 @@ def shown(name: str, default: Any) -> str:
     """Return a default as the page writes it."""
     if default in (inspect.Parameter.empty, REQUIRED):
         return "required"
+    if name == "connections":
+        assert default == min(4, os.cpu_count() or 4)
+        return "`min(4, cores)`"
     if isinstance(default, int) and default and not default % MIB:
         return f"`{default // MIB} MiB`"
     if isinstance(default, int) and not isinstance(default, bool) and default > 9999:

@@ -204,8 +204,7 @@ class TestFetchChunks:
             receiver(fast_path=fast_path, max_concurrency=parallel) as client,
         ):
             assert (await fetch(client, peer)).content == segment
-        requests = 2 * parallel if parallel > 1 else 1
-        assert (len(peer.requests), len(peer.clients)) == (requests, parallel)
+        assert (len(peer.requests), len(peer.clients)) == (2 * parallel, parallel)
 
     async def test_asks_for_plain_bytes_of_one_snapshot(self, fast_path) -> None:
         """No encoding, no other snapshot, no credential that was not given."""

@@ -66,7 +66,7 @@ async def test_one_snapshot_without_a_terminal() -> None:
     place = "http://127.0.0.1:9/checkpoint/"
     bar = "[########------------]"
     assert first.split() == ["m1", place, r"r\x1b[31m", bar, "40%", "1"]
-    place = "http://127.0.0.2:10/"
+    place = "http://127.0.0.2:10/checkpoint/"
     assert second.split() == ["m2", place, f"[{'#' * 20}]", "100%", "0"]
 
 
