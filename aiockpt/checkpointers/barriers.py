@@ -358,7 +358,11 @@ class TCPStoreBarrier:
     def _tell(self, meeting: Meeting, failure: str) -> None:
         """Decide the meeting; this rank may be at it from before a restart."""
         store, key = self._connect(), self._key(meeting)
-        number = self._rounds.get(key) or self._begun_before(store, key)
+        # Its predecessor may have died before it left its mark. Without the mark, the
+        # next save of this rank would join this round, and be told of this failure.
+        number = self._rounds.get(key) or self._join(
+            store, key, self._begun_before(store, key)
+        )
         now = _Meeting(store, key, number, meeting.phase)
         # Decide first: if this rank were the last one to arrive, all would have come.
         failed = f"{_FAILED}:{self._rank}:{failure}"
