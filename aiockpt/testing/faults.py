@@ -38,6 +38,7 @@ __all__ = [
 
 _HOST = "127.0.0.1"
 _READ = 1 << 18
+_ROUNDS = 5  # of the loop
 _LINGER_ZERO = struct.pack("ii", 1, 0)  # close() then sends RST
 
 
@@ -305,6 +306,10 @@ class FaultProxy:
         self._stop_listening()
         self._free_port()
         await self.cut_all()
+        # A connection that was accepted a moment ago is dropped, and its transport
+        # closed, a few rounds of the loop later; the loop may end before.
+        for _ in range(_ROUNDS):
+            await asyncio.sleep(0)
 
     async def __aenter__(self) -> FaultProxy:
         await self.listen()
