@@ -206,8 +206,9 @@ class Pair:
     def raw(self, name: str, *, system: bool = False, **options: Any) -> Candidate:
         """Return raw sockets, with our congestion control or with the system's."""
         source = self.offer("raw", congestion=None if system else self._congestion)
-        n = SOCKETS
-        run = partial(self.received, "raw", source, **({"connections": n} | options))
+        run = partial(
+            self.received, "raw", source, **({"connections": SOCKETS} | options)
+        )
         return Candidate(name, run)
 
     def torchft(

@@ -280,8 +280,8 @@ def parse_busy(value: str | None) -> str:
         return ""
     niceness, load, cores = found.groups()
     return (
-        f"its host is busy (a load of {load} on {cores} cores), and its server process "
-        f"has niceness {niceness}; Server(process=True, nice=0) lowers it"
+        f"its host is busy (a load of {load} on {cores} cores), and it serves with "
+        f"niceness {niceness}; with Server(process=True, nice=0) it waits for nobody"
     )
 
 

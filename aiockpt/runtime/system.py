@@ -279,10 +279,12 @@ def crowding() -> Crowding | None:
     """Say how the calling thread fares, if it is nice on a host that is busy."""
     if sys.platform != "linux":  # elsewhere, a priority is that of the process
         return None
-    found = Crowding(
-        os.getpriority(os.PRIO_PROCESS, 0), os.getloadavg()[0], usable_cores()
-    )
-    return found if found.niceness > 0 and found.load > found.cores else None
+    try:
+        niceness, load = os.getpriority(os.PRIO_PROCESS, 0), os.getloadavg()[0]
+    except OSError:  # without /proc, nobody knows the load
+        return None
+    cores = usable_cores()
+    return Crowding(niceness, load, cores) if niceness > 0 and load > cores else None
 
 
 def usable_cores() -> int:

@@ -583,6 +583,31 @@ class TestStoreThatOutlivesTheJob:
                 each.result(LONG)
         assert [load(path, rank=rank)["value"] for rank in (0, 1)] == [0, 1]
 
+    @pytest.mark.parametrize("dead", [0, 1])
+    def test_a_failure_is_told_to_one_save_only(
+        self, tmp_path, port: int, dead: int
+    ) -> None:
+        """Of a rank that died before its save had reached the store."""
+        path = tmp_path / "step-3"
+        with ThreadPoolExecutor(2) as pool:
+            writers = []
+            for rank in (0, 1):
+                meets = one_of_two(rank, port, is_master=False, timeout_exit_secs=0)
+                limits = config(write_barrier_timeout_secs=LONG)
+                writers.append(CheckpointWriter(limits, RankInfo(rank, 2), meets))
+            waiting = pool.submit(writers[1 - dead].write, path, {"value": 0})
+            time.sleep(0.3)
+            writers[dead].abandon(path, 3, "its process has died", begun=True)
+            with pytest.raises(StorageError, match="its process has died"):
+                waiting.result(LONG)
+            again = [
+                pool.submit(made.write, path, {"value": rank})
+                for rank, made in enumerate(writers)
+            ]
+            for each in again:
+                each.result(LONG)
+        assert [load(path, rank=rank)["value"] for rank in (0, 1)] == [0, 1]
+
 
 class TestTwoCheckpointers:
     """Two checkpointers of one job, which save the same name in other directories."""

@@ -305,6 +305,17 @@ class TestBusyHost:
         notes = "".join(getattr(caught.value, "__notes__", ()))
         assert ("nice=0" in notes and "niceness 10" in notes) is named
 
+    async def test_a_host_without_proc_serves_as_any_other(self, monkeypatch):
+        """Nobody knows its load."""
+
+        def unknown() -> None:
+            raise OSError("load averages are unobtainable")
+
+        monkeypatch.setattr(os, "getloadavg", unknown)
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([1], 1, weights())
+            assert_same(await receive(sender, receiver), weights())
+
     @pytest.mark.parametrize(
         "value", ["", "nice=10", "nice=10; load=x; cores=2", "x" * 9]
     )
