@@ -1,0 +1,331 @@
+"""The shards of a mesh, against torch's own splitting, and the boxes between them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch.distributed.tensor import placement_types as kinds
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from aiockpt.state import mesh
+from aiockpt.state.mesh import Box, ByteRuns
+from aiockpt.state.sharding import (
+    DTensorLayout,
+    Mesh,
+    Partial,
+    Placement,
+    Ranks,
+    Replicate,
+    Split,
+    StridedSplit,
+)
+
+ROW = tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]
+
+
+def layout_of(
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    placements: Sequence[Placement],
+    at: Sequence[int] | None,
+    order: tuple[tuple[int, tuple[int, ...]], ...] | None = None,
+) -> DTensorLayout:
+    """Return the layout of a rank at a coordinate."""
+    grid = Ranks((*sizes,), None, (*range(math.prod(sizes)),))
+    stride = torch.empty(shape, device="meta").stride()
+    coordinate = None if at is None else (*at,)
+    return DTensorLayout(
+        Mesh("cpu", None, grid, None),
+        coordinate,
+        (*placements,),
+        order,
+        (*shape,),
+        stride,
+        0,
+    )
+
+
+def torchs(placement: Placement) -> kinds.Placement:
+    """Return torch's own placement."""
+    if isinstance(placement, Split):
+        return kinds.Shard(placement.dim)
+    if isinstance(placement, StridedSplit):
+        return kinds._StridedShard(placement.dim, split_factor=placement.pieces)
+    return kinds.Replicate()
+
+
+def split_by_torch(
+    whole: torch.Tensor,
+    sizes: Sequence[int],
+    placements: Sequence[Placement],
+    at: Sequence[int],
+    order: Sequence[int],
+) -> torch.Tensor:
+    """Split a tensor along one mesh dimension after the other, as torch does."""
+    for dim in order:
+        placement = torchs(placements[dim])
+        if isinstance(placement, kinds.Shard | kinds._StridedShard):
+            parts, _ = placement._split_tensor(whole, sizes[dim], with_padding=False)
+            whole = parts[at[dim]]
+    return whole
+
+
+def taken(whole: torch.Tensor, shard: mesh.ShardRuns) -> torch.Tensor:
+    """Return the elements of a shard."""
+    for dim, runs in enumerate(shard):
+        index = [at for start, stop in runs for at in range(start, stop)]
+        whole = whole.index_select(dim, torch.tensor(index, dtype=torch.long))
+    return whole
+
+
+def numbered(shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor whose elements are their own numbers."""
+    return torch.arange(math.prod(shape)).reshape((*shape,))
+
+
+def drawn_mesh(
+    rng: random.Random, dims: int
+) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
+    """Draw a mesh of up to three dimensions, and a placement for each."""
+    sizes = tuple(rng.choice([1, 2, 3, 4]) for _ in range(rng.choice([1, 2, 3])))
+    placements: list[Placement] = []
+    for position in range(len(sizes)):
+        kind = rng.choice(["replicate", "split", "split", "strided"])
+        dim = rng.randrange(dims) if dims else 0
+        if kind == "replicate" or not dims:
+            placements.append(Replicate())
+        elif kind == "strided" and position + 1 < len(sizes):
+            placements.append(StridedSplit(dim, sizes[position + 1]))
+        else:
+            placements.append(Split(dim))
+    return sizes, (*placements,)
+
+
+def rows(count: int) -> Iterator[ROW]:
+    """Draw tensors and meshes; the same in each run."""
+    rng = random.Random(7)
+    for _ in range(count):
+        dims = rng.choice([0, 1, 1, 2, 2, 3])
+        shape = tuple(rng.choice([0, 1, 2, 3, 5, 8, 12]) for _ in range(dims))
+        yield shape, *drawn_mesh(rng, dims)
+
+
+def coordinates(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield all coordinates of a mesh."""
+    return itertools.product(*map(range, sizes))
+
+
+class TestShards:
+    """What a rank holds."""
+
+    @pytest.mark.parametrize(
+        ("shape", "sizes", "placements", "at", "expected"),
+        [
+            ((), (2,), (Replicate(),), (1,), ()),
+            ((5,), (2,), (Replicate(),), (1,), (((0, 5),),)),
+            ((5,), (2,), (Partial("sum"),), (1,), (((0, 5),),)),
+            ((5,), (2,), (Split(0),), (0,), (((0, 3),),)),
+            ((5,), (2,), (Split(0),), (1,), (((3, 5),),)),
+            ((5,), (4,), (Split(0),), (3,), ((),)),
+            ((0, 3), (2,), (Split(0),), (0,), ((), ((0, 3),))),
+            ((4, 6), (2,), (Split(1),), (1,), (((0, 4),), ((3, 6),))),
+            ((8,), (2, 2), (Split(0), Split(0)), (0, 1), (((2, 4),),)),
+            ((8,), (2, 2), (StridedSplit(0, 2), Split(0)), (0, 1), (((4, 6),),)),
+            ((8,), (2,), (StridedSplit(0, 2),), (1,), (((2, 4), (6, 8)),)),
+        ],
+    )
+    def test_a_rank_holds_runs_of_indices(
+        self,
+        shape: tuple[int, ...],
+        sizes: tuple[int, ...],
+        placements: tuple[Placement, ...],
+        at: tuple[int, ...],
+        expected: mesh.ShardRuns,
+    ) -> None:
+        """Of each dimension, in the order of the local tensor."""
+        assert mesh.shard_of(layout_of(shape, sizes, placements, at)) == expected
+
+    def test_torch_holds_the_same(self) -> None:
+        """Even, uneven, empty, strided, replicated; on meshes up to 4 x 4 x 4."""
+        seen = 0
+        for shape, sizes, placements in rows(600):
+            whole = numbered(shape)
+            for at in coordinates(sizes):
+                shard = mesh.shard_of(layout_of(shape, sizes, placements, at))
+                assert shard is not None
+                local = taken(whole, shard)
+                order = range(len(sizes))
+                split = split_by_torch(whole, sizes, placements, at, order)
+                assert torch.equal(local, split), (shape, sizes, placements, at)
+                own = _compute_local_shape_and_global_offset(
+                    shape, sizes, [*at], [*map(torchs, placements)]
+                )
+                assert own[0] == mesh.shape_of(shard)
+                if math.prod(own[0]):
+                    firsts = tuple(runs[0][0] for runs in shard)
+                    assert own[1] == firsts, (shape, sizes, placements, at)
+                seen += 1
+        assert seen > 4000
+
+    def test_the_order_of_the_splits_counts(self) -> None:
+        """A layout may say that a later mesh dimension splits first."""
+        whole, sizes, placements = numbered((11,)), (2, 3), (Split(0), Split(0))
+        for at in coordinates(sizes):
+            layout = layout_of((11,), sizes, placements, at, ((0, (1, 0)),))
+            shard = mesh.shard_of(layout)
+            assert shard is not None
+            split = split_by_torch(whole, sizes, placements, at, (1, 0))
+            assert torch.equal(taken(whole, shard), split)
+
+    def test_a_rank_outside_of_the_mesh_holds_nothing(self) -> None:
+        """Not even the only element of a scalar."""
+        assert mesh.shard_of(layout_of((), (2,), (Replicate(),), None)) is None
+        assert mesh.shard_of(layout_of((4,), (2,), (Split(0),), None)) is None
+
+    def test_a_peer_cannot_claim_any_number_of_pieces(self) -> None:
+        """Each piece costs memory here, and nothing there."""
+        huge = (StridedSplit(0, 1 << 40),)
+        with pytest.raises(ValueError, match="pieces"):
+            mesh.shard_of(layout_of((1 << 40,), (2,), huge, (0,)))
+        assert mesh.shard_of(layout_of((1 << 40,), (2,), huge, (1,))) == ((),)
+
+
+class TestBoxes:
+    """What two ranks have in common."""
+
+    def test_two_blocks(self) -> None:
+        """Where the common elements are in either of them."""
+        rows, columns = mesh.block((2, 0), (3, 4)), mesh.block((0, 1), (5, 2))
+        assert [*mesh.boxes(rows, columns)] == [Box((0, 1), (2, 0), (3, 2))]
+        assert [*mesh.boxes(rows, mesh.block((0, 0), (2, 4)))] == []
+
+    def test_two_scalars_are_alike(self) -> None:
+        """They have one element, and no dimension."""
+        found = [*mesh.boxes((), ())]
+        assert found == [Box((), (), ())]
+        assert found[0].count == 1
+
+    def test_every_receiver_gets_every_element_once(self) -> None:
+        """From any mesh to any other one, replicas included."""
+        seen = 0
+        for number, (shape, sizes, placements) in enumerate(rows(600)):
+            rng = random.Random(number)
+            there, mine = drawn_mesh(rng, len(shape)), (sizes, placements)
+            have, need = (
+                [mesh.shard_of(layout_of(shape, *each, at)) or () for at in places]
+                for each in (there, mine)
+                for places in [[*coordinates(each[0])]]
+            )
+            assert mesh.apart(have)
+            whole = numbered(shape)
+            locals_ = [taken(whole, shard).contiguous() for shard in have]
+            for prefer, shard in enumerate(need):
+                wanted = taken(whole, shard)
+                assert torch.equal(filled(shard, have, locals_, prefer), wanted)
+                seen += 1
+        assert seen > 4000
+
+    def test_replicas_are_shared_out(self) -> None:
+        """A receiver's own number chooses among them."""
+        half, other = mesh.block((0,), (2,)), mesh.block((2,), (2,))
+        have = [half, other, half, other]
+        parts = [mesh.cover(mesh.whole((4,)), have, prefer).parts for prefer in (0, 1)]
+        assert [[index for index, _ in each] for each in parts] == [[0, 1], [2, 3]]
+
+    def test_what_nobody_has_is_counted(self) -> None:
+        """A lost file loses elements."""
+        have = [mesh.block((0, 0), (2, 3))]
+        assert mesh.cover(mesh.whole((4, 3)), have).missing == 6
+        assert mesh.cover(mesh.whole((0, 3)), have) == ([], 0)
+
+    @pytest.mark.parametrize(
+        ("shards", "expected"),
+        [
+            ([], True),
+            ([((0, 0), (2, 2)), ((0, 0), (2, 2))], True),
+            ([((0, 0), (2, 2)), ((2, 0), (2, 2))], True),
+            ([((0, 0), (2, 2)), ((1, 0), (2, 2))], False),
+            # No grid: along each dimension the blocks overlap.
+            ([((0, 0), (2, 3)), ((1, 3), (2, 1)), ((2, 0), (1, 3))], True),
+            ([((0, 0), (2, 3)), ((1, 2), (2, 1)), ((2, 0), (1, 2))], False),
+        ],
+    )
+    def test_shards_are_apart_or_overlap(
+        self, shards: list[tuple[tuple[int, ...], tuple[int, ...]]], expected: bool
+    ) -> None:
+        """Replicas are apart; blocks need not form a grid."""
+        assert mesh.apart(mesh.block(*each) for each in shards) == expected
+
+
+def filled(
+    shard: mesh.ShardRuns,
+    have: list[mesh.ShardRuns],
+    locals_: list[torch.Tensor],
+    prefer: int,
+) -> torch.Tensor:
+    """Copy a shard box by box, through the bytes of its sources."""
+    got = torch.full(mesh.shape_of(shard), -1)
+    found = mesh.cover(shard, have, prefer)
+    assert found.missing == 0
+    for index, parts in found.parts:
+        source = locals_[index]
+        memory = source.reshape(-1)
+        for part in parts:
+            runs = mesh.byte_runs(
+                part.theirs, part.sizes, source.shape, source.stride(), 1
+            )
+            places = [
+                run.start + n * run.step + at
+                for run in runs
+                for n in range(run.count)
+                for at in range(run.length)
+            ]
+            pairs = zip(part.mine, part.sizes, strict=True)
+            box = got[tuple(slice(first, first + size) for first, size in pairs)]
+            elements = memory[torch.tensor(places, dtype=torch.long)]
+            box.copy_(elements.reshape(part.sizes))
+    return got
+
+
+class TestBytes:
+    """Where a box lies in memory."""
+
+    @pytest.mark.parametrize(
+        ("first", "sizes", "shape", "stride", "expected"),
+        [
+            ((), (), (), (), [(0, 4, 4, 1)]),
+            ((2,), (3,), (8,), (1,), [(8, 12, 12, 1)]),
+            ((1, 0), (2, 4), (5, 4), (4, 1), [(16, 32, 32, 1)]),
+            ((1, 1), (3, 2), (5, 4), (4, 1), [(20, 8, 16, 3)]),
+            ((0, 1, 0), (2, 2, 3), (2, 4, 3), (12, 3, 1), [(12, 24, 48, 2)]),
+            ((0, 0), (2, 3), (2, 3), (1, 2), [(0, 4, 8, 3), (4, 4, 8, 3)]),
+            ((0, 0), (1, 3), (1, 3), (77, 1), [(0, 12, 12, 1)]),
+            ((3, 0), (1, 4), (5, 4), (4, 1), [(48, 16, 16, 1)]),
+            ((0, 0), (4, 3), (4, 3), (0, 1), [(0, 12, 0, 4)]),
+        ],
+    )
+    def test_a_box_is_runs_of_bytes(
+        self,
+        first: tuple[int, ...],
+        sizes: tuple[int, ...],
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        expected: list[tuple[int, ...]],
+    ) -> None:
+        """As long as the inner dimensions are whole."""
+        found = mesh.byte_runs(first, sizes, shape, stride, 4)
+        assert [*found] == [ByteRuns(*each) for each in expected]
+
+    def test_only_whole_units_are_read(self) -> None:
+        """Digests cover chunks, so less cannot be verified."""
+        near, far = ByteRuns(10, 4, 20, 3), ByteRuns(100, 4, 500, 2)
+        assert mesh.touched([near], 16, 1000) == [(0, 64)]
+        assert mesh.touched([near], 1, 1000) == [(10, 14), (30, 34), (50, 54)]
+        assert mesh.touched([far, near], 64, 1000) == [(0, 128), (576, 640)]
+        assert mesh.touched([ByteRuns(90, 5, 5, 1)], 64, 95) == [(64, 95)]
+        assert mesh.touched([ByteRuns(8, 4, 0, 3)], 1, 95) == [(8, 12)]
