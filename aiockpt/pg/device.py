@@ -363,7 +363,7 @@ class Segment:
     def take(self, start: int, stop: int) -> torch.Tensor:
         """Return a range as bytes on the device: the memory itself, or a copy."""
         found = [
-            gathered(self._host, first, last)[0].to(self.device)
+            gathered(self._host, first, last)[0].to(self.device, copy=True)
             if data is None
             else data
             for first, last, data in self.spans(start, stop)
@@ -551,6 +551,9 @@ class DeviceChannel(Channel):
 
     def _incoming(self, memory: Memory) -> Incoming:
         return _on_device(memory)
+
+    def _outgoing(self, here: torch.Tensor) -> torch.Tensor:
+        return here.to(self._device.device, copy=True)
 
     def _buffer(self, here: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(here, device=self._device.device)

@@ -373,7 +373,7 @@ class Channel:
     def send(self, until: float, data: bytearray) -> None:
         """Send bytes in one message."""
         with self._stream():
-            self._wait(self._post_send(_tensor(data)), until)
+            self._wait(self._post_send(self._outgoing(_tensor(data))), until)
 
     def receive(self, until: float, into: bytearray | mmap) -> None:
         """Receive as many bytes (one at least) as it holds, in one message."""
@@ -521,6 +521,10 @@ class Channel:
 
     def _incoming(self, memory: Memory) -> Incoming:
         return HostIncoming(memory)
+
+    def _outgoing(self, here: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of ``here`` in memory of the group's device."""
+        return here
 
     def _buffer(self, here: torch.Tensor) -> torch.Tensor:
         """Return memory of the group's device for the bytes of ``here``."""

@@ -278,13 +278,42 @@ class FakeBoard(Device):
         return self.put(super().allocate(nbytes))
 
 
+class DeviceOnly:
+    """A group that refuses host memory, as NCCL does."""
+
+    def __init__(self, parent: Any) -> None:
+        self.parent = parent
+
+    def size(self) -> int:
+        """Return how many ranks there are."""
+        return int(self.parent.size())
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        """Pass on memory of the device."""
+        _refuse_host_memory(tensors)
+        return self.parent.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        """Pass on memory of the device."""
+        _refuse_host_memory(tensors)
+        return self.parent.recv(tensors, rank, tag)
+
+
+def _refuse_host_memory(tensors: list[torch.Tensor]) -> None:
+    # Memory that torch has allocated stands for the device's, and that of Python's
+    # objects is the host's. torch cannot resize the latter.
+    for tensor in tensors:
+        if not tensor.untyped_storage().resizable():
+            raise RuntimeError("the group of a device was given host memory")
+
+
 @asynccontextmanager
 async def device_transports(
     monkeypatch: pytest.MonkeyPatch, *boards: FakeBoard, **options: Any
 ) -> AsyncIterator[list[Transport]]:
-    """Make a transport for each board, all in one new group."""
+    """Make a transport for each board, all in one new group that needs a device."""
     options = {"timeout": 20, "chunk_bytes": 64 << 10, **options}
-    groups = await gloo_groups(len(boards))
+    groups = [DeviceOnly(group) for group in await gloo_groups(len(boards))]
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(made)
