@@ -783,7 +783,7 @@ class CheckpointService:
             return {}
         probe, receiver = request.headers.get(PROBE_HEADER), request[VISIT].receiver
         offer = await self._lender.offer(publication, probe, receiver, lease)
-        # A ticket is good once: no cache should keep it.
+        # A ticket is good for a while only: no cache should keep it.
         return {OFFER_HEADER: offer, "Cache-Control": "no-store"} if offer else {}
 
     # ---------------------------------------------------------------- sending

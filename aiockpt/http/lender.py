@@ -21,6 +21,7 @@ import logging
 import math
 import secrets
 import socket
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -47,7 +48,13 @@ from aiockpt.http.shared_memory import (
 from aiockpt.http.store import Publication, Store
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import close_in_forks
-from aiockpt.runtime.ipc import arrival, is_ours, owner_of, receive
+from aiockpt.runtime.ipc import (
+    allow_descriptors,
+    arrival,
+    is_ours,
+    owner_of,
+    receive,
+)
 
 __all__ = ["Lender"]
 
@@ -160,6 +167,7 @@ class Lender:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             listener.settimeout(0)
+            allow_descriptors(listener, allow=False)
             listener.bind(Offer(self._name, "").address)
             listener.listen(self._most)
         except BaseException:
@@ -186,14 +194,32 @@ class Lender:
             loop.remove_reader(listener)
             loop.call_later(_PAUSE, self._resume)
             return
-        if len(self._visits) >= self._most or not is_ours(guest):
+        if not is_ours(guest):
+            asyncio.get_running_loop().remove_reader(listener)
+            self._begin(self._turn_away(guest))
+        elif len(self._visits) >= self._most:
             guest.close()
-            return
-        guest.settimeout(0)
-        close_in_forks([guest])
-        visit = asyncio.get_running_loop().create_task(self._receive(guest))
-        self._visits.add(visit)
-        visit.add_done_callback(self._visits.discard)
+        else:
+            guest.settimeout(0)
+            close_in_forks([guest])
+            self._begin(self._receive(guest))
+
+    def _begin(self, visit: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(visit)
+        self._visits.add(task)
+        task.add_done_callback(self._visits.discard)
+
+    async def _turn_away(self, guest: socket.socket) -> None:
+        """Hang up on another user's process, and accept nobody until that is done.
+
+        It takes as long as closing the descriptors that this process may have sent.
+        """
+        try:
+            await self._bridge.run_apart(guest.close)
+        except AiockptError:  # without a thread
+            guest.close()
+        finally:
+            self._resume()
 
     async def _receive(self, guest: socket.socket) -> None:
         with guest, suppress(OSError, msgspec.MsgspecError, AiockptError):
@@ -250,11 +276,11 @@ class Lender:
                     fd = await self._bridge.run(arena.lend)
                 message = msgspec.json.encode(Lent(publication.snapshot_id, nbytes))
                 socket.send_fds(guest, [message], [fd])
-                self._note(guest, publication, claim.receiver)
-                event = _event("serve", guest, publication)
-                emit(replace(event, detail="kept" if keep else ""))
                 said = b""
                 try:
+                    self._note(guest, publication, claim.receiver)
+                    event = _event("serve", guest, publication)
+                    emit(replace(event, detail="kept" if keep else ""))
                     said = await _heard(guest)
                 finally:
                     if keep and said != RETURNED:

@@ -2,8 +2,8 @@
 
 A receiver adds a *probe* to its request for the manifest: it proves that the receiver
 knows the host's identity, and tells it to nobody who does not. A sender of that
-identity adds an *offer*: where it listens, and a ticket that is good once. There the
-receiver shows the ticket and gets the memory.
+identity adds an *offer*: where it listens, and a ticket that is good for a while. There
+the receiver shows the ticket and gets the memory.
 
 This is what both ends say, and the receiving end, `attach`; the other one is
 `aiockpt.http.lender`. What the sender gives is believed only as far as the kernel
@@ -34,8 +34,9 @@ import msgspec
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.manifest import Outline
 from aiockpt.memory.arena import LENT_SEALS, Borrowed
+from aiockpt.runtime.bridge import start_daemon
 from aiockpt.runtime.children import close_in_forks
-from aiockpt.runtime.ipc import arrival, is_ours, receive
+from aiockpt.runtime.ipc import allow_descriptors, arrival, is_ours, receive
 
 if sys.platform == "linux":
     import fcntl
@@ -264,12 +265,15 @@ async def attach(offered: str, outline: Outline, *, keep: bool) -> LentMemory:
     if offer is None:
         raise NotLentError("the offer is malformed")
     lender = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs = False
     try:
         lender.settimeout(0)
         close_in_forks([lender])
+        allow_descriptors(lender, allow=False)
         lender.connect(offer.address)
-        if not is_ours(lender):
+        if theirs := not is_ours(lender):
             raise NotLentError("its process is another user's")
+        allow_descriptors(lender, allow=True)
         lender.send(msgspec.json.encode(Ask(offer.ticket, keep)))
         async with asyncio.timeout(_ANSWER):
             await arrival(lender)
@@ -279,7 +283,10 @@ async def attach(offered: str, outline: Outline, *, keep: bool) -> LentMemory:
         finally:
             os.close(fd)
     except BaseException as error:
-        lender.close()
+        if theirs:  # what it has sent takes as long to close as it wants
+            start_daemon("aiockpt-hang-up", lender.close)
+        else:
+            lender.close()
         if isinstance(error, TimeoutError):
             raise NotLentError(f"no answer for {_ANSWER:g} s") from None
         if isinstance(error, OSError):

@@ -569,11 +569,12 @@ class HTTPTransport(CheckpointTransport[T]):
                 then checked as soon as the values that are no tensors have arrived.
             share: Return tensors in the memory of the sender, if it is a process of the
                 same user on this host and was made with ``same_host=True``. Only pages
-                that you write to are copied. The memory is sealed: it does not change,
-                whatever the sender does. From any other sender the bytes come over
-                HTTP.
+                that you write to are copied. The sender stages nothing into it again,
+                and no other process can write to it. From any other sender the bytes
+                come over HTTP.
             verify_shared: Also compare the digests of shared memory, which reads all
-                of it.
+                of it. With ``into``, copy it to memory of this process first, so that
+                a sender that writes to it meanwhile is noticed.
             progress: Called with :class:`.Progress` as bytes arrive.
 
         Raises:
@@ -931,7 +932,7 @@ class HTTPTransport(CheckpointTransport[T]):
         sharing = Sharing(
             wanted=self._same_host is not False and have is None,
             keep=share,
-            through=into is not None and not (direct or hold),
+            through=into is not None and not (direct or hold or verify_shared),
             verify=verify_shared,
         )
         options = ReceiveOptions(

@@ -19,6 +19,7 @@ import struct
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from mmap import mmap
 from typing import Final
 
@@ -28,6 +29,7 @@ from aiockpt.runtime.secrets import Token
 
 __all__ = [
     "Channel",
+    "allow_descriptors",
     "arrival",
     "close_all",
     "encode",
@@ -49,6 +51,7 @@ _PACKETS: Final = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 _STANDARD: Final = 2  # the highest number of a standard stream
 _MAX_FDS: Final = 8
 _BUFFER: Final = 1 << 20
+_SO_PASSRIGHTS: Final = 83  # Linux 6.16; the socket module does not name it
 _UCRED: Final = struct.Struct("3i")  # pid, uid, gid
 
 _CLOSED: Final = {errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN}
@@ -96,6 +99,17 @@ def owner_of(sock: socket.socket) -> tuple[int, int]:
 def is_ours(sock: socket.socket) -> bool:
     """Say whether a process of the same user has the other end."""
     return owner_of(sock)[1] == os.geteuid()
+
+
+def allow_descriptors(sock: socket.socket, *, allow: bool) -> None:
+    """Allow or forbid the other end to send descriptors, from now on.
+
+    A descriptor that this process never asked for is closed here all the same, and its
+    closing may last: that of a TCP connection as long as its sender wants. Connections
+    that a listener accepts do as the listener. Kernels before Linux 6.16 cannot forbid.
+    """
+    with suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, int(allow))
 
 
 def receive(

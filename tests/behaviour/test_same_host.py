@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import struct
 import sys
 import threading
 from asyncio.subprocess import PIPE, create_subprocess_exec
@@ -41,6 +42,7 @@ from aiockpt.http.shared_memory import (
     parse_offer,
 )
 from aiockpt.memory.arena import CAN_LEND, LENT_SEALS
+from aiockpt.runtime import ipc
 from aiockpt.runtime.ipc import arrival
 from aiockpt.runtime.ipc import receive as packet_of
 from aiockpt.testing import assert_same
@@ -159,6 +161,32 @@ class TestShare:
             assert_same(held, weights(1.0))
         assert_same(held, weights(1.0))
 
+    @proves("threat T3")
+    async def test_a_log_that_fails_does_not_change_it(self):
+        """The memory was lent by then, so it must not be reused."""
+
+        class Full(logging.Handler):
+            def emit(self, record):
+                if "LEND" in record.getMessage():
+                    raise OSError("no space left")
+
+        log, full = logging.getLogger("aiockpt.audit"), Full()
+        before = log.level
+        async with lending_pair() as (sender, receiver):
+            await sender.send_checkpoint([1], 1, weights(1.0))
+            log.addHandler(full)
+            log.setLevel(logging.INFO)
+            try:
+                metadata = sender.metadata()
+                held = await receiver.recv_checkpoint(0, metadata, 1, 1.0, share=True)
+            finally:
+                log.removeHandler(full)
+                log.setLevel(before)
+            await asyncio.sleep(1.0)  # its lease has ended
+            for step in range(2, 6):
+                await sender.send_checkpoint([1], step, weights(float(step)))
+            assert_same(held, weights(1.0))
+
     @proves("cell HTTPTransport.recv_checkpoint, share=True: success")
     async def test_what_is_written_is_the_receivers_alone(self):
         """The sender's snapshot, and what others share of it, stay."""
@@ -208,6 +236,39 @@ class TestShare:
             await sender.send_checkpoint([1], 2, {"a": 1})
             assert await receive(sender, receiver, 2, share=True) == {"a": 1}
             assert events.came_by == HTTP
+
+
+class TestChanged:
+    """A sender that writes to what it has lent."""
+
+    @proves("threat T3")
+    @pytest.mark.parametrize("how", ["verified", "prepared", "direct", "fresh"])
+    async def test_what_was_compared_is_what_is_used(self, how, events):
+        """Not even between the comparison and the use, except in lent memory itself."""
+        state = weights(1.0)
+        async with lending_pair() as (sender, receiver):
+            await sender.send_checkpoint([1], 1, state)
+
+            def scribble(progress):
+                if progress.stop in ("rebuild", "load"):
+                    arena_of(sender).buffer[:MIB] = bytes(MIB)
+
+            if how == "prepared":
+                metadata, into = sender.metadata(), like(state)
+                prepared = await receiver.prepare(
+                    metadata, 1, into=into, progress=scribble
+                )
+                got = await prepared.apply_async()
+            else:
+                options: dict[str, dict[str, Any]] = {
+                    "verified": {"into": like(state), "verify_shared": True},
+                    "direct": {"into": like(state), "direct": True},
+                    "fresh": {},
+                }
+                got = await receive(sender, receiver, progress=scribble, **options[how])
+            assert events.came_by == MEMORY
+            assert float(arena_of(sender).buffer[0]) == 0  # it has changed
+            assert_same(got, state)
 
 
 class TestCopy:
@@ -760,6 +821,104 @@ class TestForged:
         async with forger.answering(hear):
             await forger.received(share=True)
         assert heard in ([], [b""])
+
+
+def lingering():
+    """Return a TCP connection whose closing lasts until its other end has read it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sock = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    sock.settimeout(0)
+    with suppress(BlockingIOError):
+        while True:
+            sock.send(bytes(1 << 16))
+    linger = struct.pack("ii", 1, 60)  # seconds
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    return sock, other
+
+
+def hangs_up():
+    """Return whether a thread is about to close a stranger's socket."""
+    names = [thread.name for thread in threading.enumerate()]
+    return any(name.endswith(("-apart", "-hang-up")) for name in names)
+
+
+class TestUnasked:
+    """Descriptors that nobody asked for, whose closing lasts as long as one likes."""
+
+    @proves("threat D26")
+    async def test_another_user_cannot_stop_a_sender(self, monkeypatch):
+        """A thread turns it away, on kernels that let it send."""
+        monkeypatch.setattr(ipc, "_SO_PASSRIGHTS", -1)
+        async with lending() as sender, transport(same_host=False) as receiver:
+            offer = await offered(sender)
+            sock, other = lingering()
+            with monkeypatch.context() as patch, other:
+                patch.setattr(lender, "is_ours", lambda _: False)
+                with sock, guest_at(offer) as guest:
+                    socket.send_fds(guest, [b"{}"], [sock.fileno()])
+                async with asyncio.timeout(20):
+                    await settle(hangs_up)
+                    got = await receive(sender, receiver)
+                assert_same(got, weights(1.0))
+                assert hangs_up()
+            await settle(lambda: not hangs_up())
+            assert await redeem(offer)  # it accepts again
+
+    @proves("threat D26")
+    async def test_another_user_cannot_stop_a_receiver(self, forger, monkeypatch):
+        """A sender's offer leads to a process that sends one as soon as it accepts."""
+        monkeypatch.setattr(ipc, "_SO_PASSRIGHTS", -1)
+        sock, other = lingering()
+
+        def is_ours(guest):
+            guest.setblocking(True)  # so it waits for what was sent
+            guest.recv(1, socket.MSG_PEEK)
+            return False
+
+        monkeypatch.setattr(shared_memory, "is_ours", is_ours)
+        offer = parse_offer(forger.offer)
+        assert offer is not None
+
+        def accept():
+            guest, _ = listener.accept()
+            socket.send_fds(guest, [b"{}"], [sock.fileno()])
+            sock.close()
+            guest.close()
+
+        with other, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(offer.address)
+            listener.listen()
+            stranger = threading.Thread(target=accept)
+            stranger.start()
+            async with asyncio.timeout(20):
+                await forger.received(share=True)
+            stranger.join()
+            assert hangs_up()
+        await settle(lambda: not hangs_up())
+
+    @proves("threat D26")
+    async def test_the_kernel_refuses_them(self):
+        """Neither a sender's guests nor the lender of another user may send any."""
+        async with lending() as sender:
+            offer = await offered(sender)
+            with guest_at(offer) as guest:
+                if not refuses_descriptors():
+                    pytest.skip("needs Linux 6.16")
+                with pytest.raises(PermissionError):
+                    socket.send_fds(guest, [b"{}"], [0])
+
+
+def refuses_descriptors():
+    """Return whether this kernel can refuse descriptors."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        ipc.allow_descriptors(one, allow=False)
+        try:
+            socket.send_fds(other, [b"x"], [0])
+        except PermissionError:
+            return True
+    return False
 
 
 # ------------------------------------------------------------------------ two processes
