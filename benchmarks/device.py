@@ -20,7 +20,7 @@ from aiockpt.checkpointers import RankInfo
 from benchmarks.ends import CHUNK_BYTES, changed_chunks
 from benchmarks.measures import Sample
 from benchmarks.memory import State, available_memory, bytes_of
-from benchmarks.references import Torchft, fetch_raw, in_thread
+from benchmarks.references import Torchft, fetch_raw, in_thread, read_raw
 from benchmarks.savers import Saver
 from benchmarks.training import Training, progress
 
@@ -71,7 +71,10 @@ class Device:
             f"layers.{number}.weight": part.clone().view(torch.float32)
             for number, part in enumerate(torch.split(self._flat, each))
         }
-        self._saver.hold(self._flat, self._state, self._place)
+        self._saver.hold(
+            self._flat, self._state, self._place, synchronize=self._synchronize
+        )
+        await self._saver.clean()
         self._synchronize()
 
     async def release(self) -> None:
@@ -103,6 +106,26 @@ class Device:
         chunks = len(changed_chunks(self._flat.nbytes, share))
         into, origin = (each[: chunks * CHUNK_BYTES] for each in ends[to])
         return self._timed(lambda: into.copy_(origin, non_blocking=True))
+
+    async def gather(self) -> Sample:
+        """Join the tensors on the device, and copy them to page-locked memory."""
+        flat = self._spare.view(torch.float32)
+
+        def work() -> None:
+            torch.cat(list(self._state.values()), out=flat)
+            self._pinned.copy_(self._spare, non_blocking=True)
+
+        return self._timed(work)
+
+    async def read(self, *, threads: int) -> Sample:
+        """Read the file that `load` loads into page-locked memory, and copy that."""
+        (path,), memory = self._kept().glob("*.safetensors"), bytes_of(self._pinned)
+
+        def work() -> None:
+            read_raw(path, memory, threads=threads)
+            self._flat.copy_(self._pinned, non_blocking=True)
+
+        return self._timed(work)
 
     async def fold(self) -> Sample:
         """Digest the bytes on the device."""
@@ -141,12 +164,18 @@ class Device:
         return self._timed(lambda: self._load(self._state))
 
     def _load(self, into: State) -> None:
-        path = self._place / "whole"
         if self._loader is None:
             self._loader = aiockpt.make_sync_checkpointer(rank_info=RankInfo(0, 1))
-            self._loader.save(self._state, path)
-            self._loader.load(path, into)
-        self._loader.load(path, into)
+            self._loader.load(self._kept(), into)
+        self._loader.load(self._kept(), into)
+
+    def _kept(self) -> Path:
+        """Return a checkpoint of the state dict; the system's cache has its file."""
+        path = self._place / "whole"
+        if not path.exists():
+            with aiockpt.make_sync_checkpointer(rank_info=RankInfo(0, 1)) as saver:
+                saver.save(self._state, path)
+        return path
 
     async def receive(self, *, by: str, source: Any, connections: int = 1) -> Sample:
         """Receive into the state dict, or into host memory that is copied there."""

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from aiockpt.cli.doctor import describe_machine
+from aiockpt.runtime.system import usable_cores
 from benchmarks.cases import CHUNKS, RENO, ROWS, SOCKETS, Row, saved, setting
 from benchmarks.measures import BenchmarkError, Candidate, Sample, Samples, take_turns
 from benchmarks.report import GPU_REPORT, PAGE, cells, rows_of, write_page
@@ -43,13 +44,21 @@ Phases = Iterator[list[Candidate]]
 _MIB = 1 << 20
 _WHOLE = 4096 * _MIB  # of a state dict, where the device and the host have room
 _TINY = 1 / 512  # of it, where nothing is measured
-_SMALL = 10_000  # tensors of 4 KiB
+_SMALL, _TINIEST = 10_000, 4096  # tensors, and the bytes of each
 _ROUNDS = 6  # the first one is discarded
-_TESTS = ("tests/cuda",)
-_TESTED = 180.0  # seconds that the tests may take, at most
+_TESTS = tuple(
+    f"tests/cuda/test_{name}.py"
+    for name in ("pg_cuda", "callers_work", "checkpoints_cuda", "cuda", "pg_nccl")
+)
+"""First those that a device has shown to be wrong."""
+_TESTED, _TEST = 100.0, 20.0  # seconds that the tests may take, and each of them
 _LONGEST, _SHORTEST = 75.0, 15.0  # seconds for a case
 _GRACE = 20.0  # seconds after which a case that should have ended is ended
+_OUTCOMES = ("PASSED", "FAILED", "ERROR", "SKIPPED")
+_OUTCOME = rf"^\S*::.+? ({'|'.join(_OUTCOMES)})"  # of a test, in a line of pytest
+_TICK = 0.2  # seconds until what the tests have printed is read again
 _TRAINED = 1.5  # seconds of a sample
+_READERS = max(min(usable_cores() // 2, 8), 2)  # threads, as many as a load has
 _RIVALS = {
     "async_save": ("async_save, pinned", "async_save, thread"),
     "_experimental": ("_experimental, pinned", "_experimental, staging in the caller"),
@@ -123,10 +132,12 @@ class Kit:
 
 
 def _stage(kit: Kit) -> Phases:
-    for name, each in (("64 MiB", 64 * _MIB), ("1 MiB", _MIB), ("4 KiB", 4096)):
+    for name, each in (("64 MiB", 64 * _MIB), ("1 MiB", _MIB), ("4 KiB", _TINIEST)):
         kit.build(each, _SMALL * each)
         copy = kit.does(f"pinned copy, {name}", "copy", to="host")
-        yield [copy, kit.does(name, "stage")]
+        joined = kit.does(f"torch.cat and a pinned copy, {name}", "gather")
+        by_hand = [joined] * (each == _TINIEST)
+        yield [copy, *by_hand, kit.does(name, "stage")]
 
 
 def _save(kit: Kit) -> Phases:
@@ -138,7 +149,8 @@ def _save(kit: Kit) -> Phases:
 def _load(kit: Kit) -> Phases:
     kit.build(64 * _MIB, _WHOLE)
     copy = kit.does("pinned copy to the device", "copy", to="device")
-    yield [copy, kit.does("aiockpt", "load")]
+    read = kit.does("a file's reads, then a pinned copy", "read", threads=_READERS)
+    yield [copy, read, kit.does("aiockpt", "load")]
 
 
 def _receive(kit: Kit) -> Phases:
@@ -247,49 +259,55 @@ class Run:
             }
             return
         command = (
-            *(sys.executable, "-m", "pytest", "-v", "-rs", "--tb=short"),
+            *(sys.executable, "-m", "pytest", "-v", "--tb=short", "--no-summary"),
             # Neither the repository's settings nor its fixtures: both need more.
             *("-c", os.devnull, "--noconftest", "--import-mode=importlib"),
-            *("-p", "no:cacheprovider", "-p", "no:anyio", "--timeout=60", *_TESTS),
+            *("-p", "no:cacheprovider", "-p", "no:anyio", "-p", "benchmarks.failures"),
+            *(f"--timeout={_TEST:g}", f"--rootdir={HERE}", *_TESTS),
         )
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        with tempfile.TemporaryFile("w+") as out:
+        until = time.monotonic() + limit
+        with tempfile.NamedTemporaryFile("w+") as out:
             process = subprocess.Popen(
-                [*command, f"--rootdir={HERE}"],
+                command,
                 cwd=HERE,
                 env={**os.environ, "PYTHONPATH": path.strip(os.pathsep)},
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            told = 0
             try:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(limit)
+                while process.poll() is None and time.monotonic() < until:
+                    time.sleep(_TICK)
+                    text = Path(out.name).read_text(errors="replace")
+                    told = self._tell_tests(text, told, "cut short")
             finally:
                 if killed := process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-            out.seek(0)
-            text = out.read()
-        found = re.findall(
-            r"^(\S*::.+?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.MULTILINE
-        )
-        counts = {
-            outcome.lower(): sum(each == outcome for _, each in found)
-            for outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED")
-        }
-        ended = (
-            f"killed after {limit:.0f} s" if killed else f"exit {process.returncode}"
-        )
+            ended = f"exit {process.returncode}"
+            if killed:
+                ended = f"killed after {limit:.0f} s"
+            text = Path(out.name).read_text(errors="replace")
+            self._tell_tests(f"{text.rstrip()}\n", told, ended)
+        tests = self.report["tests"]
+        counted = ", ".join(f"{tests[each.lower()]} {each}" for each in _OUTCOMES)
+        _say(f"tests/cuda: {counted}; {ended}")
+
+    def _tell_tests(self, text: str, told: int, ended: str) -> int:
+        """Print and keep what the tests have printed; return how much of it is told."""
+        found = re.findall(_OUTCOME, text, re.MULTILINE)
+        counts = {each.lower(): found.count(each) for each in _OUTCOMES}
         self.report["tests"] = {**counts, "ended": ended, "output": text[-60_000:]}
-        counted = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-        _say(f"{' '.join(_TESTS)}: {counted}; {ended}")
-        for name, outcome in found:
-            if outcome in {"FAILED", "ERROR"}:
-                _say(f"  {outcome} {name}")
-        if process.returncode and not found:
-            _say(text[-2000:])
-        self.keep()
+        whole = text.rfind("\n") + 1
+        for line in text[told:whole].splitlines():
+            outcome = re.match(_OUTCOME, line)
+            if outcome is None or outcome[1] in {"FAILED", "ERROR"}:
+                _say(f"  {line}")
+        if whole > told:
+            self.keep()
+        return whole
 
     def measure(self) -> None:
         """Measure the cases one after the other, as long as there is time."""

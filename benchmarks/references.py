@@ -84,6 +84,27 @@ def write_raw(path: Path, memory: memoryview, *, fsync: bool) -> float:
         os.close(fd)
 
 
+def read_raw(path: Path, memory: memoryview, *, threads: int) -> None:
+    """Read the last bytes of a file, as many as there are, in so many threads."""
+    fd = os.open(path, os.O_RDONLY)
+    first = os.fstat(fd).st_size - len(memory)
+    share = -(-len(memory) // threads)
+
+    def work(start: int) -> None:
+        stop = min(start + share, len(memory))
+        while start < stop:
+            piece = memory[start : min(start + _WRITE, stop)]
+            count = os.preadv(fd, [piece], first + start)
+            if not count:
+                raise EOFError(path)
+            start += count
+
+    try:
+        list(_THREADS.map(work, range(0, len(memory), share)))
+    finally:
+        os.close(fd)
+
+
 # ---------------------------------------------------------------- raw sockets
 
 

@@ -41,6 +41,7 @@ class Saver:
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._state: State = {}
         self._savers: dict[str, Any] = {}
+        self._synchronize: Callable[[], object] = lambda: None
 
     async def prepare(self, *, count: int, each: int, place: str, rest: float) -> None:
         """Build the state dict; save in ``place``, after ``rest`` seconds each time."""
@@ -48,11 +49,20 @@ class Saver:
         self.hold(flat, cut(flat, count), Path(place), rest)
 
     def hold(
-        self, flat: torch.Tensor, state: State, place: Path, rest: float = 0.0
+        self,
+        flat: torch.Tensor,
+        state: State,
+        place: Path,
+        rest: float = 0.0,
+        synchronize: Callable[[], object] = lambda: None,
     ) -> None:
-        """Have a state dict of as many bytes as ``flat``; see `prepare`."""
+        """Have a state dict of as many bytes as ``flat``; see `prepare`.
+
+        ``synchronize`` waits until the device that has the state dict is idle.
+        """
         self._flat, self._state = flat, state
         self._place, self._rest = place, rest
+        self._synchronize = synchronize
 
     async def release(self) -> None:
         """Close the checkpointers, and forget everything."""
@@ -101,7 +111,9 @@ class Saver:
         """Save in the background by a checkpointer, ours or one of torch's.
 
         ``staged`` is how long the caller waits, ``seconds`` until it is durable, or
-        written by those of torch. ``first`` is for how many seconds a new checkpointer
+        written by those of torch. A state on a device is staged when all copies from
+        the device have ended, which the staging future of ``_experimental`` does not
+        wait for. ``first`` is for how many seconds a new checkpointer
         exists before it saves. With ``beside``, a training loop runs meanwhile, and for
         so many seconds before and after; the figures say what it lost.
         """
@@ -117,6 +129,7 @@ class Saver:
                 self._training.begin()
             used, started = spent(), time.monotonic()
             write = await saver.save(self._state, self._place / "step-1")
+            self._synchronize()
             staged = time.monotonic()
             await write
             ended = time.monotonic()
@@ -260,7 +273,12 @@ def _async_save(kind: str, *, pinned: bool = False) -> _Background:
     options = {"async_checkpointer_type": saver.AsyncCheckpointerType[kind]}
     if pinned:
         staging = import_module("torch.distributed.checkpoint.staging")
-        options["async_stager"] = staging.DefaultStager(staging.StagingOptions())
+        stager = staging.DefaultStager(staging.StagingOptions())
+        options["async_stager"] = stager
+        # torch 2.11 closes this after each save, and the next save fails with KeyError
+        # (pytorch/pytorch#183413). Later releases keep it, and its page-locked memory.
+        kept = stager._state_dict_stager  # noqa: SLF001 - torch has no public name
+        kept.close = lambda: None
 
     def save(state: State, path: Path) -> Any:
         write = saver.async_save(dict(state), checkpoint_id=path, **options)
@@ -271,7 +289,8 @@ def _async_save(kind: str, *, pinned: bool = False) -> _Background:
 
     def close() -> None:
         if pinned:
-            options["async_stager"].close()
+            del kept.close
+            stager.close()
         if group.is_initialized():
             group.destroy_process_group()
 
