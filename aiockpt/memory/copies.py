@@ -20,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
+from itertools import compress, pairwise
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, TypeAlias, TypeVar
@@ -30,7 +30,14 @@ import torch
 
 from aiockpt.format.entries import Entries
 from aiockpt.memory.arena import Arena, view_of_address
-from aiockpt.memory.device import Event, Fences, Pair, PortFor, checked
+from aiockpt.memory.device import (
+    Event,
+    Fences,
+    Pair,
+    PortFor,
+    Scattered,
+    checked,
+)
 from aiockpt.memory.held import HeldMemory, picked
 
 __all__ = [
@@ -59,12 +66,19 @@ _move_small.restype = ctypes.c_void_p
 _DEVICE: Final = attrgetter("device")
 _VERSION: Final = attrgetter("_version")
 
+# Tensors of a device that are smaller travel together, up to so many bytes.
+_TINY: Final = 256 << 10
+_BATCH: Final = 4 << 20
+
 # How many tensors one C call reads, because it holds the interpreter lock.
 _SLICE: Final = 1000
 
 # An entry's number, its address in host memory (0: not in host memory), its first byte
 # in the segment, the end of the bytes that the state dict has, and the entry's end.
 _Row: TypeAlias = tuple[int, int, int, int, int]
+
+# The first byte and the end of a tensor in the segment, and its bytes on the device.
+_Piece: TypeAlias = tuple[int, int, torch.Tensor]
 
 # Torch cannot copy some dtypes, and copying a float may change a NaN; words are safe.
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -357,6 +371,16 @@ class CopyPlan:
         self.ports = {device: port for device, port in found.items() if port}
         self._rows = _Rows(backings, entries, away=self.ports.keys())
 
+    @property
+    def has_host(self) -> bool:
+        """Whether bytes of the state are in host memory."""
+        return bool(numbers(self._rows.addresses).any())
+
+    def pin(self) -> None:
+        """Page-lock the arena for the devices, until it is closed."""
+        for port in self.ports.values():
+            self._arena.pin(port.pin)
+
     def fences(self, made: Fences = MappingProxyType({})) -> Fences:
         """Return an event of each device for its copies to wait for.
 
@@ -402,7 +426,7 @@ class CopyPlan:
     def stage_device(self, start: int, stop: int, after: Fences) -> list[Event]:
         """Enqueue the copies of devices' bytes in ``[start, stop)`` to the arena."""
         return [
-            port.copy(self._device_pairs(device, start, stop), after=after[device])
+            port.copy(self._on_device(device, start, stop), after=after[device])
             for device, port in self.ports.items()
         ]
 
@@ -421,7 +445,7 @@ class CopyPlan:
         """
         events = []
         for device, port in self.ports.items():
-            found = self._device_pairs(device, start, stop, window)
+            found = self._on_device(device, start, stop, window)
             events.append(port.copy(((b, a) for a, b in found), after=after[device]))
         return events
 
@@ -496,24 +520,46 @@ class CopyPlan:
         """
         return InPlace(self._backings, self._rows, self._arena)
 
-    def _device_pairs(
+    def _on_device(
         self,
         device: torch.device,
         start: int,
         stop: int,
         window: torch.Tensor | None = None,
-    ) -> Iterator[Pair]:
-        for entry, _, first, held, _ in self._rows.between(start, stop):
-            backing = self._backings[entry]
-            if backing.parts or backing.tensor.device != device or first >= held:
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | Scattered]]:
+        """Yield the bytes of a range that a device has: in host memory, and there."""
+        backings, starts = self._backings, self._rows.starts
+        run: list[_Piece] = []
+        end = -1  # of a small entry: where a small one that follows it begins
+        for entry, _, first, held, last in self._rows.between(start, stop):
+            tensor = backings.tensors[entry]
+            if first >= held or tensor.device != device or entry in backings.parts:
                 continue
-            offset = backing.address - backing.tensor.untyped_storage().data_ptr()
-            offset += first - self._rows.starts[entry]
-            raw = raw_bytes(backing.tensor, offset, held - first)
-            if window is None:
-                yield self._host(first, held - first), raw
-            else:
-                yield window[first - start : held - start], raw
+            small = held - first < _TINY
+            if run and not (small and first == end and held - run[0][0] <= _BATCH):
+                yield self._together(run, start, window)
+                run = []
+            offset = backings.addresses[entry] - tensor.untyped_storage().data_ptr()
+            offset += first - starts[entry]
+            run.append((first, held, raw_bytes(tensor, offset, held - first)))
+            end = last if small else -1
+        if run:
+            yield self._together(run, start, window)
+
+    def _together(
+        self, run: Sequence[_Piece], start: int, window: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | Scattered]:
+        first, last = run[0][0], run[-1][1]
+        if window is None:
+            host = self._host(first, last - first)
+        else:
+            host = window[first - start : last - start]
+        if len(run) == 1:
+            return host, run[0][2]
+        sizes = list[int]()
+        for (begin, held, _), (following, _, _) in pairwise((*run, (last, last, host))):
+            sizes += (held - begin, following - held)
+        return host, Scattered([raw for _, _, raw in run], sizes)
 
     def _host(self, start: int, nbytes: int) -> torch.Tensor:
         if self._whole is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -30,13 +31,16 @@ __all__ = [
     "Event",
     "Fences",
     "Marks",
+    "Move",
     "OneQueue",
     "Port",
     "PortFor",
+    "Scattered",
     "checked",
     "completed",
     "keep_until",
     "marked",
+    "move",
     "numbered",
     "port_for",
     "settle",
@@ -45,6 +49,40 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """Small tensors of a device, whose bytes lie near each other in host memory.
+
+    To begin a copy takes longer than the copy of a small tensor. So their bytes travel
+    together, through one buffer on the device.
+
+    Attributes:
+        tensors: The tensors, as bytes.
+        sizes: The size of each one, and of the gap behind it, in turn.
+    """
+
+    tensors: list[torch.Tensor]
+    sizes: list[int]
+
+    def split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the place of each tensor in memory that has all of them."""
+        return whole.split_with_sizes(self.sizes)[::2]
+
+    def buffer(self, host: torch.Tensor) -> torch.Tensor:
+        """Return as many bytes on the device; if it has none left, ``host`` itself.
+
+        They belong to the current stream. So their memory may go to later work of the
+        stream while the copy has not run yet.
+        """
+        with suppress(RuntimeError):  # of MPS, it is no `torch.OutOfMemoryError`
+            return torch.empty_like(host, device=self.tensors[0].device)
+        return host
+
+
+Move: TypeAlias = tuple[torch.Tensor | Scattered, torch.Tensor | Scattered]
+"""A destination and a source of a copy; at most one of them is scattered."""
 
 _FIRST_POLL = 50e-6
 _LAST_POLL = 2e-3
@@ -66,10 +104,10 @@ class Port(Protocol):
     def fence(self) -> Event:
         """Mark the work enqueued so far on the calling thread's current stream."""
 
-    def copy(self, pairs: Iterable[Pair], *, after: Event) -> Event:
+    def copy(self, moves: Iterable[Move], *, after: Event) -> Event:
         """Enqueue ``destination, source`` copies behind ``after``; return their end.
 
-        Both tensors must live until the returned event has completed.
+        All tensors must live until the returned event has completed.
         """
 
     def aside(self, after: Event | None = None) -> AbstractContextManager[object]:
@@ -104,6 +142,9 @@ class Accelerator:
         self.device = device
         self._module = torch.get_device_module(device)
         self._side = self._module.Stream(device)
+        # Torch gives up the interpreter lock in each function. Threads that enqueue
+        # small copies at once would wait for each other after every one of them.
+        self._turn = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<Accelerator {self.device}>"
@@ -117,11 +158,11 @@ class Accelerator:
         stream = self._module.current_stream(self.device)
         return cast("Callable[[], Event]", stream.record_event)
 
-    def copy(self, pairs: Iterable[Pair], *, after: Event) -> Event:
+    def copy(self, moves: Iterable[Move], *, after: Event) -> Event:
         """Enqueue the copies on the side stream, behind the event."""
-        with self.aside(after):
-            for destination, source in pairs:
-                destination.copy_(source, non_blocking=True)
+        with self._turn, self.aside(after):
+            for each in moves:
+                move(*each)
         return self.mark()
 
     @contextmanager
@@ -165,6 +206,28 @@ class Accelerator:
             torch.empty(1, device=self.device).fill_(0)
 
 
+def move(
+    destination: torch.Tensor | Scattered,
+    source: torch.Tensor | Scattered,
+    *,
+    non_blocking: bool = True,
+) -> None:
+    """Enqueue a copy on the current stream."""
+    if isinstance(source, Scattered):
+        assert isinstance(destination, torch.Tensor)
+        buffer = source.buffer(destination).zero_()  # padding reads as zeros
+        torch._foreach_copy_(source.split(buffer), source.tensors, non_blocking)
+        source = buffer
+    elif isinstance(destination, Scattered):
+        buffer = destination.buffer(source)
+        buffer.copy_(source, non_blocking=non_blocking)
+        places = destination.split(buffer)
+        torch._foreach_copy_(destination.tensors, places, non_blocking)
+        return
+    if destination is not source:
+        destination.copy_(source, non_blocking=non_blocking)
+
+
 class _Done:
     """The end of work that has run already, or that the device orders by itself."""
 
@@ -192,11 +255,11 @@ class OneQueue:
         """Return an event that has completed, because later work runs later."""
         return _Done()
 
-    def copy(self, pairs: Iterable[Pair], *, after: Event) -> Event:
+    def copy(self, moves: Iterable[Move], *, after: Event) -> Event:
         """Copy, and block until the copies have ended."""
         del after
-        for destination, source in pairs:
-            destination.copy_(source)
+        for each in moves:
+            move(*each, non_blocking=False)
         self.synchronize()
         return _Done()
 

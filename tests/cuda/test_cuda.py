@@ -108,6 +108,20 @@ class TestStaging:
             assert (await receive(sender, receiver))["w"].unique().tolist() == [7]
 
     @on_a_loop
+    async def test_small_tensors_arrive(self) -> None:
+        """Of any size and dtype, together, and back."""
+        dtypes = torch.float32, torch.bfloat16, torch.int8, torch.bool
+        state = {f"w{n}": on_device(n % 300).to(dtypes[n % 4]) for n in range(3000)} | {
+            "columns": on_device(64, 64)[:, ::8],
+            "large": on_device(MIB),
+        }
+        template = {name: torch.zeros_like(each) for name, each in state.items()}
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, state)
+            await receive(sender, receiver, into=template)
+        assert_same(template, state)
+
+    @on_a_loop
     async def test_training_may_go_on_when_it_returns(self) -> None:
         """What is enqueued from then on does not reach the checkpoint."""
         weight = on_device(16 * MIB, fill=1)
@@ -282,6 +296,21 @@ class TestLoading:
             for _ in range(3):
                 await receive(sender, receiver, into=template, direct=True)
                 assert_same(template, state)
+
+    @pytest.mark.parametrize("have", [False, True])
+    @on_a_loop
+    async def test_a_prepared_step_is_applied(self, have: bool) -> None:
+        """Twice, behind what was enqueued before, from memory that is kept."""
+        state, template = self.state(1), self.state(0)
+        async with pair(keep_arena=True) as (sender, receiver):
+            await sender.send_checkpoint([], 1, state)
+            for _ in range(2):
+                prepare, metadata = receiver.prepare, sender.metadata()
+                step = await prepare(metadata, 1, into=template, have=have)
+                busy_then(lambda: None if have else template["weight"].fill_(5))
+                step.apply()
+                assert_same(template, state)
+                template["weight"][MIB:].zero_()
 
     @on_a_loop
     async def test_it_waits_for_who_still_uses_the_template(self) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from aiockpt.memory.arena import Arena
-from aiockpt.memory.device import Event, Pair, Port
+from aiockpt.memory.device import Event, Move, Port, Scattered, move
 from aiockpt.pg.device import Device, DeviceMedium
 from tests.support.groups import Transport, gloo_groups
 
@@ -154,12 +154,12 @@ class FakeAccelerator:
 
         return mark
 
-    def copy(self, pairs: Iterable[Pair], *, after: Event) -> Event:
+    def copy(self, moves: Iterable[Move], *, after: Event) -> Event:
         """Enqueue copies on the side stream, behind an event of this device."""
         assert isinstance(after, FakeEvent)
         done = self._event()
         works: list[Work] = [after.passed]
-        works += [_Copy(self, *pair) for pair in pairs]
+        works += [_Copy(self, *each) for each in moves]
         self._enqueue(self._side, *works, done.reached)
         return done
 
@@ -205,18 +205,28 @@ class _Copy:
     """A copy on its way, which owns nothing."""
 
     def __init__(
-        self, device: FakeAccelerator, destination: torch.Tensor, source: torch.Tensor
+        self,
+        device: FakeAccelerator,
+        destination: torch.Tensor | Scattered,
+        source: torch.Tensor | Scattered,
     ) -> None:
         self._device = device
-        self._destination = _Place(destination)
-        self._source = _Place(source)
+        self._destination, self._source = _places(destination), _places(source)
 
     def __call__(self) -> bool:
-        destination, source = self._destination.tensor(), self._source.tensor()
+        destination, source = self._destination(), self._source()
         with torch.no_grad():
-            destination.copy_(source)
-        self._device.copied += source.nbytes
+            move(destination, source)
+        single = [source] if isinstance(source, torch.Tensor) else source.tensors
+        self._device.copied += sum(each.nbytes for each in single)
         return True
+
+
+def _places(one: torch.Tensor | Scattered) -> Callable[[], torch.Tensor | Scattered]:
+    if isinstance(one, torch.Tensor):
+        return _Place(one).tensor
+    places, sizes = [*map(_Place, one.tensors)], one.sizes
+    return lambda: Scattered([each.tensor() for each in places], sizes)
 
 
 class _Place:
