@@ -927,6 +927,7 @@ class HTTPTransport(CheckpointTransport[T]):
             direct=direct,
             ports=port_for,
             warm=self._warm,
+            later=hold,
             marks=Marks.of_caller(port_for),
         )
         sharing = Sharing(

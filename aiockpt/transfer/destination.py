@@ -61,9 +61,11 @@ _USED: Final = 0.75
 class Terms:
     """The bounds of a receive, and whether bytes go directly into a template.
 
-    ``warm`` is a pool of memory to reuse. ``ahead`` says that the thread that brings
-    the bytes must not touch new pages, because gloo has only one thread. ``marks`` are
-    of the caller's device work: nothing is copied to or from a device before it.
+    ``warm`` is a pool of memory to reuse. ``later`` says that a template is filled some
+    time after the receive, by a caller who waits for the copy. ``ahead`` says that the
+    thread that brings the bytes must not touch new pages, because gloo has only one
+    thread. ``marks`` are of the caller's device work: nothing is copied to or from a
+    device before it.
     """
 
     limits: Limits
@@ -71,6 +73,7 @@ class Terms:
     direct: bool
     ports: PortFor
     warm: ArenaPool | None = None
+    later: bool = False
     ahead: bool = False
     marks: Marks = Marks()  # noqa: RUF009 - frozen
 
@@ -172,7 +175,8 @@ def into_template(
         allow_pickle=terms.allow_pickle,
         on_device=on_device,
     )
-    pinned = terms.warm is not None and used >= _USED * manifest.segment_bytes
+    pays = terms.later or terms.warm is not None
+    pinned = not arena and pays and used >= _USED * manifest.segment_bytes
     return Destination(
         manifest.grid,
         rule,
@@ -216,7 +220,7 @@ class Destination:
         terms: The bounds of the receive.
         bridge: Runs the threads that prepare memory and fill a template.
         owns: Whether to free the memory here.
-        pinned: Whether to page-lock the memory, because it will be reused.
+        pinned: Whether to page-lock the memory for the devices that it is copied to.
         bounded: Bounds the received bytes; None: they were bounded with the loan.
         share: The entries that a device receives by itself.
 
@@ -299,7 +303,7 @@ class Destination:
                 self._bridge,
                 self.loaded,
                 direct=self._terms.direct,
-                pinned=self.arena if self._pinned else None,
+                pinned=self._pinned,
                 marks=self._terms.marks,
                 fences=self._fences,
             )
@@ -366,7 +370,12 @@ class Destination:
         """
         if self._loading is None:
             self._loan.finish()
-        return await self._bridge.run(self._rule.assemble)
+        return await self._bridge.run(self._assemble)
+
+    def _assemble(self) -> object:
+        if self._pinned and self.copies is not None:
+            self.copies.pin()  # now, because the pages are mapped
+        return self._rule.assemble()
 
     @property
     def nbytes_to_load(self) -> int:
@@ -518,7 +527,7 @@ class _Loading:
         bridge: Runs the threads that copy, or enqueue copies.
         loaded: The chunks that are in the template already, or on their way.
         direct: Whether host tensors have received their bytes directly.
-        pinned: Memory to page-lock, because it will be reused.
+        pinned: Whether to page-lock the arena before `early` copies from it.
         marks: Those of the caller of the receive.
         fences: The events that the copies to devices wait for.
 
@@ -534,7 +543,7 @@ class _Loading:
         loaded: set[int],
         *,
         direct: bool,
-        pinned: Arena | None,
+        pinned: bool,
         marks: Marks,
         fences: Fences,
     ) -> None:
@@ -584,7 +593,9 @@ class _Loading:
         host = [each for each in rest if not self._direct or each in early]
         for chunk in rest:
             self._copies.load_device(*self._grid.range(chunk), fences)
-        share_out(lambda chunk: self._copies.load_host(*self._grid.range(chunk)), host)
+        if self._copies.has_host:
+            load = self._copies.load_host
+            share_out(lambda chunk: load(*self._grid.range(chunk)), host)
         return [port.mark() for port in self._copies.ports.values()]
 
     async def _send_all(self, before: Iterable[Event]) -> None:
@@ -596,9 +607,8 @@ class _Loading:
 
     def _prepare(self) -> None:
         self._parts = _Unfinished(self._copies.part_ranges(), self._grid)
-        if self._pinned is not None:
-            for port in self._copies.ports.values():
-                self._pinned.pin(port.pin)
+        if self._pinned:
+            self._copies.pin()
 
     def _send(self, chunk: int) -> None:
         self.has_sent, fences = True, self._fences

@@ -371,6 +371,76 @@ async def test_memory_that_is_kept_is_page_locked(device) -> None:
             assert not device.pinned
 
 
+@pytest.mark.parametrize("full", [False, True])
+async def test_small_tensors_arrive_together(device, full: bool, monkeypatch) -> None:
+    """Through a buffer on the device, or one by one if it has no memory for that."""
+    device.held, copies = False, list[int]()
+    copy = device.copy
+
+    def counted(moves, *, after):
+        made = [*moves]
+        copies.append(len(made))
+        return copy(made, after=after)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(device, "copy", counted)
+    async with pair(chunk_bytes=SEGMENT) as (sender, receiver):
+        await sender.send_checkpoint([], 1, many(1.0))
+        template = many(0.0)
+        step = await receiver.prepare(sender.metadata(), 1, into=template)
+        if full:
+            monkeypatch.setattr(torch, "empty_like", refuse)
+        step.apply()
+        assert sum(copies) == 1
+        assert_same(template, many(1.0))
+
+
+@pytest.mark.parametrize("have", [False, True])
+async def test_a_prepared_step_is_page_locked(device, have: bool) -> None:
+    """Before it is applied, which somebody waits for; and until it is freed."""
+    device.held = False
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, many(1.0))
+        for end in ("apply", "discard"):
+            template = many(0.0)
+            prepare = receiver.prepare
+            step = await prepare(sender.metadata(), 1, into=template, have=have)
+            assert len(device.pinned) == 1
+            getattr(step, end)()
+            del step, prepare
+            await settle(lambda: gc.collect() >= 0 and not device.pinned)
+            assert_same(template, many(1.0 if end == "apply" else 0.0))
+
+
+async def test_memory_of_the_sender_is_not_page_locked(device, monkeypatch) -> None:
+    """That would copy it, since the receiver must not change it."""
+
+    def refuse(arena: object) -> None:
+        raise AssertionError(f"{arena} is page-locked")
+
+    device.held = False
+    monkeypatch.setattr(device, "pin", refuse)
+    options = {"same_host": True, "keep_arena": True}
+    async with pair(**options) as (sender, receiver):
+        await sender.send_checkpoint([], 1, one(1.0))
+        template = one(0.0)
+        await receive(sender, receiver, into=template)
+        assert_same(template, one(1.0))
+
+
+async def test_kept_memory_is_page_locked_for_a_plain_receive(device) -> None:
+    """Its bytes go to the device as fast as those of a direct one."""
+    device.held = False
+    async with transport() as sender, transport(keep_arena=True) as receiver:
+        await sender.send_checkpoint([], 1, one(1.0))
+        template = one(0.0)
+        await receive(sender, receiver, into=template)
+        assert len(device.pinned) == 1
+        assert_same(template, one(1.0))
+
+
 @pytest.mark.parametrize("how", ["before", "after", "same host", "two sources"])
 async def test_wherever_it_comes_from(device, how: str) -> None:
     """A sender that still stages, the sender's memory, or several sources."""
