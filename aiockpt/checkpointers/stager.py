@@ -18,7 +18,7 @@ from aiockpt.memory.device import Marks, PortFor, completed, port_for
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Lifetime
-from aiockpt.runtime.system import failing_here
+from aiockpt.runtime.system import copying_threads, failing_here
 from aiockpt.state.nodes import Decoders, decoders_for
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from aiockpt.storage.checkpoint_file import blaming_file
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 _ARENAS: Final = 2  # one is written while the next save is staged into the other
-_THREADS: Final = 2  # that copy; more hardly copy memory faster
 _CLOSING: Final = 5.0
 _LIMITS: Final = replace(FILE_LIMITS, max_header_bytes=1 << 40)
 
@@ -145,7 +144,7 @@ class DefaultStager(CheckpointStager):
         self._config = config
         self.ports = ports
         self._lifetime = Lifetime("the stager")
-        self._bridge = Bridge(threads=_THREADS, name="aiockpt-stage")
+        self._bridge = Bridge(threads=copying_threads(), name="aiockpt-stage")
         self._stager = stager_of(
             self._bridge, config, shared=shared, kept=_ARENAS, ports=ports
         )
@@ -228,7 +227,7 @@ def stager_of(
     return Stager(
         bridge,
         StagerOptions(
-            threads=_THREADS,
+            threads=copying_threads(),
             chunk_bytes=config.chunk_bytes,
             limits=_LIMITS,
             readers=FILE_LIMITS,

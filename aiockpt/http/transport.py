@@ -49,6 +49,7 @@ from aiockpt.memory.arena import CAN_LEND, ArenaPool
 from aiockpt.memory.device import Marks, port_for
 from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 from aiockpt.runtime.lifetime import Deadline, Lifetime
+from aiockpt.runtime.system import copying_threads
 from aiockpt.state.selection import Select, listed
 from aiockpt.transfer.deltas import check_available
 from aiockpt.transfer.destination import Terms
@@ -73,7 +74,6 @@ from aiockpt.transport import (
 
 __all__ = ["HTTPTransport", "TransportStatistics"]
 
-_THREADS = 2
 _DEFAULT_WAIT = 5.0  # seconds for which a server waits for a step
 _CLOSING = 5.0  # seconds for running calls to end, and then for the threads
 
@@ -204,7 +204,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._credentials.warn_if_short()
         self._timeout, self._limits = seconds(timeout), receive.limits
         self._same_host, lends = same_host, bool(same_host) and CAN_LEND
-        self._bridge = Bridge(threads=_THREADS, name="aiockpt")
+        threads = copying_threads()
+        self._bridge = Bridge(threads=threads, name="aiockpt")
         self._lifetime = Lifetime("the transport")
         self._allow_pickle = allow_pickle
         swarm_options = Swarm() if swarm is True else swarm or None
@@ -251,7 +252,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._stager = Stager(
             self._bridge,
             StagerOptions(
-                threads=_THREADS,
+                threads=threads,
                 chunk_bytes=chunk_bytes,
                 algorithm=digest,
                 limits=receive.limits,

@@ -27,6 +27,7 @@ __all__ = [
     "allocating",
     "available_memory",
     "collector_paused",
+    "copying_threads",
     "descriptor_limit",
     "failing_here",
     "is_callers",
@@ -292,6 +293,14 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def copying_threads() -> int:
+    """Return how many threads should copy, read or digest memory at once.
+
+    Half of the cores stay for the program, and eight threads are as fast as memory.
+    """
+    return min(max(usable_cores() // 2, 2), 8)
 
 
 @contextmanager

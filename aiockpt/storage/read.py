@@ -23,7 +23,7 @@ from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.format.paths import Node
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.system import of_caller
+from aiockpt.runtime.system import copying_threads, of_caller
 from aiockpt.state.load_plan import Ranges
 from aiockpt.state.segment import Segment
 from aiockpt.storage.checkpoint_file import header_of
@@ -47,7 +47,6 @@ OnBytes: TypeAlias = Callable[[int], None]
 
 _BLOCK: Final = 2 << 20  # digested while it is in the cache
 _SPAN: Final = 32 << 20  # bytes that a thread takes at once if nothing is verified
-_THREADS: Final = 2
 
 
 def check_verify(verify: Verify) -> Verify:
@@ -239,7 +238,7 @@ class _Reading:
 
     def run(self, spans: Sequence[_Span]) -> None:
         remaining = iter(spans)
-        helpers = min(_THREADS, len(spans)) - 1
+        helpers = min(copying_threads(), len(spans)) - 1
         with ExitStack() as stack:
             if helpers > 0:
                 bridge = Bridge(threads=helpers, name="aiockpt-read")

@@ -32,6 +32,7 @@ from aiockpt.memory.device import (
     keep_until,
 )
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.system import copying_threads
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Survey
 from aiockpt.state.pairing import alike
@@ -48,7 +49,6 @@ OnReuse: TypeAlias = Callable[[int, int], None]
 
 # Bytes per call in a thread: enough that the switch to the thread costs nothing.
 _SPAN: Final = 32 << 20
-_THREADS: Final = 2
 # Bytes that are patched at once, in the cache. Smaller blocks give up the interpreter
 # lock too often, which comes back only after 5 ms if another thread runs Python.
 _BLOCK: Final = 2 << 20
@@ -345,7 +345,7 @@ class Delta:
             for part in waiting:
                 found.extend(await work(part))
 
-        await run_all([worker] * min(_THREADS, len(parts)))
+        await run_all([worker] * min(copying_threads(), len(parts)))
         return sorted(found)
 
     async def _look(self, chunks: Sequence[int]) -> list[int]:

@@ -8,7 +8,7 @@ trainer waits for the copies alone: the process that writes computes the digests
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +59,8 @@ class StagerOptions:
     """How snapshots are made.
 
     Attributes:
-        threads: How many chunks are copied and digested at once.
+        threads: How many chunks are copied and digested at once. A device may copy one
+            more for each of them meanwhile.
         chunk_bytes: The size of a chunk.
         algorithm: The algorithm of the chunks' digests, one of `Algorithm`.
         limits: Bound the nesting and the counts of the state dict.
@@ -254,8 +255,7 @@ class Stager:
             arena=arena,
             port_for=self._ports,
         )
-        for port in plan.ports.values():
-            arena.pin(port.pin)
+        plan.pin()
         memory = plan.in_place() if self._options.zero_copy else arena
         if isinstance(memory, InPlace) and not self._options.seal:
             memory.watch()  # for the process that computes the digests
@@ -283,10 +283,24 @@ class Stager:
 
         remaining = iter(range(len(pieces)))
 
+        def ahead() -> tuple[int, list[Event]] | None:
+            """Enqueue the device's copies of another piece."""
+            if (piece := next(remaining, None)) is None:
+                return None
+            return piece, job.plan.stage_device(*pieces.range(piece), fences)
+
+        def go_on(piece: int) -> tuple[str | None, tuple[int, list[Event]] | None]:
+            following = ahead()  # the device copies it during the rest
+            return copy(piece), following
+
         async def worker() -> None:
-            for piece in remaining:
-                await self._copy_device(job, *pieces.range(piece), fences, dense)
-                copied(piece, await self._bridge.run(copy, piece))
+            following = await self._bridge.run(ahead)
+            await completed(*dense)
+            while following is not None:
+                piece, events = following
+                await completed(*events)
+                found, following = await self._bridge.run(go_on, piece)
+                copied(piece, found)
 
         bridge, threads = self._bridge, self._options.threads
         if fences:
@@ -294,13 +308,6 @@ class Stager:
         else:
             await map_in_threads(bridge, threads, copy, remaining, copied)
         return digests
-
-    async def _copy_device(
-        self, job: _Job, start: int, stop: int, fences: Fences, dense: Iterable[Event]
-    ) -> None:
-        copies = await self._bridge.run(job.plan.stage_device, start, stop, fences)
-        for event in (*dense, *copies):
-            await completed(event)
 
 
 @contextmanager

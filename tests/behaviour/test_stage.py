@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,101 @@ class TestDevice:
                 snapshot.release()
             staging.trim()
             await settle(lambda: not device.pinned)
+
+
+def small(fill: int = 1) -> dict[str, Any]:
+    """Return small tensors of odd sizes, of which some move by their elements."""
+    made = {f"w{n}": torch.full((n % 200,), fill * n) for n in range(600)}
+    made["w300"] = torch.full((40,), fill)[::4]
+    made["w301"] = torch.full((70_000,), fill)  # which is not small
+    return made
+
+
+class Counting(FakeAccelerator):
+    """A device that counts the copies to host memory and from there."""
+
+    count = 0
+
+    def copy(self, moves, *, after):
+        made = [*moves]
+        self.count += len(made)
+        return super().copy(made, after=after)
+
+
+class TestSmallTensors:
+    """Small tensors of a device travel together."""
+
+    @pytest.mark.parametrize("zero_copy", [False, True])
+    async def test_they_arrive_in_few_copies(self, zero_copy) -> None:
+        """Bit by bit, with zeros between them and whatever lies among them."""
+        device, ids = Counting(held=False), []
+        async with (
+            stager(ports=device.port_for, zero_copy=zero_copy) as staging,
+            stager() as plain,
+        ):
+            for fill in (3, 1):  # the second one into memory that has been used
+                snapshot = await staging.stage(small(fill), step=1)
+                assert_same(rebuilt(file_of(snapshot)), small(fill))
+                ids.append(snapshot.manifest.snapshot_id)
+                snapshot.release()
+            assert (await plain.stage(small(), step=1)).manifest.snapshot_id == ids[1]
+        assert device.count < 2 * 40
+
+    async def test_a_device_without_memory_copies_each(self, monkeypatch) -> None:
+        """Slower, but the checkpoint is complete."""
+
+        def full(*_: object, **__: object) -> None:
+            raise torch.OutOfMemoryError
+
+        device = FakeAccelerator(held=False)
+        async with stager(ports=device.port_for) as staging:
+            monkeypatch.setattr(torch, "empty_like", full)
+            snapshot = await staging.stage(small(), step=1)
+            monkeypatch.undo()
+            assert_same(rebuilt(file_of(snapshot)), small())
+
+    async def test_they_are_as_training_leaves_them(self) -> None:
+        """After its work, also when some of it comes between two pieces."""
+        device, live = FakeAccelerator(), small(0)
+        for each in live.values():
+            device.produce(partial(each.fill_, 7))
+        async with stager(ports=device.port_for) as staging:
+            task = asyncio.create_task(staging.stage(live, step=1))
+            await settle(lambda: not device.idle)
+            assert device.run(producer=False) == 0
+            device.held = False
+            device.run()
+            found = rebuilt(file_of(await task))
+        assert all((each == 7).all() for each in found.values())
+
+    async def test_a_cancel_keeps_the_memory_until_they_are_copied(self) -> None:
+        """The fake device fails if it is freed before."""
+        device = FakeAccelerator()
+        async with stager(ports=device.port_for) as staging:
+            task = asyncio.create_task(staging.stage(small(), step=1))
+            await settle(lambda: not device.idle)
+            device.run(copies=3)
+            task.cancel()
+            await asyncio.wait({task})
+            device.held = False
+            device.run()
+            snapshot = await staging.stage(small(2), step=2)
+            assert_same(rebuilt(file_of(snapshot)), small(2))
+
+
+async def test_a_device_copies_ahead_of_the_digests(monkeypatch) -> None:
+    """By one chunk for each thread, so that neither of them waits."""
+    device, live, copied = Counting(held=False), {"w": torch.ones(80_000)}, []
+
+    def noted(*args: Any) -> str:
+        copied.append(device.count)
+        return digest(*args)
+
+    monkeypatch.setattr("aiockpt.transfer.stager.digest", noted)
+    async with stager(ports=device.port_for, threads=1) as staging:
+        snapshot = await staging.stage(live, step=1)
+        assert copied == [2, 3, 4, 5, 5]
+        assert_same(rebuilt(file_of(snapshot)), live)
 
 
 SWITCHES = [

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from aiockpt.memory.device import completed, keep_until, port_for
+from aiockpt.runtime import system
 from tests.support.accelerators import FakeAccelerator
 
 
@@ -102,3 +103,12 @@ def test_a_device_that_fails_is_logged(allow_error_logs) -> None:
     keep_until(fail)
     ended()
     assert "waiting for a device failed" in allow_error_logs[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads"), [(1, 2), (2, 2), (4, 2), (8, 4), (16, 8), (64, 8)]
+)
+def test_half_of_the_cores_copy(cores: int, threads: int, monkeypatch) -> None:
+    """The others are the program's, and eight are as fast as memory."""
+    monkeypatch.setattr(system, "usable_cores", lambda: cores)
+    assert system.copying_threads() == threads
