@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from aiockpt.cli.doctor import describe_machine
-from aiockpt.runtime.system import usable_cores
+from aiockpt.runtime.system import copying_threads
 from benchmarks.cases import CHUNKS, RENO, ROWS, SOCKETS, Row, saved, setting
 from benchmarks.measures import BenchmarkError, Candidate, Sample, Samples, take_turns
 from benchmarks.report import GPU_REPORT, PAGE, cells, rows_of, write_page
@@ -58,7 +58,6 @@ _OUTCOMES = ("PASSED", "FAILED", "ERROR", "SKIPPED")
 _OUTCOME = rf"^\S*::.+? ({'|'.join(_OUTCOMES)})"  # of a test, in a line of pytest
 _TICK = 0.2  # seconds until what the tests have printed is read again
 _TRAINED = 1.5  # seconds of a sample
-_READERS = max(min(usable_cores() // 2, 8), 2)  # threads, as many as a load has
 _RIVALS = {
     "async_save": ("async_save, pinned", "async_save, thread"),
     "_experimental": ("_experimental, pinned", "_experimental, staging in the caller"),
@@ -149,7 +148,9 @@ def _save(kit: Kit) -> Phases:
 def _load(kit: Kit) -> Phases:
     kit.build(64 * _MIB, _WHOLE)
     copy = kit.does("pinned copy to the device", "copy", to="device")
-    read = kit.does("a file's reads, then a pinned copy", "read", threads=_READERS)
+    read = kit.does(
+        "a file's reads, then a pinned copy", "read", threads=copying_threads()
+    )
     yield [copy, read, kit.does("aiockpt", "load")]
 
 
