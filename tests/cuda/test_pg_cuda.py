@@ -21,7 +21,7 @@ DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
 A_WHILE = 400_000_000
 """Cycles that a device is kept busy: some 200 ms."""
-_LONGEST = 10.0
+_LONGEST = 5.0
 """Seconds after which an end that waits in vain fails, before the test is ended."""
 
 pytestmark = [
