@@ -8,7 +8,8 @@ trainer waits for the copies alone: the process that writes computes the digests
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from aiockpt.format.chunks import (
     digest,
 )
 from aiockpt.format.header import build_manifest, with_step
-from aiockpt.format.limits import Limits
+from aiockpt.format.limits import Limits, raise_if_cancelled
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool
 from aiockpt.memory.copies import CopyPlan, InPlace
@@ -47,6 +48,10 @@ __all__ = ["Snapshot", "Stager", "StagerOptions"]
 
 # Bytes per copy if no digest is computed: enough for a thread, and soon cancelled.
 _SPAN: Final = 64 << 20
+
+# Seconds that a thread works before it returns to the loop, which costs as much as to
+# copy a few megabytes.
+_TURN: Final = 0.05
 
 # The digest finds a block in the cache that cores share. Smaller blocks would release
 # the interpreter lock more often, and beside a thread that computes in Python each
@@ -272,42 +277,57 @@ class Stager:
         seal, grid = self._options.seal, job.grid
         pieces = grid if seal else ChunkGrid(grid.segment_bytes, _SPAN)
 
-        work = job.copy_and_digest if seal else job.copy_host
+        def copy(piece: int, _: object = None) -> None:
+            if seal:
+                digests[piece] = job.copy_and_digest(*pieces.range(piece))
+            else:
+                job.copy_host(*pieces.range(piece))
 
-        def copy(piece: int, _: object = None) -> str | None:
-            return work(*pieces.range(piece))
+        if fences:
+            await completed(*dense)
+            await self._copy_behind(job.plan, pieces, fences, copy)
+        else:
+            bridge, threads = self._bridge, self._options.threads
+            items = range(len(pieces))
+            await map_in_threads(bridge, threads, copy, items, lambda *_: None)
+        return digests
 
-        def copied(piece: int, found: str | None) -> None:
-            if found is not None:
-                digests[piece] = found
-
+    async def _copy_behind(
+        self,
+        plan: CopyPlan,
+        pieces: ChunkGrid,
+        fences: Fences,
+        copy: Callable[[int], None],
+    ) -> None:
+        """Call ``copy`` for each piece in threads, after the devices have copied it."""
         remaining = iter(range(len(pieces)))
+        bridge = self._bridge
 
         def ahead() -> tuple[int, list[Event]] | None:
-            """Enqueue the device's copies of another piece."""
             if (piece := next(remaining, None)) is None:
                 return None
-            return piece, job.plan.stage_device(*pieces.range(piece), fences)
+            return piece, plan.stage_device(*pieces.range(piece), fences)
 
-        def go_on(piece: int) -> tuple[str | None, tuple[int, list[Event]] | None]:
-            following = ahead()  # the device copies it during the rest
-            return copy(piece), following
+        def take_turn(piece: int) -> tuple[int, list[Event]] | None:
+            end = time.monotonic() + _TURN
+            while True:
+                following = ahead()  # the device copies it during the rest
+                copy(piece)
+                if following is None or time.monotonic() >= end:
+                    return following
+                raise_if_cancelled()
+                piece, events = following
+                if bridge.statistics().waiting or not all(e.query() for e in events):
+                    return following
 
         async def worker() -> None:
-            following = await self._bridge.run(ahead)
-            await completed(*dense)
+            following = await bridge.run(ahead)
             while following is not None:
                 piece, events = following
                 await completed(*events)
-                found, following = await self._bridge.run(go_on, piece)
-                copied(piece, found)
+                following = await bridge.run(take_turn, piece)
 
-        bridge, threads = self._bridge, self._options.threads
-        if fences:
-            await run_all([worker] * min(threads, len(pieces)))
-        else:
-            await map_in_threads(bridge, threads, copy, remaining, copied)
-        return digests
+        await run_all([worker] * min(self._options.threads, len(pieces)))
 
 
 @contextmanager

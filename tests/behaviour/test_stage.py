@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.errors import ClosedError, StagingError, UnsupportedLeafError
 from aiockpt.format.chunks import digest
+from aiockpt.format.limits import IS_CANCELLED
 from aiockpt.testing import assert_same
 from tests.support.accelerators import FakeAccelerator
 from tests.support.proofs import proves
@@ -259,6 +261,31 @@ async def test_a_device_copies_ahead_of_the_digests(monkeypatch) -> None:
     async with stager(ports=device.port_for, threads=1) as staging:
         snapshot = await staging.stage(live, step=1)
         assert copied == [2, 3, 4, 5, 5]
+        assert_same(rebuilt(file_of(snapshot)), live)
+
+
+async def test_a_cancel_ends_a_turn_at_the_next_chunk(monkeypatch) -> None:
+    """Though all of them have been copied; then the stager is as good as new."""
+    device, live, digested = FakeAccelerator(held=False), {"w": torch.ones(80_000)}, []
+    loop = asyncio.get_running_loop()
+
+    def cancelling(*args: Any) -> str:
+        digested.append(args)
+        loop.call_soon_threadsafe(task.cancel)
+        is_cancelled = IS_CANCELLED.get()
+        assert is_cancelled is not None
+        while not is_cancelled():
+            time.sleep(0.001)
+        return digest(*args)
+
+    async with stager(ports=device.port_for, threads=1) as staging:
+        with monkeypatch.context() as patched:
+            patched.setattr("aiockpt.transfer.stager.digest", cancelling)
+            task = asyncio.create_task(staging.stage(live, step=1))
+            await asyncio.wait({task})
+        assert task.cancelled()
+        assert len(digested) == 1
+        snapshot = await staging.stage(live, step=2)
         assert_same(rebuilt(file_of(snapshot)), live)
 
 
