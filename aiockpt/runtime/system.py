@@ -298,9 +298,10 @@ def usable_cores() -> int:
 def copying_threads() -> int:
     """Return how many threads should copy, read or digest memory at once.
 
-    Half of the cores stay for the program, and eight threads are as fast as memory.
+    Half of the cores stay for the program. More than four threads would often have the
+    interpreter lock, for which a training loop waits between two steps.
     """
-    return min(max(usable_cores() // 2, 2), 8)
+    return min(max(usable_cores() // 2, 2), 4)
 
 
 @contextmanager
