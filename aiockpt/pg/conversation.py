@@ -45,6 +45,7 @@ from contextlib import (
     nullcontext,
 )
 from dataclasses import dataclass
+from itertools import product
 from mmap import mmap
 from typing import Final, TypeVar, TypeVarTuple
 
@@ -54,7 +55,15 @@ from aiockpt.errors import (
     ProcessGroupError,
     RemoteProtocolError,
 )
-from aiockpt.pg.messages import Channel, Digests, Group, Medium, Memory, compare
+from aiockpt.pg.messages import (
+    Channel,
+    Digests,
+    Group,
+    Medium,
+    Memory,
+    compare,
+    rank_in,
+)
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.tasks import beside
@@ -184,19 +193,6 @@ class Ranks:
         if self._why:
             raise ProcessGroupError(self._why, rank=self._rank)
 
-    def check_for(self, ranks: Iterable[int], *, sending: bool) -> None:
-        """Raise ``ProcessGroupError`` if the group is broken, and tell ``ranks`` so.
-
-        Another rank may have broken it. Such a peer knows nothing of that, and would
-        wait until its deadline.
-        """
-        if self.broken:
-            for rank in ranks:
-                turn = self._turns.get((sending, rank))
-                if turn is None or not turn.locked():  # a conversation tells it itself
-                    self.tell(self._medium.channel(self._group, rank, sending=sending))
-        self.check()
-
     def tell(self, channel: Channel, why: str = "") -> None:
         """Tell a peer that the group is broken, once and without waiting for it."""
         peer = (channel.sending, channel.rank)
@@ -210,7 +206,11 @@ class Ranks:
         self.remains.append(channel.give_up(frame))
 
     def break_off(self, rank: int, error: BaseException) -> None:
-        """Mark the group as broken; remember the first error and its rank."""
+        """Mark the group as broken, and tell all ranks; remember the first error.
+
+        A rank that had no part in it may be waiting for this one already. A
+        conversation that is under way comes to its end first; see `turn`.
+        """
         if self._why:
             return
         why = str(error)
@@ -219,21 +219,35 @@ class Ranks:
         elif isinstance(error, ProcessGroupError):
             why = error.detail
         self._rank, self._why = rank, f"an earlier one was the last: {why}"
+        for other, sending in product(self._others(), (True, False)):
+            turn = self._turns.get((sending, other))
+            if turn is None or not turn.locked():
+                self.tell(self._medium.channel(self._group, other, sending=sending))
+
+    def _others(self) -> list[int]:
+        try:
+            own = rank_in(self._group)
+            return [rank for rank in range(self._group.size()) if rank != own]
+        except Exception:  # noqa: BLE001 - torchft's group, while it is made anew
+            return []
 
     @asynccontextmanager
     async def turn(self, rank: int, *, sending: bool) -> AsyncIterator[Channel]:
         """Wait until no other call talks to ``rank``, then yield a channel to it.
 
         Messages of host memory have tags. A device's communicator has only an order, so
-        both ends hold one conversation at a time.
+        both ends hold one conversation at a time. At its end, a peer is told if the
+        group has broken meanwhile.
         """
         channel = self._medium.channel(self._group, rank, sending=sending)
         key = (sending, rank) if channel.tagged else (True, -1)
         async with self._turns.setdefault(key, asyncio.Lock()):
-            if self.broken:
-                self.tell(channel)
             self.check()
-            yield channel
+            try:
+                yield channel
+            finally:
+                if self.broken:
+                    self.tell(channel)
 
     async def refuse(
         self, rank: int, step: int, error: Exception, deadline: Deadline

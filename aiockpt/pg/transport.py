@@ -180,7 +180,7 @@ class PGTransport(CheckpointTransport[T]):
         started = time.monotonic()
         here = failing_here(f"sending step {step}")
         with self._lifetime.call(), self._under_way(), here:
-            self._ranks.check_for(ranks, sending=True)
+            self._ranks.check()
             async with deadline:
                 try:
                     async with self._staging:  # so that two sends keep their order
@@ -300,7 +300,7 @@ class PGTransport(CheckpointTransport[T]):
             step, rank, self._ranks, self._medium, self._limits, deadline
         )
         with self._lifetime.call():
-            self._ranks.check_for([rank], sending=False)
+            self._ranks.check()
             async with deadline:
                 found = await receive(source, step, options, self._bridge, deadline)
                 return cast("T", found.state_dict)

@@ -146,6 +146,23 @@ async def test_a_receiver_killed_half_way_disturbs_no_other(tmp_path: Path) -> N
         assert all("with rank 1 failed" in note for note in notes), "rank 2 has it"
 
 
+@pytest.mark.allow_leaks("threads", "fds")  # of the waits that nothing ends
+@pytest.mark.parametrize("life", ["die_half_way", "stop_half_way"])
+async def test_a_rank_that_waits_hears_of_another_ones_loss(
+    tmp_path: Path, life: str
+) -> None:
+    """It waits for the sender, which sends nothing any more in this group."""
+    async with (
+        ranks(tmp_path, life, "witness") as (group, (_, witness)),
+        transport(group, chunk_bytes=MIB) as ours,
+    ):
+        with pytest.raises((ProcessGroupError, TransferTimeoutError), match="rank 1"):
+            await ours.send_checkpoint([1], 1, large(1.0), 2)
+        assert witness.stdout is not None
+        async with asyncio.timeout(10):
+            assert await witness.stdout.readline() == b"ProcessGroupError 0\n"
+
+
 @proves("cell PGTransport.send_checkpoint: timeout")
 @pytest.mark.allow_leaks("threads", "fds")  # the waiting ones
 async def test_a_receiver_stopped_half_way(tmp_path: Path) -> None:

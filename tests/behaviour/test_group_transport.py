@@ -525,6 +525,41 @@ async def test_a_pair_is_told_that_another_rank_was_lost(
 
 
 @LEFT
+@pytest.mark.parametrize("broken", ["sender", "receiver"])
+async def test_a_pair_is_told_though_the_broken_end_makes_no_call(broken: str) -> None:
+    """It may have left for a new group by then; the other end waits already."""
+    async with transports(4) as (sender, receiver, *_):
+        if broken == "sender":
+            lost = sender.send_checkpoint([2], 1, {})
+            waits: Any = receiver.recv_checkpoint(0, "", 1)
+        else:
+            lost = receiver.recv_checkpoint(2, "", 1)
+            waits = sender.send_checkpoint([1], 1, sample())
+        waiting, cut = asyncio.ensure_future(waits), asyncio.ensure_future(lost)
+        await asyncio.sleep(0.1)
+        cut.cancel()
+        async with asyncio.timeout(PROMPT):
+            with pytest.raises(ProcessGroupError, match=r"gave up: .* was cut short"):
+                await waiting
+
+
+@LEFT
+async def test_a_conversation_ends_well_beside_one_that_breaks_the_group() -> None:
+    """It was under way; the peer is told after its end, before it begins another."""
+    async with transports(3) as (sender, receiver, _):
+        receiving = asyncio.create_task(receiver.recv_checkpoint(0, "", 1))
+        cut = asyncio.ensure_future(receiver.recv_checkpoint(2, "", 1))
+        await asyncio.sleep(0.1)
+        cut.cancel()
+        await asyncio.wait({cut})
+        async with asyncio.timeout(PROMPT):
+            await sender.send_checkpoint([1], 1, sample())
+            assert_same(await receiving, sample())
+            with pytest.raises(ProcessGroupError, match=r"gave up: .* was cut short"):
+                await sender.send_checkpoint([1], 2, sample())
+
+
+@LEFT
 async def test_a_cancel_while_a_sender_is_refused_gives_the_turn_back() -> None:
     """The receive that waits for it hears at once that the group is broken."""
     sparse = {"w": torch.ones(4).to_sparse()}
