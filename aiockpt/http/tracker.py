@@ -11,7 +11,7 @@ import asyncio
 import random
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import inf
 from typing import Final, NamedTuple
@@ -418,6 +418,12 @@ class _Voter(NamedTuple):
     grant: str
     address: str
 
+    @property
+    def counted_as(self) -> tuple[tuple[str, str], ...]:
+        """What its complaints are counted by."""
+        grants = (("grant", self.grant),) if self.grant else ()
+        return self[:2], *grants
+
 
 class _Complaints:
     """Which hosts complained about which member's server.
@@ -430,19 +436,18 @@ class _Complaints:
     def __init__(self) -> None:
         self._new: dict[int, set[_Voter]] = {}
         self._filed: dict[tuple[str, int], set[_Voter]] = {}
+        self._made = Counter[tuple[str, str]]()  # those above, by host and by grant
 
     def add(self, voter: _Voter, numbers: Sequence[int]) -> None:
         """Note the complaints of a host; it counts once, with all its members."""
-        if not numbers:
-            return
-        all_voters = (*self._new.values(), *self._filed.values())
-        made = sum(_has_voted(voter, voters) for voters in all_voters)
+        made = max(self._made[each] for each in voter.counted_as)
         for number in numbers[: max(_MOST_COMPLAINTS - made, 0)]:
             voters = self._new.setdefault(number, set())
             if len(voters) < _MOST_COMPLAINTS and not _has_voted(voter, voters):
                 voters.add(voter)
+                self._count({voter}, 1)
             if len(self._new) > _MOST_ACCUSED:  # some are about members that left
-                del self._new[next(iter(self._new))]
+                self._count(self._new.pop(next(iter(self._new))), -1)
 
     def about(self, member: _Member) -> set[_Voter]:
         """Return those, at other addresses than its own, that complained about it."""
@@ -450,6 +455,7 @@ class _Complaints:
             return set()
         server = endpoint(member.url)
         found, new = self._filed.get(server, set()), self._new.pop(member.number, set())
+        self._count(new, -1)
         new = {
             each
             for each in new
@@ -457,9 +463,16 @@ class _Complaints:
         }
         if new and len(found) < _MOST_COMPLAINTS:
             found = self._filed[server] = found | new
+            self._count(new, 1)
             if len(self._filed) > _MOST_ACCUSED:
-                del self._filed[next(iter(self._filed))]
+                self._count(self._filed.pop(next(iter(self._filed))), -1)
         return found
+
+    def _count(self, voters: Iterable[_Voter], more: int) -> None:
+        for key in (key for each in voters for key in each.counted_as):
+            self._made[key] += more
+            if not self._made[key]:
+                del self._made[key]
 
     def votes(self, member: _Member) -> int:
         """Return how many hosts, its own one apart, complained about a member for sure.

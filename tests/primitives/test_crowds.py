@@ -130,6 +130,32 @@ async def test_a_member_of_a_large_swarm() -> None:
 
 
 @proves("threat D19")
+async def test_a_complaint_beside_many() -> None:
+    """It is counted with those of its host; nobody looks at all the others."""
+
+    async def crowd(count: int) -> Callable[[], Awaitable[None]]:
+        tracker = Tracker(64)
+
+        def announce(number: int, *bad: str) -> str:
+            said = Announcement(f"http://h:{1000 + number}/c/", have=64, bad=bad)
+            address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
+            lease = f"{number:032x}"
+            return tracker.announce(lease, said, address=address, trusts_url=False).id
+
+        names = [announce(number) for number in range(count)]
+        for number in range(count):
+            announce(number, *(names[(number + each) % count] for each in range(1, 9)))
+
+        async def request() -> None:
+            announce(count, names[3])
+
+        return request
+
+    few, many = await steps_of(crowd)
+    assert 0 < many < 2 * few
+
+
+@proves("threat D19")
 async def test_polls_that_wait_do_nothing() -> None:
     """Only news wakes them; one timer looks whether their clients have left."""
     store, checks = Store(), 0
