@@ -408,7 +408,8 @@ def main(argv: Sequence[str]) -> int:
         if not report.get("measured"):
             sys.stderr.write(f"{options.from_}: {_NOTHING}\n")
             return 1
-        (options.page / GPU_REPORT).write_text(options.from_.read_text())
+        report["tests"].pop("output", None)  # it names paths of that machine
+        (options.page / GPU_REPORT).write_text(json.dumps(report, indent=1) + "\n")
         others = json.loads((options.page / "benchmarks.json").read_text())
         write_page(others, options.page)
         return 0

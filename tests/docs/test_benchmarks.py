@@ -324,6 +324,8 @@ def test_the_page_is_what_its_json_says(tmp_path: Path) -> None:
     for case, them in found["cases"].items():
         rows = [row for row in found["rows"] if row["case"] == case]
         assert rows == list(report.rows_of(case, them["samples"])), case
+    for measured in PAGE.glob(report.GPU_REPORT):
+        shutil.copy(measured, tmp_path)
     report.write_page(found, tmp_path)
     for name in ("benchmarks.md", "benchmarks-ratios.svg", "benchmarks-star.svg"):
         assert (tmp_path / name).read_text() == (PAGE / name).read_text(), name
