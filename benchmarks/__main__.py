@@ -39,7 +39,6 @@ def main(argv: Sequence[str]) -> int:
         if options.json is not None:
             options.json.write_text(text)
         if options.page is not None:
-            (options.page / "benchmarks.json").write_text(text)
             write_page(report, options.page)
         if options.history is not None:
             others = last_runs(report, options.history)
@@ -94,7 +93,9 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             report["failed"].append(name)
             continue
         rounded = {of: _rounded(them) for of, them in samples.items()}
-        report["cases"][name] = {"nbytes": nbytes, "samples": rounded}
+        date = report["machine"]["date"]
+        case = {"date": date, "nbytes": nbytes, "samples": rounded}
+        report["cases"][name] = case
         report["rows"] += rows_of(name, rounded)
     return report
 
@@ -128,7 +129,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--from", dest="from_", type=Path, metavar="FILE",
         help="report what --json has written, instead of measuring")  # fmt: skip
     add("--page", nargs="?", type=Path, const=PAGE, metavar="DIR",
-        help=f"write the page there, with JSON and pictures; {PAGE}")  # fmt: skip
+        help="write the page there, with JSON and pictures; cases that were not "
+        f"measured stay as they are; {PAGE}")  # fmt: skip
     add("--history", type=Path, metavar="DIR",
         help="keep the run there, and compare it with the last ones")  # fmt: skip
     add("--check", action="store_true", help="exit with 1 if a target is missed")

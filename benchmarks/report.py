@@ -185,16 +185,25 @@ def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def write_page(report: Mapping[str, Any], directory: Path) -> None:
-    """Write the benchmarks page and its two pictures.
+    """Write the benchmarks page, its JSON and its two pictures.
 
-    The rows of a GPU are those of `GPU_REPORT` in that directory, if it is there.
+    Other cases of the JSON that is there stay on the page. The rows of a GPU are those
+    of `GPU_REPORT` in that directory, if it is there.
+
+    Raises:
+        ValueError: the page is of another machine, or of other sizes or rounds.
     """
+    path = directory / "benchmarks.json"
+    if path.exists():
+        report = _joined(json.loads(path.read_text()), report)
+    path.write_text(json.dumps(report) + "\n")
     rows = [cells(row) for row in report["rows"]]
     verdicts = [row["verdict"] for row in report["rows"] if row["verdict"]]
     absent = [name for name in CASES if name not in report["cases"]]
     rows += [[name, CASES[name].about, _GAP, "", "", "", ""] for name in absent]
     text = Template(_PAGE.read_text()).substitute(
         machine="\n".join(textwrap.wrap(_machine(report), 110)),
+        dates=_dates(report),
         rounds=report["options"]["rounds"],
         pairs=report["options"]["rounds"] - 1,
         scale=f"{report['options']['scale']:g}",
@@ -207,6 +216,37 @@ def write_page(report: Mapping[str, Any], directory: Path) -> None:
     (directory / "benchmarks-ratios.svg").write_text(picture_of_ratios(report["rows"]))
     star = picture_of_star(report["cases"].get("star", {}).get("samples", {}))
     (directory / "benchmarks-star.svg").write_text(star)
+
+
+def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the new report, with the cases that only the old one has."""
+    for name in ("cores", "memory", "Python", "torch"):
+        if (one := old["machine"][name]) != (other := new["machine"][name]):
+            raise ValueError(f"the page is of {name} {one}, and this run of {other}")
+    for name in ("rounds", "scale", "rivals"):
+        if (one := old["options"][name]) != (other := new["options"][name]):
+            raise ValueError(f"the page has {name} {one}, and this run {other}")
+    before = {"date": old["machine"]["date"]}
+    known = {name: before | case for name, case in old["cases"].items()} | new["cases"]
+    names = [name for name in CASES if name in known]
+    found = {name: new if name in new["cases"] else old for name in names}
+    return {
+        **new,
+        "options": {**new["options"], "cases": names},
+        "rows": [
+            row for name in names for row in found[name]["rows"] if row["case"] == name
+        ],
+        "cases": {name: known[name] for name in names},
+    }
+
+
+def _dates(report: Mapping[str, Any]) -> str:
+    """Return when the cases were measured."""
+    dates: dict[str, list[str]] = {}
+    for name, case in report["cases"].items():
+        dates.setdefault(case.get("date", report["machine"]["date"]), []).append(name)
+    lines = (f"{date}: {', '.join(names)}." for date, names in dates.items())
+    return "\n".join("\n  ".join(textwrap.wrap(f"* {line}", 108)) for line in lines)
 
 
 def _gpu_rows(path: Path) -> Iterator[list[str]]:

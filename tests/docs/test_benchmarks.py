@@ -308,7 +308,7 @@ def made(**seconds: float) -> dict[str, Any]:
         "all": samples(*[seconds["theirs"]] * 5),
     }
     return {
-        "machine": {"cores": "2", "kernel": "Linux <6>"},
+        "machine": {"date": "2026-01-02", "cores": "2", "kernel": "Linux <6>"},
         "options": {"rounds": 6, "scale": 1.0},
         "cases": {"delta": {"nbytes": 10**9, "samples": found}},
         "rows": list(report.rows_of("delta", found)),
@@ -623,3 +623,26 @@ def test_an_earlier_report_can_be_shown_and_checked(
     assert "was not written by --json" in capsys.readouterr().err
     assert program.main(["--from", str(new), "--page", str(tmp_path)]) == 0
     assert (tmp_path / "benchmarks.md").exists()
+
+
+def test_a_page_keeps_the_cases_that_were_not_measured(tmp_path: Path) -> None:
+    """With their dates; of other machines, sizes or rounds it keeps nothing."""
+    old = json.loads((PAGE / "benchmarks.json").read_text())
+    new = json.loads(json.dumps(old))
+    new["cases"] = {"star": old["cases"]["star"] | {"date": "2099-01-02 03:04 UTC"}}
+    new["machine"]["date"] = "2099-01-02 03:04 UTC"
+    new["rows"] = [row for row in old["rows"] if row["case"] == "star"]
+    report.write_page(old, tmp_path)
+    report.write_page(new, tmp_path)
+    found = json.loads((tmp_path / "benchmarks.json").read_text())
+    assert found["rows"] == old["rows"]
+    dates = {name: case["date"] for name, case in found["cases"].items()}
+    assert dates.pop("star") == "2099-01-02 03:04 UTC"
+    assert "2099-01-02 03:04 UTC" not in dates.values()
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert "* 2099-01-02 03:04 UTC: star." in page
+    for name, other in {"machine": "cores", "options": "rounds"}.items():
+        strange = {**new, name: {**new[name], other: "7"}}
+        with pytest.raises(ValueError, match=f"the page .* {other} "):
+            report.write_page(strange, tmp_path)
+    assert json.loads((tmp_path / "benchmarks.json").read_text()) == found
