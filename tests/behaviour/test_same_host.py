@@ -837,17 +837,23 @@ def lingering():
     return sock, other
 
 
+@pytest.fixture
 def hangs_up():
-    """Return whether a thread is about to close a stranger's socket."""
-    names = [thread.name for thread in threading.enumerate()]
-    return any(name.endswith(("-apart", "-hang-up")) for name in names)
+    """Return what says whether a new thread is closing a stranger's socket."""
+    before = {*threading.enumerate()}
+
+    def is_closing():
+        names = [each.name for each in threading.enumerate() if each not in before]
+        return any(name.endswith(("-apart", "-hang-up")) for name in names)
+
+    return is_closing
 
 
 class TestUnasked:
     """Descriptors that nobody asked for, whose closing lasts as long as one likes."""
 
     @proves("threat D26")
-    async def test_another_user_cannot_stop_a_sender(self, monkeypatch):
+    async def test_another_user_cannot_stop_a_sender(self, monkeypatch, hangs_up):
         """A thread turns it away, on kernels that let it send."""
         monkeypatch.setattr(ipc, "_SO_PASSRIGHTS", -1)
         async with lending() as sender, transport(same_host=False) as receiver:
@@ -866,7 +872,9 @@ class TestUnasked:
             assert await redeem(offer)  # it accepts again
 
     @proves("threat D26")
-    async def test_another_user_cannot_stop_a_receiver(self, forger, monkeypatch):
+    async def test_another_user_cannot_stop_a_receiver(
+        self, forger, monkeypatch, hangs_up
+    ):
         """A sender's offer leads to a process that sends one as soon as it accepts."""
         monkeypatch.setattr(ipc, "_SO_PASSRIGHTS", -1)
         sock, other = lingering()
