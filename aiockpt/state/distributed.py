@@ -17,11 +17,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from msgspec.json import encode
 
 from aiockpt.errors import (
     DeviceMeshError,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Layout",
+    "LayoutReader",
     "Meshes",
     "Parts",
     "check_places",
@@ -434,6 +436,50 @@ def _find_group(
 # ------------------------------------------------------------- rebuilding: tensors
 
 
+class LayoutReader:
+    """Reads the layouts of distributed tensors, and decodes each distinct one once.
+
+    Args:
+        limits: What is accepted.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._known: dict[bytes, Layout] = {}
+
+    def __repr__(self) -> str:
+        return f"<LayoutReader layouts={len(self._known)}>"
+
+    def read(self, path: Path, tag: str, node: Node) -> tuple[list[int], Layout]:
+        """Return the numbers of the local tensors, and the layout, of a leaf's payload.
+
+        Raises:
+            RemoteProtocolError, LimitExceededError: it is malformed, or too large.
+        """
+        match node:
+            case ["tuple", [["tuple", [*held]], *rest]]:
+                pass
+            case ["tuple", [one, *rest]]:
+                held = [one]
+            case _:
+                raise _malformed(path, tag, "its payload is no tuple")
+        numbers = [*map(_number_of, held)]
+        if None in numbers:
+            raise _malformed(path, tag, "its local part is no tensor")
+        key = encode([tag, rest])
+        if key not in self._known:
+            kind, more = LAYOUTS[tag], cast("Node", ["tuple", [None, *rest]])
+            nothing = Registry()  # a layout contains no other leaves
+            try:
+                payload = decode_tree(
+                    more, registry=nothing, tensors=(), limits=self._limits
+                )
+                self._known[key] = parse_layout(kind, payload)
+            except (TypeError, ValueError, RemoteProtocolError) as error:
+                raise _malformed(path, tag, str(error)) from error
+        return cast("list[int]", numbers), self._known[key]
+
+
 def layouts(tree: Node, *, count: int, limits: Limits) -> dict[Path, Layout]:
     """Return the layouts of all distributed tensors in a tree, by path.
 
@@ -445,21 +491,26 @@ def layouts(tree: Node, *, count: int, limits: Limits) -> dict[Path, Layout]:
     Raises:
         RemoteProtocolError, LimitExceededError: a layout is malformed, or too large.
     """
-    return {
-        path: _layout(path, tag, node, range(count), limits)
-        for path, tag, node in registered(tree)
-        if tag in LAYOUTS
-    }
+    found: dict[Path, Layout] = {}
+    reader = LayoutReader(limits)
+    for path, tag, node in registered(tree):
+        if tag in LAYOUTS:
+            numbers, found[path] = reader.read(path, tag, node)
+            if wrong := [number for number in numbers if not 0 <= number < count]:
+                raise _malformed(path, tag, f"tensor {wrong[0]} of {count}")
+    return found
 
 
-def _layout(path: Path, tag: str, node: Node, numbers: range, limits: Limits) -> Layout:
-    nothing = Registry()  # a layout contains no other leaves
-    try:
-        payload = decode_tree(node, registry=nothing, tensors=numbers, limits=limits)
-        return parse_layout(LAYOUTS[tag], payload)
-    except (TypeError, ValueError, RemoteProtocolError) as error:
-        where = format_path(path)[:200] or "the root"
-        raise RemoteProtocolError(f"malformed {tag} at {where}: {error}") from error
+def _number_of(node: Node) -> int | None:
+    match node:
+        case ["tensor", int(number)]:
+            return number
+    return None
+
+
+def _malformed(path: Path, tag: str, why: str) -> RemoteProtocolError:
+    where = format_path(path)[:200] or "the root"
+    return RemoteProtocolError(f"malformed {tag} at {where}: {why}")
 
 
 def check_places(found: Mapping[Path, Layout]) -> None:

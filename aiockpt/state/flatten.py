@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import add, attrgetter, le, mul
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
 
@@ -30,7 +31,7 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import TensorSpec
 from aiockpt.format.paths import Node, Path, format_path
 from aiockpt.format.references import renumber
-from aiockpt.format.registry import REGISTRY, register_leaf
+from aiockpt.format.registry import REGISTRY, Registry, register_leaf
 from aiockpt.format.tree import Refusals, encode_tree
 from aiockpt.memory.copies import Backings, Part
 from aiockpt.memory.device import PortFor, port_for, settle
@@ -45,31 +46,40 @@ from aiockpt.state.overlaps import (
     Member,
     group_members,
     overlapping,
+    span,
 )
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 __all__ = [
+    "ODD",
     "Description",
     "Drafts",
     "Survey",
     "Unready",
+    "Wanted",
     "describe",
     "ready_for_threads",
     "register_leaf",
     "survey",
+    "wanted",
 ]
 
 T = TypeVar("T")
 
 _DENSE_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_UNFLAGGED: Final = frozenset({torch.Tensor})
 _ITEMSIZES: Final = {code: dtype.itemsize for dtype, code in CODES.items() if code}
 _NO_MEMORY: Final = (
     "it has no memory to receive into; give it some by module.to_empty(device=...), or "
     "receive without into= and pass the result to load_state_dict(state, assign=True)"
 )
 _EMPTY: Final[Node] = ["list", []]
+_NO_LEAVES: Final = Registry()
+
+ODD: Final = "?"
+"""The tag of a template's value that has no encoding; no leaf has this tag."""
 
 # How many tensors a C function looks at in a row, since it holds the interpreter lock.
 _SLICE: Final = 1000
@@ -197,6 +207,55 @@ class Survey:
     strangers: Mapping[str, Path]
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A template as data. It may have values and tensors that no checkpoint can hold.
+
+    Attributes:
+        tree: The tree. A registered leaf has no payload, and a value without an
+            encoding is ``["ext", ODD, index]``.
+        tensors: The tensors, by number: those without memory, too.
+        codes: The safetensors code of each plain tensor; None for the others.
+        shapes: The shapes; tensors of the same shape share one tuple.
+        sizes: The bytes from the first element of each tensor to the end of the last.
+        held: The memory of all tensors.
+        wholes: The distributed tensors, by the `id` of each of their local tensors.
+        odd: The values without an encoding, by index.
+    """
+
+    tree: Node
+    tensors: Sequence[torch.Tensor]
+    codes: Sequence[str | None]
+    shapes: Sequence[tuple[int, ...]]
+    sizes: array[int]
+    held: HeldMemory
+    wholes: Mapping[int, torch.Tensor]
+    odd: Sequence[object]
+
+
+def wanted(template: object, *, limits: Limits) -> Wanted:
+    """Describe a template: what could be filled, whatever is going to be.
+
+    Raises:
+        LimitExceededError: too deep or too many nodes, also because of a cycle.
+        StateDictError: reading a tensor or a registered type failed.
+    """
+    odd: list[object] = []
+    numbering = _Numbering(limits, allow_pickle=False, reading=False, odd=odd)
+    with _looking():
+        tree = numbering.encode(template)
+        tensors, wholes = numbering.tensors, numbering.wholes
+        del numbering
+        held = HeldMemory.of(tensors)
+        codes, shapes, sizes = _looked_at(held, flags=False)
+        for number, code in enumerate(codes):
+            if code is None:
+                sizes[number] = 0 if tensors[number].is_meta else span(tensors[number])
+        for number in overlapping(held.addresses, sizes):
+            codes[number] = None
+    return Wanted(tree, tensors, codes, shapes, sizes, held, wholes, odd)
+
+
 def survey(
     state_dict: object,
     *,
@@ -304,15 +363,24 @@ def _number_tensors(
 class _Numbering:
     """Numbers tensors in the order of the tree codec; one object, one number.
 
-    With ``reading``, a tensor without memory is left out.
+    With ``reading``, a tensor without memory is left out. ``odd`` gets the values that
+    have no encoding, which are refused otherwise; then no leaf is encoded, either.
     """
 
-    def __init__(self, limits: Limits, *, allow_pickle: bool, reading: bool) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        allow_pickle: bool,
+        reading: bool,
+        odd: list[object] | None = None,
+    ) -> None:
         self.tensors: list[torch.Tensor] = []
         self.names: dict[str, None] = {}
         self.wholes: dict[int, torch.Tensor] = {}
         self.strangers: dict[str, Path] = {}
         self._reading = reading
+        self._odd = odd
         self._numbers: dict[int, int] = {}
         self._limits = limits
         self._allow_pickle = allow_pickle
@@ -321,8 +389,8 @@ class _Numbering:
         """Return the tree of a value at ``path``."""
         return encode_tree(
             value,
-            registry=REGISTRY,
-            leaf=self._leaf,
+            registry=REGISTRY if self._odd is None else _NO_LEAVES,
+            leaf=self._leaf if self._odd is None else self._wanted_leaf,
             limits=self._limits,
             row=self._row,
             path=path,
@@ -352,6 +420,34 @@ class _Numbering:
             return ["blob", self._number(blob, path)]
         odd = extension(value, path, allow_pickle=self._allow_pickle)
         return None if odd is None else ["ext", odd.tag, self.encode(odd.payload, path)]
+
+    def _wanted_leaf(self, value: object, path: Path) -> Node:
+        """Return the node of a leaf of a template, whatever it is."""
+        assert self._odd is not None
+        codec, node = REGISTRY.by_type(type(value)), None
+        if codec is None and _is_dense_tensor(value):  # most are
+            return ["tensor", self._number(value, path)]
+        if codec is not None and not codec.is_structure:
+            return ["ext", codec.tag, None]
+        with suppress(UnsupportedLeafError):
+            if opened(value) is not None:
+                node = self._leaf(value, path)
+            elif isinstance(value, torch.Tensor):
+                if take_apart(value, path) is not None:
+                    node = self._leaf(value, path)
+                elif value.layout is torch.strided and not value.is_nested:
+                    node = ["tensor", self._number(value, path)]
+            elif type(value) is bytes:
+                node = ["bytes", ""]
+            elif isinstance(value, dict | list):  # a subclass
+                plain = {**value} if isinstance(value, dict) else [*value]
+                node = self.encode(plain, path)
+            elif (found := extension(value, path, allow_pickle=False)) is not None:
+                node = ["ext", found.tag, None]
+        if node is None:
+            self._odd.append(value)
+            node = ["ext", ODD, len(self._odd) - 1]
+        return node
 
     def _row(
         self, keys: Sequence[str], values: Sequence[object], path: Path
@@ -484,8 +580,11 @@ def _draft(
     )
 
 
-def _looked_at(held: HeldMemory) -> _Columns:
-    """Return the codes, shapes and sizes; equal shapes share one tuple."""
+def _looked_at(held: HeldMemory, *, flags: bool = True) -> _Columns:
+    """Return the codes, shapes and sizes; equal shapes share one tuple.
+
+    Without ``flags``, parameters and tensors that require gradients count as plain.
+    """
     codes: list[str | None] = []
     shapes: list[tuple[int, ...]] = []
     sizes = array("Q")
@@ -497,7 +596,7 @@ def _looked_at(held: HeldMemory) -> _Columns:
         own = [*map(tuple, map(_SHAPE, some))]
         shapes += map(known.setdefault, own, own)
         memory = held.addresses[near], sizes[near], held.storage_sizes[near]
-        codes += _plain_codes(some, *memory)
+        codes += _plain_codes(some, *memory, flags=flags)
     return codes, shapes, sizes
 
 
@@ -506,12 +605,15 @@ def _plain_codes(
     addresses: Sequence[int],
     sizes: Sequence[int],
     storage_sizes: Sequence[int],
+    *,
+    flags: bool,
 ) -> list[str | None]:
     """Return the code of each plain tensor; None for each other one."""
-    codes = [*map(CODES.__getitem__, map(_DTYPE, tensors))]
-    if _all_are_plain(tensors, codes, addresses, sizes, storage_sizes):
+    codes = [*map(CODES.get, map(_DTYPE, tensors))]
+    if _all_are_plain(tensors, codes, addresses, sizes, storage_sizes, flags=flags):
         return codes
-    return [*map(_plain_code, tensors, addresses, sizes, storage_sizes)]
+    plain = partial(_plain_code, flags=flags)
+    return [*map(plain, tensors, addresses, sizes, storage_sizes)]
 
 
 def _all_are_plain(
@@ -520,14 +622,16 @@ def _all_are_plain(
     addresses: Sequence[int],
     sizes: Sequence[int],
     storage_sizes: Sequence[int],
+    *,
+    flags: bool,
 ) -> bool:
     """Say whether all tensors are plain, faster than `_plain_code` one by one."""
     kinds = {*codes}
     if (
         None in kinds
         or not all(addresses)
-        or {*map(type, tensors)} != {torch.Tensor}
-        or any(map(_REQUIRES_GRAD, tensors))
+        or not {*map(type, tensors)} <= (_UNFLAGGED if flags else _DENSE_TYPES)
+        or (flags and any(map(_REQUIRES_GRAD, tensors)))
         or any(map(torch.Tensor.is_neg, tensors))
         or ("C64" in kinds and any(map(torch.Tensor.is_conj, tensors)))
         or not all(map(torch.Tensor.is_contiguous, tensors))
@@ -539,15 +643,15 @@ def _all_are_plain(
 
 
 def _plain_code(
-    tensor: torch.Tensor, address: int, nbytes: int, storage_bytes: int
+    tensor: torch.Tensor, address: int, nbytes: int, storage_bytes: int, *, flags: bool
 ) -> str | None:
     """Return the code of a tensor that is plain unless others overlap it, or None."""
-    code = CODES[tensor.dtype]
+    code = CODES.get(tensor.dtype)
     if (
         code is None
         or not address
-        or type(tensor) is not torch.Tensor
-        or tensor.requires_grad
+        or type(tensor) not in (_UNFLAGGED if flags else _DENSE_TYPES)
+        or (flags and tensor.requires_grad)
         or tensor.is_neg()
         or (code == "C64" and tensor.is_conj())
         or not tensor.is_contiguous()

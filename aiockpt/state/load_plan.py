@@ -57,6 +57,7 @@ from aiockpt.state.overlaps import (
     repeats,
     runs,
     share_elements,
+    span,
 )
 from aiockpt.state.rebuild import (
     Frame,
@@ -613,12 +614,12 @@ class LoadPlanner:
             UnsupportedLeafError: a tensor of the template has no memory.
         """
         self._held = HeldMemory.of(self._targets)
-        sizes = array("Q", map(_span, self._targets))
+        sizes = array("Q", map(span, self._targets))
         self._check_memory(sizes)
         _check_apart(self._fills, self._held, sizes)
         for number, (path, target, source) in self._fills.items():
             alike = is_dense(target) and is_dense(source) and _are_alike(target, source)
-            if alike and sizes[number] != _span(source):
+            if alike and sizes[number] != span(source):
                 raise changed_error(path, "got another shape")
             if not (alike and self._want(source, number)):
                 self.keep(source)
@@ -661,7 +662,7 @@ class LoadPlanner:
         if not is_dense(source) or not source.numel():
             return False
         target = None if number is None else self._targets[number]
-        address, nbytes = source.data_ptr(), _span(source)
+        address, nbytes = source.data_ptr(), span(source)
         for segment, wants in zip(self._segments, self._wants, strict=True):
             start = segment.offset_of(address)
             if start is not None:
@@ -784,14 +785,6 @@ def _steps(tensor: torch.Tensor) -> list[int]:
     """Return the strides of the dimensions that have any."""
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     return [stride for stride, size in pairs if size > 1]
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element to the end of the last one."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * step for size, step in steps)) * tensor.itemsize
 
 
 def _like(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

@@ -53,10 +53,12 @@ __all__ = [
     "Group",
     "Member",
     "group_members",
+    "is_solid",
     "overlapping",
     "repeats",
     "runs",
     "share_elements",
+    "span",
 ]
 
 CODES: Final = {dtype: DTYPES[name][1] for dtype, name in DTYPE_NAMES.items()}
@@ -77,12 +79,12 @@ class Member:
         self.flags = _flags(tensor)
         self.itemsize = tensor.itemsize
         self.start = tensor.data_ptr()
-        span = _span(tensor)
-        self.stop = self.start + span
+        nbytes = span(tensor)
+        self.stop = self.start + nbytes
         # A sharded module frees the storage of a parameter that it has gathered.
-        stop = tensor.storage_offset() * self.itemsize + span
+        stop = tensor.storage_offset() * self.itemsize + nbytes
         held = tensor.untyped_storage().nbytes() if self.start else 0
-        if span and stop > held:
+        if nbytes and stop > held:
             raise UnsupportedLeafError(name, "tensor", "its memory has been freed")
 
     @property
@@ -107,13 +109,7 @@ class Member:
 
     def is_solid(self) -> bool:
         """Say whether the elements fill all memory between the first and the last."""
-        tensor, reach = self.tensor, 1
-        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-            if size > 1:
-                if stride > reach:
-                    return False
-                reach += (size - 1) * stride
-        return True
+        return is_solid(self.tensor)
 
     def holds(self, start: int, stop: int) -> bool:
         """Say whether this tensor's own storage contains these addresses."""
@@ -219,7 +215,18 @@ def _flags(tensor: torch.Tensor) -> int:
     return flags | NEG if tensor.is_neg() else flags
 
 
-def _span(tensor: torch.Tensor) -> int:
+def is_solid(tensor: torch.Tensor) -> bool:
+    """Say whether the elements fill all memory between the first and the last."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride > reach:
+                return False
+            reach += (size - 1) * stride
+    return True
+
+
+def span(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element in memory to the end of the last."""
     if tensor.is_contiguous():
         return tensor.nbytes

@@ -31,6 +31,7 @@ from aiockpt.memory.copies import CopyPlan
 from aiockpt.memory.device import Port, PortFor
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.equality import elements
+from aiockpt.state.flatten import describe
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from aiockpt.state.template import Match, Template
 from aiockpt.transfer.stager import Snapshot, Stager, StagerOptions
@@ -270,6 +271,23 @@ def match(state: object, template: object) -> Match:
     """Match a template with a checkpoint of ``state``."""
     manifest, _ = staged(state)
     return Template(template, limits=LIMITS, allow_pickle=False).match(manifest)
+
+
+def described(state: object) -> Manifest:
+    """Return the manifest of a state dict, without digests; no byte is copied."""
+    found = describe(state, limits=LIMITS)
+    return Manifest(
+        step=1,
+        snapshot_id="",
+        chunk_bytes=64 << 10,
+        algorithm="",
+        digests=(),
+        entries=found.entries,
+        views=tuple(found.views),
+        tree=found.tree,
+        header=b"",
+        header_bytes=0,
+    )
 
 
 def manifest_of(

@@ -1,0 +1,985 @@
+"""Pairs a template with what the sources hold, path by path.
+
+Every difference between the two is decided here, for every way to fill a template:
+
+=======================================  ==============================================
+the difference                           what happens
+=======================================  ==============================================
+only the template has a path             `Rule.missing` says whether it is an error
+only the sources have a path             `Rule.extra` says whether the template gets it
+a container is empty in the template     an error, or it stays empty, by both of these
+None in the template                     what is there is taken as it is: *new* tensors
+a meta tensor in the template            *new*, or an error by `Rule.extra`
+another dtype or shape                   an error: nothing is cast
+another mesh or other placements         an error, by `Rule.layout`
+other strides; conjugated or negated     *copy*: elements, not bytes
+on one side only
+tied in the sources only                 *copy*: each tensor of the template is filled
+tied or overlapping in the template      an error: one of two values would be lost
+only
+tied in both                             *straight*, if the same bytes are shared
+a registered leaf                        made anew, also if it is made of tensors
+another kind of value or container       an error, but a number is a number
+lists of other lengths                   items that the template lacks are extra; too
+                                         many in the template are an error
+=======================================  ==============================================
+
+Each tensor that goes to the template's memory is *straight* (the bytes of its entry are
+the bytes of that memory) or *copy* (they arrive in an arena, and their elements are
+copied). What has no memory in the template is *new*. Everything else is skipped.
+
+The trees are walked side by side. Rows of tensors are compared column by column, since
+there may be 100,000 of them. Nothing is read, made or changed.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from bisect import bisect_right
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, zip_longest
+from operator import attrgetter, itemgetter
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+
+import torch
+
+from aiockpt.errors import (
+    MissingKeysError,
+    RemoteProtocolError,
+    StateDictError,
+    TemplateMismatchError,
+    UnsupportedLeafError,
+)
+from aiockpt.format.manifest import CONJ, NEG
+from aiockpt.format.paths import NAMED_TUPLE, PICKLE, PYTREE, Node
+from aiockpt.format.references import mentions
+from aiockpt.format.registry import REGISTRY
+from aiockpt.format.tree import remedy_for, unsupported
+from aiockpt.runtime.system import collector_paused
+from aiockpt.state.catalogue import Catalogue, Items, Piece, items_of, keys_of
+from aiockpt.state.containers import apart, left_empty, renamed
+from aiockpt.state.contents import PLAIN
+from aiockpt.state.distributed import take_apart
+from aiockpt.state.flatten import ODD, Wanted
+from aiockpt.state.overlaps import Member, is_solid, repeats, runs, share_elements
+from aiockpt.state.pairing import check_numbers, is_filled
+from aiockpt.state.selection import Select, Selection, below, item, pruned
+from aiockpt.state.sharding import LAYOUTS, Layout
+
+HOLE: Final[Node] = ["ext", ODD, None]
+"""Stands in `Matched.tree` for an item of a list that stays as the template has it."""
+
+_SLICE: Final = 512  # tensors compared by one call; each of their numbers is an object
+_DICTS: Final = frozenset({"tensors", "dict", "odict", "defaultdict"})
+_NUMBERS: Final = frozenset({bool, int, float, complex})
+_TYPES: Final[dict[str, type]] = {
+    "tensors": dict,
+    "dict": dict,
+    "odict": OrderedDict,
+    "defaultdict": defaultdict,
+    "list": list,
+    "tuple": tuple,
+    "deque": deque,
+    "set": set,
+    "frozenset": frozenset,
+    "int": int,
+    "float": float,
+    "complex": complex,
+    "str": str,
+    "bytes": bytes,
+    "blob": bytes,
+}
+_CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
+_PARAMETER: Final = re.compile(r"param_groups\[[0-9]+\]\.params\[[0-9]+\]$")
+_NAMED: Final = (
+    "optimizer.state_dict() numbers the parameters, and get_optimizer_state_dict() of "
+    "torch.distributed.checkpoint.state_dict names them: make the template by the one "
+    "that made the saved state"
+)
+_NO_MEMORY: Final = (
+    "it has no memory to receive into; give it some by module.to_empty(device=...), or "
+    "receive without into= and pass the result to load_state_dict(state, assign=True)"
+)
+
+
+class Rule(NamedTuple):
+    """Which differences between a template and the sources are errors.
+
+    Attributes:
+        missing: What the sources may not lack: any path of the template (``all``), only
+            its ``tensors``, or ``none``, since the template keeps what it has.
+        extra: What the template may not lack: ``tensors``, for which it has no memory,
+            while other values are added to it; or ``none``, since it gets nothing.
+        layout: Which distributed tensors fit: those of the ``same`` layout.
+    """
+
+    missing: Literal["all", "tensors", "none"]
+    extra: Literal["tensors", "none"]
+    layout: Literal["same"] = "same"
+
+
+RECEIVE: Final = Rule(missing="tensors", extra="tensors")
+"""Everything is received, and all memory is the template's."""
+
+LOAD: Final = Rule(missing="all", extra="none")
+"""The keys of the template are loaded, or the selected ones of them."""
+
+LAX: Final = Rule(missing="none", extra="none")
+"""As `LOAD`, as far as the sources have them."""
+
+
+class Fills(NamedTuple):
+    """Pieces of the sources and the template's tensors that they fill, in columns."""
+
+    pieces: Sequence[int]
+    tensors: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """What is taken of the sources, and which memory it goes to.
+
+    Attributes:
+        tree: The part of the catalogue's tree that is taken. Its values go into the
+            template's containers at the same paths.
+        straight: The fills whose bytes go straight to the template's memory.
+        copied: The fills whose elements are copied there.
+        new: The pieces that become new tensors.
+        values: The pieces that other values are made of.
+        missing: The wanted paths that the sources or the template lack.
+        warnings: How the template differs in addition, for a log.
+    """
+
+    tree: Node
+    straight: Fills
+    copied: Fills
+    new: Sequence[int] = ()
+    values: Sequence[int] = ()
+    missing: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+
+    def ranges(self, catalogue: Catalogue) -> list[list[tuple[int, int]]]:
+        """Return the bytes to read of each source: sorted, and joined where they meet.
+
+        Other values are made of whole entries.
+        """
+        found: list[list[tuple[int, int]]] = [[] for _ in catalogue.sources]
+        for number in chain(self.straight.pieces, self.copied.pieces, self.new):
+            piece = catalogue.piece(number)
+            if piece.start < piece.stop:
+                found[piece.source].append((piece.start, piece.stop))
+        for source, entry in map(catalogue.entry_of, self.values):
+            entries = catalogue.sources[source].entries
+            found[source].append((entries.starts[entry], entries.stops[entry]))
+        return [*map(_joined, found)]
+
+
+def match(
+    catalogue: Catalogue,
+    wanted: Wanted | None,
+    rule: Rule,
+    *,
+    select: Select | None = None,
+    name: str = "",
+) -> Matched:
+    """Pair a template with the sources.
+
+    Args:
+        catalogue: What the sources hold.
+        wanted: The template; None: everything that is selected is new.
+        rule: Which differences are errors.
+        select: The paths that count; everything else stays as it is on both sides.
+        name: The name of the checkpoint, for errors.
+
+    Raises:
+        TemplateMismatchError: the template does not fit; the error names the path.
+        MissingKeysError: the sources lack paths that the rule or ``select`` asks for,
+            or all of the template.
+        UnsupportedLeafError: a tensor of the template cannot be filled.
+        RemoteProtocolError: the tree of a source is malformed.
+    """
+    with collector_paused():
+        walk = _Walk(catalogue, wanted, rule, select)
+        tree = walk.tree()
+        missing, warnings = walk.checked(name)
+        straight, copied = _Compared(catalogue, wanted, walk).fills()
+    return Matched(tree, straight, copied, walk.new, walk.values, missing, warnings)
+
+
+# ------------------------------------------------------------------ paths, in pairs
+
+
+class _Rows:
+    """Pairs of pieces and tensors, in columns, and the paths where they are."""
+
+    def __init__(self) -> None:
+        self.pieces, self.tensors = array("q"), array("q")
+        self._starts: list[int] = []
+        self._paths: list[tuple[str, Sequence[object] | None]] = []
+
+    def add(
+        self,
+        path: str,
+        names: Sequence[object] | None,
+        pieces: Sequence[int],
+        tensors: Sequence[int],
+    ) -> None:
+        """Add pairs; ``names`` are the last steps of their paths, if they have some."""
+        self._starts.append(len(self.pieces))
+        self._paths.append((path, names))
+        self.pieces.extend(pieces)
+        self.tensors.extend(tensors)
+
+    def path_of(self, at: int) -> str:
+        """Return the path of a pair; only errors ask for it."""
+        row = bisect_right(self._starts, at) - 1
+        path, names = self._paths[row]
+        return path if names is None else below(path, names[at - self._starts[row]])
+
+
+class _Walk:
+    """Walks the trees of a template and the sources side by side.
+
+    Attributes:
+        rows: The tensors that both have.
+        new: The pieces that become new tensors.
+        values: The pieces that other values are made of.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        wanted: Wanted | None,
+        rule: Rule,
+        select: Select | None,
+    ) -> None:
+        self.rows, self.new, self.values = _Rows(), array("q"), array("q")
+        self._catalogue, self._wanted, self._rule = catalogue, wanted, rule
+        self._selection = Selection(select)
+        self._adopts = rule.extra == "tensors"
+        self._missing: list[str] = []
+        self._empty: list[TemplateMismatchError] = []
+        self._extra = ""  # the first tensor for which the template has no memory
+        self._unfilled = ""  # the first tensor that the sources lack
+        self._detail = ""  # how the keys differ where the first extra tensor is
+        self._differ: list[str] = []  # how the keys differ, of the first dict
+        self._found = wanted is None
+        self._roots: tuple[Node, Node] = (None, None)
+        self._optimizers: set[str] = set()  # the paths of their states
+        self._in_leaf = 0  # the depth inside a value that is selected as a whole
+        self._same: dict[tuple[int, int], bool] = {}  # of two layouts
+
+    def tree(self) -> Node:
+        """Walk the trees; return what is taken."""
+        theirs = self._catalogue.tree
+        if self._wanted is None:
+            found = self._chosen(theirs, "")
+            return ["dict", [], []] if found is HOLE else found
+        self._selection.takes("")  # the root always matches
+        self._roots = self._wanted.tree, theirs
+        return self._pair(self._wanted.tree, theirs, "")
+
+    def checked(self, name: str) -> tuple[list[str], list[str]]:
+        """Return the missing paths and the warnings, unless the rule refuses them."""
+        if self._extra:
+            more = f", but {self._unfilled}, which the checkpoint lacks"
+            actual = "nothing" + more * bool(self._unfilled)
+            raise _mismatch_of(self._extra, "a tensor", actual, self._detail)
+        if self._unfilled:
+            raise _mismatch_of(self._unfilled, "nothing", "a tensor")
+        if self._adopts and not self._found:
+            mine, theirs = (items_of(each) or {} for each in self._roots)
+            detail = apart(_nested(mine), _nested(theirs), "")
+            raise _mismatch_of("", "other keys", "none of them", detail)
+        unmet = self._selection.unmet()
+        missing = [*dict.fromkeys([*self._missing, *unmet])]
+        none = bool(self._missing) and not self._found
+        if missing and (self._rule.missing != "none" or none):
+            nowhere = {*self._missing}
+            if unmet:
+                pruned(self._catalogue.tree, there := Selection(unmet))
+                nowhere.update(there.unmet())
+            if nowhere:
+                detail = next(iter(self._differ), "")
+                lost = sorted(nowhere)
+                raise MissingKeysError(name, lost, none=none, detail=detail)
+            raise _mismatch_of(unmet[0], "a value", "nothing")
+        if self._empty and self._rule.missing != "none":
+            raise self._empty[0]
+        return missing, [*self._differ, *map(str, self._empty)]
+
+    # ---------------------------------------------------------------- what both have
+
+    def _pair(self, mine: Node, theirs: Node, path: str) -> Node:
+        """Return what is taken at a path that both have."""
+        if self._is_left_empty(mine, theirs, path):
+            return HOLE
+        kinds = _tag(mine), _tag(theirs)
+        is_open = kinds[0] in _DICTS or kinds[0] == "list"
+        if not (is_open and _values(mine)) or (self._adopts and _values(theirs) == []):
+            self._found = True
+        if mine is None:
+            return self._anew(theirs, path)
+        local = self._tensors_of(mine)
+        if kinds[0] == "tensor" or local is not None:
+            return self._pair_tensor(mine, local, theirs, path)
+        if kinds[1] == "tensor" or _is_distributed(theirs):
+            raise self._unfit(mine, theirs, path)
+        if kinds[0] in _DICTS and kinds[1] in _DICTS:
+            return self._pair_dicts(mine, theirs, path)
+        if kinds == ("list", "list"):
+            return self._pair_lists(mine, theirs, path)
+        if not self._is_alike(mine, theirs):
+            raise self._unfit(mine, theirs, path)
+        if (inside := _inside(mine, theirs)) is not None:
+            old, new, make = inside
+            self._in_leaf += 1
+            pairs = enumerate(zip(old, new, strict=True))
+            found = [self._pair(*pair, item(path, at)) for at, pair in pairs]
+            self._in_leaf -= 1
+            return cast("Node", make(found))
+        if self._adopts and any(_first_tensor(each, path) for each in (mine, theirs)):
+            raise self._unfit(mine, theirs, path, lengths=True)
+        return self._taken(theirs)
+
+    def _pair_tensor(
+        self, mine: Any, local: Sequence[int] | None, theirs: Any, path: str
+    ) -> Node:
+        """Pair a tensor of the template, which may be distributed."""
+        assert self._wanted is not None
+        tensors = self._wanted.tensors
+        numbers = [mine[1]] if local is None else local
+        is_meta = bool(numbers) and all(tensors[each].is_meta for each in numbers)
+        if is_meta and self._adopts:
+            raise UnsupportedLeafError(path, "meta tensor", _NO_MEMORY)
+        if local is None and _tag(theirs) == "tensor":
+            pieces = [_number_of(theirs, path)]
+        elif local is not None and _is_distributed(theirs):
+            pieces = self._pieces_of(mine, theirs, path)
+        else:
+            raise self._unfit(mine, theirs, path)
+        if is_meta:
+            for piece, number in zip(pieces, numbers, strict=True):
+                _check(tensors[number], self._catalogue.piece(piece), path)
+            return self._taken(theirs)
+        if len(pieces) != len(numbers):
+            raise self._unfit(mine, theirs, path)
+        self.rows.add(path, None, pieces, numbers)
+        return cast("Node", theirs)
+
+    def _pieces_of(self, mine: Any, theirs: Any, path: str) -> list[int]:
+        """Return the pieces of a distributed tensor that fit the template's layout."""
+        own, layout = self._catalogue.layouts.read((path,), mine[1], mine[2])
+        found = self._catalogue.parts((path,), theirs[1], theirs[2])
+        for pieces, other in found:
+            if self._are_same(layout, other) and len(pieces) == len(own):
+                return pieces
+        raise _mismatch_of(path, str(found[0][1]), str(layout))
+
+    def _are_same(self, one: Layout, other: Layout) -> bool:
+        if one is other:  # most are, since equal layouts are decoded once
+            return True
+        key = id(one), id(other)
+        if key not in self._same:
+            self._same[key] = type(one) is type(other) and (
+                one.comparable() == other.comparable()
+            )
+        return self._same[key]
+
+    def _tensors_of(self, mine: Any) -> list[int] | None:
+        """Return the local tensors of a distributed tensor of the template."""
+        if not _is_distributed(mine):
+            return None
+        numbers, _ = self._catalogue.layouts.read((), mine[1], mine[2])
+        return numbers
+
+    def _pair_dicts(self, mine: Any, theirs: Any, path: str) -> Node:
+        if self._is_row(mine, theirs):
+            self._found = True
+            self.rows.add(path, mine[1], theirs[2], mine[2])
+            return cast("Node", theirs)
+        left, right = items_of(mine) or {}, items_of(theirs) or {}
+        if "param_groups" in right:
+            self._optimizers.add(below(path, "state"))
+        taken = self._pair_row(path, left, right)
+        for key, old in left.items():
+            if key in taken:
+                continue
+            where = below(path, key)
+            if key not in right:
+                self._lacks(old, where, path, left, right)
+            elif self._is_selected(right[key], where):
+                taken[key] = self._pair(old, right[key], where)
+        for key, new in right.items() if self._adopts else ():
+            if key not in left:
+                taken[key] = self._added(new, below(path, key), path, left, right)
+        taken = {key: each for key, each in taken.items() if each is not HOLE}
+        return self._dict_of(theirs, taken, attributes=self._adopts)
+
+    def _is_row(self, mine: Any, theirs: Any) -> bool:
+        """Say whether two dicts have the same keys, and nothing but real tensors."""
+        assert self._wanted is not None
+        if mine[:2] != theirs[:2] or mine[0] != "tensors" or not mine[1]:
+            return False
+        if not self._selection.everything or {*map(type, theirs[2])} != {int}:
+            return False
+        check_numbers(theirs[2], len(self._catalogue))
+        codes, tensors = self._wanted.codes, self._wanted.tensors
+        odd = [number for number in mine[2] if codes[number] is None]
+        is_real = not any(tensors[number].is_meta for number in odd)
+        return is_real and len(theirs[2]) == len(mine[2])
+
+    def _pair_row(self, path: str, left: Items, right: Items) -> Items:
+        """Pair the plain tensors that two dicts have under one key; return theirs."""
+        assert self._wanted is not None
+        if not (self._in_leaf or self._selection.everything):
+            return {}
+        codes, names = self._wanted.codes, list[object]()
+        pieces, numbers = list[int](), list[int]()
+        for key, old in left.items():
+            if _tag(old) == "tensor" and _tag(new := right.get(key)) == "tensor":
+                piece, number = _number_of(new, path), _number_of(old, path)
+                if codes[number] is not None:
+                    names.append(key)
+                    pieces.append(piece)
+                    numbers.append(number)
+        if names:
+            self._found = True
+            self.rows.add(path, names, pieces, numbers)
+        return {name: right[name] for name in names}
+
+    def _pair_lists(self, mine: Any, theirs: Any, path: str) -> Node:
+        old, new = mine[1], theirs[1]
+        if len(old) > len(new):
+            expected, actual = (f"a list of {len(each)}" for each in (new, old))
+            raise _mismatch_of(path, expected, actual)
+        taken: list[Node] = [HOLE] * len(old)
+        for at, (one, other) in enumerate(zip_longest(old, new)):
+            where = item(path, at)
+            if self._adopts and at >= len(old):
+                left, right = (items_of(each) or {} for each in (mine, theirs))
+                taken.append(self._added(other, where, path, left, right))
+            elif self._is_selected(other, where):
+                # The list grows up to its last selected item only.
+                taken += [None] * (at + 1 - len(taken))
+                taken[at] = self._pair(one, other, where)
+        return ["list", taken]
+
+    # ------------------------------------------------------------ what only one has
+
+    def _lacks(
+        self, old: Node, where: str, path: str, left: Items, right: Items
+    ) -> None:
+        """Note what the sources lack."""
+        if self._adopts:
+            if not self._unfilled:
+                self._unfilled = _first_tensor(old, where)
+            return
+        if lacking := [*self._lacking(old, where)]:
+            self._missing += lacking
+            if not self._differ:
+                found = apart(_nested(left), _nested(right), path)
+                self._differ += [found] if found else []
+
+    def _added(
+        self, new: Node, where: str, path: str, left: Items, right: Items
+    ) -> Node:
+        """Return a value that the template lacks, and gets; refuse tensors."""
+        if not (first := _first_tensor(new, where)):
+            return self._taken(new)
+        if not self._extra:
+            self._extra = first
+            self._detail = renamed(_nested(left), _nested(right), path)
+        return HOLE
+
+    def _is_left_empty(self, mine: Any, theirs: Any, path: str) -> bool:
+        """Say whether a container is empty here, and full there, and stays so."""
+        kind = _TYPES.get(_tag(mine) or "")
+        if kind is None or _values(mine) != [] or not _values(theirs):
+            return False
+        dicts = _tag(mine) in _DICTS and _tag(theirs) in _DICTS
+        if not (dicts or _tag(mine) == _tag(theirs)):
+            return False
+        if not self._selects(theirs, path):
+            return False
+        if self._adopts and not _first_tensor(theirs, path):
+            return False
+        there = items_of(theirs) or {}
+        optimizer, whole = path in self._optimizers, self._adopts
+        error = left_empty(path, kind, there, optimizer=optimizer, whole=whole)
+        if whole:
+            raise error
+        self._empty.append(error)
+        return True
+
+    def _lacking(self, node: Node, path: str) -> Iterator[str]:
+        """Yield the selected paths at and below one that the sources lack."""
+        if self._in_leaf or self._selection.takes(path):
+            yield path
+            return
+        if _tag(node) in _DICTS:
+            for key, each in (items_of(node) or {}).items():
+                yield from self._lacking(each, below(path, key))
+        elif _tag(node) == "list":
+            for at, each in (items_of(node) or {}).items():
+                yield from self._lacking(each, item(path, cast("int", at)))
+        elif self._selection.takes_leaf(path):
+            yield path
+
+    # ------------------------------------------------------------------ the selection
+
+    def _is_selected(self, theirs: Node, path: str) -> bool:
+        if self._in_leaf or self._selection.everything or self._selection.takes(path):
+            return True
+        if _tag(theirs) in _DICTS or _tag(theirs) == "list":
+            return self._selection.enters(path)
+        return self._selection.takes_leaf(path)
+
+    def _selects(self, theirs: Node, path: str) -> bool:
+        """Say whether something at or below a path is selected."""
+        if self._in_leaf or self._selection.takes(path):
+            return True
+        if _tag(theirs) in _DICTS:
+            found = (items_of(theirs) or {}).items()
+            return any(self._selects(each, below(path, key)) for key, each in found)
+        if _tag(theirs) == "list":
+            pairs = enumerate((items_of(theirs) or {}).values())
+            return any(self._selects(each, item(path, at)) for at, each in pairs)
+        return self._selection.takes_leaf(path)
+
+    def _anew(self, theirs: Node, path: str) -> Node:
+        """Return the selected part of a value for which the template has None."""
+        if self._in_leaf or not (_tag(theirs) in _DICTS or _tag(theirs) == "list"):
+            return self._taken(theirs)
+        found = self._chosen(theirs, path)
+        return None if found is HOLE else found
+
+    def _chosen(self, theirs: Node, path: str) -> Node:
+        """Return the selected part of a value, or `HOLE`."""
+        if self._selection.takes(path):
+            return self._taken(theirs)
+        if _tag(theirs) in _DICTS:
+            if not self._selection.enters(path):
+                return HOLE
+            pairs = (items_of(theirs) or {}).items()
+            found = {key: self._chosen(each, below(path, key)) for key, each in pairs}
+            kept = {key: each for key, each in found.items() if each is not HOLE}
+            return self._dict_of(theirs, kept) if kept else HOLE
+        if _tag(theirs) == "list":
+            items = enumerate((items_of(theirs) or {}).values())
+            some = [self._chosen(each, item(path, at)) for at, each in items]
+            if all(each is HOLE for each in some):
+                return HOLE
+            return ["list", [None if each is HOLE else each for each in some]]
+        return self._taken(theirs) if self._selection.takes_leaf(path) else HOLE
+
+    def _taken(self, theirs: Node) -> Node:
+        """Return a value of the sources as it is; its tensors become new ones."""
+        for mention in mentions(theirs) if isinstance(theirs, list) else ():
+            check_numbers(mention.numbers, len(self._catalogue))
+            (self.new if is_filled(mention) else self.values).extend(mention.numbers)
+        return theirs
+
+    def _dict_of(self, theirs: Any, taken: Items, *, attributes: bool = True) -> Node:
+        """Return the node of a dict with some of its items, and its attributes."""
+        tag, *rows = theirs
+        head: list[Node] = ["dict" if tag == "tensors" else tag]
+        if tag == "defaultdict":
+            head.append(rows.pop(0))
+        known, more = keys_of(theirs), rows[2:]
+        more = [self._taken(each) for each in more] if attributes else []
+        return [*head, [*map(known.__getitem__, taken)], [*taken.values()], *more]
+
+    # ------------------------------------------------------------------------- errors
+
+    def _is_alike(self, mine: Any, theirs: Any) -> bool:
+        """Say whether a value of the sources may replace one of the template."""
+        one, other = self._type_of(mine), self._type_of(theirs)
+        if _tag(theirs) == "ext" and theirs[1] == PICKLE:
+            return True  # its type is known once it is unpickled
+        if _tag(mine) == _tag(theirs) == "ext" and mine[1] == theirs[1]:
+            return True
+        if one in _NUMBERS and other in _NUMBERS:
+            return True
+        return one is not None and other is not None and issubclass(one, other)
+
+    def _type_of(self, node: Any) -> type | None:
+        """Return the type of a value; None if this process does not know it."""
+        if not isinstance(node, list):
+            return type(node)
+        tag = _tag(node)
+        if tag == "ext" and node[1] == ODD:
+            assert self._wanted is not None
+            return type(self._wanted.odd[node[2]])
+        if tag == "ext":
+            codec = REGISTRY.by_tag(node[1])
+            return None if codec is None else codec.leaf_type
+        return _TYPES.get(tag or "")
+
+    def _unfit(
+        self, mine: Any, theirs: Any, path: str, *, lengths: bool = False
+    ) -> StateDictError:
+        """Return the error that a value of the template does not fit."""
+        if _tag(mine) == "ext" and mine[1] == ODD:
+            assert self._wanted is not None
+            value = self._wanted.odd[mine[2]]
+            if remedy := remedy_for(value):
+                return unsupported(value, path, remedy)
+            if isinstance(value, torch.Tensor) and _tag(theirs) == "tensor":
+                take_apart(value, (path,))  # says why it cannot be filled
+                _check(value, self._catalogue.piece(theirs[1]), path)
+                remedy = "what it is made of cannot be filled; put None in its place"
+                return UnsupportedLeafError(path, f"{value.layout} tensor", remedy)
+        if _is_distributed(mine) != _is_distributed(theirs):
+            nothing = "no distributed tensor"
+            expected, actual = (
+                self._layout(each) or nothing for each in (theirs, mine)
+            )
+            if _tag(theirs) == "tensor" or _tag(mine) == "tensor":
+                return _mismatch_of(path, expected, actual)
+        expected, actual = self._words(theirs), self._words(mine)
+        if lengths:
+            sizes = (len(items_of(each) or ()) for each in (theirs, mine))
+            ends = (f" of {size}" for size in sizes)
+            expected, actual = expected + next(ends), actual + next(ends)
+        named = {self._type_of(theirs), self._type_of(mine)} == {int, str}
+        detail = _NAMED if named and _PARAMETER.search(path) else ""
+        return _mismatch_of(path, expected, actual, detail)
+
+    def _layout(self, node: Any) -> str:
+        if not _is_distributed(node):
+            return ""
+        return str(self._catalogue.layouts.read((), node[1], node[2])[1])
+
+    def _words(self, node: Any) -> str:
+        """Return what a node is, for an error."""
+        if node is None:
+            return "None"
+        if _is_distributed(node):
+            return self._layout(node)
+        if _tag(node) == "tensor":
+            return "a tensor"
+        kind = self._type_of(node)
+        if kind is None:
+            tag = str(node[1]).removeprefix(NAMED_TUPLE).removeprefix(PYTREE)[:200]
+            return f"a value of type {tag}"
+        if issubclass(kind, _CONTAINERS):
+            return (
+                f"an {kind.__name__}" if kind is OrderedDict else f"a {kind.__name__}"
+            )
+        return f"a value of type {kind.__name__}"
+
+
+def _tag(node: Node) -> str | None:
+    """Return the tag of a node; None for a scalar."""
+    if isinstance(node, list) and node and isinstance(node[0], str):
+        return node[0]
+    return None
+
+
+def _values(node: Any) -> list[Node] | None:
+    """Return the nodes of a container's items; None for another node."""
+    match node:
+        case [("tensors" | "dict" | "odict"), _, [*_] as values, *_]:
+            return cast("list[Node]", values)
+        case ["defaultdict", _, _, [*_] as values] | ["deque", _, [*_] as values]:
+            return cast("list[Node]", values)
+        case ["list" | "tuple", [*_] as values]:
+            return cast("list[Node]", values)
+    return None
+
+
+def _number_of(node: Any, path: str) -> int:
+    match node:
+        case ["tensor", int(number)]:
+            return number
+    raise RemoteProtocolError(f"malformed tree at {path[:200] or 'the root'}")
+
+
+def _is_distributed(node: Any) -> bool:
+    return _tag(node) == "ext" and len(node) == 3 and node[1] in LAYOUTS
+
+
+def _inside(mine: Any, theirs: Any) -> tuple[Any, Any, Any] | None:
+    """Return the children of two values that are rebuilt, and how to do it; or None."""
+    match mine, theirs:
+        case ["tuple", [*old]], ["tuple", [*new]]:
+            make: Any = partial(_made, ["tuple"])
+        case ["deque", _, [*old]], ["deque", most, [*new]]:
+            make = partial(_made, ["deque", most])
+        case ["ext", str(one), ["dict", [*_], [*old]]], [
+            "ext",
+            str(other),
+            ["dict", [*fields], [*new]],
+        ] if one == other and one.startswith(NAMED_TUPLE):
+            make = partial(_made_named, other, fields)
+        case ["ext", str(one), ["tuple", [["list", [*old]], _]]], [
+            "ext",
+            str(other),
+            ["tuple", [["list", [*new]], context]],
+        ] if one == other and one.startswith(PYTREE):
+            make = partial(_made_node, other, context)
+        case _:
+            return None
+    return (old, new, make) if len(old) == len(new) else None
+
+
+def _made(head: list[Node], items: list[Node]) -> Node:
+    return [*head, items]
+
+
+def _made_named(tag: str, fields: list[Node], items: list[Node]) -> Node:
+    return ["ext", tag, ["dict", fields, items]]
+
+
+def _made_node(tag: str, context: Node, items: list[Node]) -> Node:
+    return ["ext", tag, ["tuple", [["list", items], context]]]
+
+
+def _nested(items: Items) -> dict[Any, Any]:
+    """Return items whose containers are dicts, so that an error can look into them."""
+    return {
+        key: _nested(inside) if (inside := items_of(node)) is not None else None
+        for key, node in items.items()
+    }
+
+
+def _first_tensor(node: Node, path: str) -> str:
+    """Return the path of the first tensor of the state dict at or below a path."""
+    for mention in mentions(node) if isinstance(node, list) else ():
+        if is_filled(mention) and len(mention.numbers):
+            last = () if mention.names is None else mention.names[:1]
+            for step in (*mention.path, *last):
+                is_int = isinstance(step, int)
+                path = item(path, step) if is_int else below(path, step)  # type: ignore[arg-type]
+            return path
+    return ""
+
+
+def _mismatch_of(
+    path: str, expected: str, actual: str, detail: str = ""
+) -> TemplateMismatchError:
+    return TemplateMismatchError(path, expected=expected, actual=actual, detail=detail)
+
+
+# ----------------------------------------------------------------- memory, in pairs
+
+
+class _Span(NamedTuple):
+    """A fill that is not plain on both sides: its bytes here and there."""
+
+    at: int
+    piece: Piece
+    tensor: torch.Tensor
+    address: int
+    nbytes: int
+
+    @property
+    def shift(self) -> tuple[object, ...]:
+        """A key that is equal for two fills that agree on the bytes they share."""
+        home = self.piece.source, self.tensor.device
+        if self.is_same:
+            return *home, self.address - self.piece.start
+        return *home, self.address, self.piece, self.tensor.stride()
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the elements have the same bytes, at the same distances."""
+        piece, tensor = self.piece, self.tensor
+        flags = (bool(piece.flags & CONJ), bool(piece.flags & NEG))
+        if (tensor.is_conj(), tensor.is_neg()) != flags or type(tensor) not in PLAIN:
+            return False
+        return _steps(tensor) == _steps(piece)
+
+
+class _Compared:
+    """Compares the tensors that both have, and finds the disposition of each."""
+
+    def __init__(
+        self, catalogue: Catalogue, wanted: Wanted | None, walk: _Walk
+    ) -> None:
+        self._catalogue, self._wanted, self._walk = catalogue, wanted, walk
+        self._pieces, self._tensors = walk.rows.pieces, walk.rows.tensors
+        check_numbers(self._pieces, len(catalogue))
+
+    def fills(self) -> tuple[Fills, Fills]:
+        """Return the fills that go straight, and those that are copied."""
+        pieces, tensors = self._pieces, self._tensors
+        if self._wanted is None or not pieces:
+            return Fills((), ()), Fills((), ())
+        copied = self._copied([*self._odd_ones(self._wanted)], self._wanted)
+        if not copied:
+            return Fills(pieces, tensors), Fills((), ())
+        straight = [at for at in range(len(pieces)) if at not in copied]
+        return tuple(  # type: ignore[return-value]
+            Fills([*map(pieces.__getitem__, some)], [*map(tensors.__getitem__, some)])
+            for some in (straight, sorted(copied))
+        )
+
+    def _odd_ones(self, wanted: Wanted) -> Iterator[int]:
+        """Yield the pairs that are not plain, or not alone, on both sides."""
+        pieces, tensors, catalogue = self._pieces, self._tensors, self._catalogue
+        entries: Sequence[int] = pieces
+        if catalogue.has_views:
+            entries = array("q", map(catalogue.whole_entry, pieces))
+        others = map(catalogue.whole_entry, chain(self._walk.new, self._walk.values))
+        busy, crowded = _repeated(entries).union(others), _repeated(tensors)
+        columns = catalogue.codes, catalogue.shapes, wanted.codes, wanted.shapes
+        for start in range(0, len(pieces), _SLICE):
+            near = slice(start, start + _SLICE)
+            some, mine, homes = pieces[near], tensors[near], entries[near]
+            there, here = itemgetter(0, *some), itemgetter(0, *mine)
+            codes, shapes, own, own_shapes = (
+                at(column)[1:]
+                for at, column in zip((there, there, here, here), columns, strict=True)
+            )
+            if (
+                codes == own
+                and shapes == own_shapes
+                and None not in codes
+                and busy.isdisjoint(homes)
+                and crowded.isdisjoint(mine)
+            ):
+                continue
+            rows = zip(codes, own, shapes, own_shapes, homes, mine, strict=True)
+            for at, (code, same, one, other, home, tensor) in enumerate(rows, start):
+                is_plain = code is not None and code == same and one == other
+                if not is_plain or home in busy or tensor in crowded:
+                    yield at
+
+    def _copied(self, odd: Sequence[int], wanted: Wanted) -> set[int]:
+        """Return the pairs that are copied; refuse those that do not fit."""
+        if not odd:
+            return set()
+        spans: list[_Span] = []
+        for at in odd:
+            tensor = wanted.tensors[self._tensors[at]]
+            piece = self._catalogue.piece(self._pieces[at])
+            path = self._walk.rows.path_of(at)
+            _check(tensor, piece, path)
+            if piece.start == piece.stop:
+                continue
+            number = self._tensors[at]
+            address, nbytes = wanted.held.addresses[number], wanted.sizes[number]
+            stop = tensor.storage_offset() * tensor.itemsize + nbytes
+            # A sharded module frees the storage of a parameter that it has gathered.
+            if stop > wanted.held.storage_sizes[number]:
+                why = "its memory has been freed"
+                raise UnsupportedLeafError(path, "tensor", why)
+            if not tensor.is_contiguous():
+                self._check_repeats(tensor, piece, path)
+            spans.append(_Span(at, piece, tensor, address, nbytes))
+        crowded = self._check_apart(spans)
+        return self._not_straight(spans) | crowded
+
+    def _check_repeats(self, tensor: torch.Tensor, piece: Piece, path: str) -> None:
+        if _steps(tensor) != _steps(piece) and repeats(tensor):
+            raise _mismatch_of(
+                path,
+                f"{piece.dtype} {[*piece.shape]}, all elements apart",
+                f"elements that share memory: stride {[*tensor.stride()]}",
+                "put a copy by contiguous() there",
+            )
+
+    def _check_apart(self, spans: Sequence[_Span]) -> set[int]:
+        """Refuse two pieces for the same memory; return the pairs whose spans overlap.
+
+        Pairs with the same shift have the same bytes, so they may overlap.
+        """
+        by_device: dict[torch.device, list[Member]] = {}
+        known = {each.at: each for each in spans}
+        for each in spans:
+            path = self._walk.rows.path_of(each.at)
+            member = Member(each.tensor, path, each.at)
+            by_device.setdefault(each.tensor.device, []).append(member)
+        crowded: set[int] = set()
+        for run in chain.from_iterable(map(runs, by_device.values())):
+            shifts = {each.number: known[each.number].shift for each in run}
+            if len({*shifts.values()}) == 1:
+                continue
+            crowded.update(shifts)
+            for n, one in enumerate(run):
+                for other in run[:n]:
+                    differ = shifts[one.number] != shifts[other.number]
+                    if differ and share_elements([other], one):
+                        pair = sorted((one, other), key=attrgetter("number"))
+                        shared = f"memory shared with {pair[0].name}"
+                        raise _mismatch_of(pair[1].name, "memory of its own", shared)
+        return crowded
+
+    def _not_straight(self, spans: Sequence[_Span]) -> set[int]:
+        """Return the pairs whose bytes do not go straight to the template's memory."""
+        walk, catalogue = self._walk, self._catalogue
+        others = [*map(catalogue.piece, chain(walk.new, walk.values))]
+        ends: list[_End] = [(x.source, x.start, x.stop, None) for x in others]
+        ends += ((x.piece.source, x.piece.start, x.piece.stop, x) for x in spans)
+        found: set[int] = set()
+        for cluster in _clusters(ends):
+            own = [each for *_, each in cluster if each is not None]
+            shifts = {each.shift for each in own}
+            alone = len(own) == len(cluster) and len(shifts) == 1
+            if not (alone and all(each.is_same for each in own) and _is_full(own)):
+                found.update(each.at for each in own)
+        return found
+
+
+def _check(tensor: torch.Tensor, piece: Piece, path: str) -> None:
+    """Check that a tensor has the dtype and the shape of a piece."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if (dtype, tuple(tensor.shape)) != (piece.dtype, piece.shape):
+        expected = f"{piece.dtype} {[*piece.shape]}"
+        raise _mismatch_of(path, expected, f"{dtype} {[*tensor.shape]}")
+
+
+def _steps(strided: torch.Tensor | Piece) -> list[int]:
+    """Return the strides of the dimensions that have any."""
+    stride = strided.stride if isinstance(strided, Piece) else strided.stride()
+    pairs = zip(strided.shape, stride, strict=True)
+    return [step for size, step in pairs if size > 1]
+
+
+def _repeated(numbers: Sequence[int]) -> set[int]:
+    """Return the numbers that are there more than once."""
+    if len({*numbers}) == len(numbers):
+        return set()
+    return {number for number, count in Counter(numbers).items() if count > 1}
+
+
+_End: TypeAlias = "tuple[int, int, int, _Span | None]"
+
+
+def _clusters(ends: Iterable[_End]) -> Iterator[list[_End]]:
+    """Yield the byte ranges of the sources that overlap, in lists."""
+    found: list[_End] = []
+    source = reach = -1
+    for end in sorted(ends, key=itemgetter(0, 1, 2)):
+        if found and (end[0] != source or end[1] >= reach):
+            yield found
+            found, reach = [], -1
+        source, reach = end[0], max(reach, end[2])
+        found.append(end)
+    if found:
+        yield found
+
+
+def _is_full(spans: Sequence[_Span]) -> bool:
+    """Say whether spans leave no byte between them to other tensors."""
+    reach = min(each.piece.start for each in spans)
+    for each in sorted(spans, key=lambda each: each.piece.start):
+        if is_solid(each.tensor) and each.piece.start <= reach:
+            reach = max(reach, each.piece.stop)
+    return reach >= max(each.piece.stop for each in spans)
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found

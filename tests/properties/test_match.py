@@ -1,0 +1,121 @@
+"""The matcher plans as both engines do, whatever differs between two state dicts."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import suppress
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aiockpt.errors import AiockptError
+from aiockpt.state.load_plan import Selected
+from aiockpt.state.segment import Segment
+from aiockpt.state.template import Template
+from tests.support.states import LIMITS, described
+from tests.support.third_engine import beside
+
+BASE = torch.arange(24.0)
+NAMES = st.sampled_from("abcd")
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Draw a tensor: of its own, a view of a common one, or an odd one."""
+    size = draw(st.integers(1, 4))
+    kind = draw(st.sampled_from(["own", "own", "view", "column", "expanded", "whole"]))
+    if kind == "view":
+        start = draw(st.integers(0, 8))
+        return BASE[start : start + size]
+    if kind == "column":
+        return BASE.view(6, 4)[:size, 1]
+    if kind == "expanded":
+        return torch.ones(1).expand(size)
+    if kind == "whole":
+        return BASE
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.int16]))
+    return torch.arange(size).to(dtype)
+
+
+VALUES = st.one_of(st.none(), st.integers(0, 9), st.just("x"), st.just((1, 2)))
+LEAVES = st.one_of(tensors(), tensors(), tensors(), VALUES)
+NODES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.dictionaries(NAMES, inner, max_size=3),
+        st.dictionaries(NAMES, inner, max_size=3).map(OrderedDict),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=2).map(tuple),
+    ),
+    max_leaves=6,
+)
+STATES = st.dictionaries(NAMES, NODES, min_size=1, max_size=4)
+
+
+def mutated(draw: st.DrawFn, value: Any) -> Any:
+    """Return a template for a value: mostly alike, in memory of its own."""
+    if draw(st.integers(0, 11)) == 0:
+        return draw(NODES)
+    if isinstance(value, torch.Tensor):
+        twin = torch.zeros_like(value, memory_format=torch.contiguous_format)
+        if draw(st.integers(0, 5)) == 0:
+            twin = torch.zeros(*value.shape, 2, dtype=value.dtype)[..., 0]
+        trains = twin.is_floating_point() and draw(st.integers(0, 9)) == 1
+        return torch.nn.Parameter(twin) if trains else twin
+    if isinstance(value, dict):
+        some = [each for each in value.items() if draw(st.integers(0, 9))]
+        kept = {key: mutated(draw, each) for key, each in some}
+        if draw(st.integers(0, 9)) == 0:
+            kept[draw(NAMES)] = draw(LEAVES)
+        return type(value)(kept)
+    if isinstance(value, list | tuple):
+        return type(value)(mutated(draw, each) for each in value)
+    return value
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Draw a state dict, and a template that differs here and there."""
+    state = draw(STATES)
+    template = mutated(draw, state)
+    if isinstance(template, dict) and template and draw(st.integers(0, 9)) == 0:
+        names = [*template]
+        template[draw(NAMES)] = template[draw(st.sampled_from(names))]  # a tie
+    return state, template
+
+
+SELECTS = st.one_of(
+    st.none(),
+    st.none(),
+    st.lists(st.sampled_from(["a", "b", "c.a", "a.b", "b[0]", "d"]), max_size=3),
+)
+
+
+@settings(
+    max_examples=300,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(pair=pairs(), select=SELECTS, strict=st.booleans())
+def test_it_plans_as_both_engines(
+    pair: tuple[dict[str, Any], dict[str, Any]],
+    select: list[str] | None,
+    strict: bool,
+) -> None:
+    """But where another answer is decided."""
+    state, template = pair
+    manifest = described(state)
+    with beside(places=False) as seen:
+        with suppress(AiockptError):
+            Template(template, limits=LIMITS, allow_pickle=False).match(manifest)
+        with suppress(AiockptError):
+            segment = Segment(manifest, limits=LIMITS, allow_pickle=False)
+            Selected(
+                [segment],
+                select=select,
+                template=template,
+                strict=strict,
+                name="there",
+            ).plans()
+    assert seen.compared

@@ -1,0 +1,351 @@
+"""Templates that differ from a checkpoint, and what each way to fill them does.
+
+`tests/behaviour/test_template_rows.py` explains the rows and proves them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import aiockpt
+
+State = dict[str, Any]
+
+WAYS = ("receive", "load", "lax load", "select", "load select", "lax select")
+
+MISMATCH, MISSING = "TemplateMismatchError", "MissingKeysError"
+REFUSED = "UnsupportedLeafError"
+
+
+class Scaler:
+    """A value of a registered type that is made of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scaler) and torch.equal(self.tensor, other.tensor)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+aiockpt.register_leaf(
+    Scaler, tag="rows.scaler", encode=lambda s: s.tensor, decode=Scaler
+)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A cell in which another outcome is decided, and not yet true."""
+
+    outcome: str
+    today: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is saved at ``b``, what the template has there, and the cells."""
+
+    saved: Callable[[], Any]
+    template: Callable[[], Any]
+    cells: tuple[str | Decided, ...]
+
+    def state(self) -> State:
+        """Return the state dict that is saved."""
+        return whole(self.saved())
+
+    def own(self) -> State:
+        """Return the template."""
+        return whole(self.template(), 0.0)
+
+
+@dataclass(frozen=True)
+class Both:
+    """Stands for a tensor ``a`` that belongs to the case, too."""
+
+    a: Any
+    b: Any
+
+
+NOTHING = object()
+
+
+def whole(b: Any, fill: float = 1.0) -> State:
+    """Return a state dict with a tensor ``a`` beside ``b``."""
+    if isinstance(b, Both):
+        return {"a": b.a, "b": b.b}
+    return {"a": torch.full((3,), fill), **({} if b is NOTHING else {"b": b})}
+
+
+def ones(*shape: int) -> torch.Tensor:
+    """Return what a trainer has; all elements differ."""
+    return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    """Return what a template has."""
+    return torch.zeros(shape)
+
+
+def tied(tensor: torch.Tensor) -> Both:
+    """Return one tensor at both places."""
+    return Both(tensor, tensor)
+
+
+def overlapping(base: torch.Tensor) -> Both:
+    """Return two tensors that share elements."""
+    return Both(base[:2], base[1:])
+
+
+def beside_a_leaf(tensor: torch.Tensor) -> Both:
+    """Return a tensor, and a leaf that is made of it."""
+    return Both(tensor, Scaler(tensor))
+
+
+def complexes() -> torch.Tensor:
+    """Return complex numbers."""
+    return torch.complex(ones(2), ones(2))
+
+
+def on_mesh(tensor: torch.Tensor, name: str = "dp", *, split: bool = True) -> Any:
+    """Return a DTensor on a mesh of this rank."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=(name,))
+    return distribute_tensor(tensor, mesh, [Shard(0) if split else Replicate()])
+
+
+def everywhere(outcome: str) -> tuple[str, ...]:
+    """Return the same outcome for all ways."""
+    return (outcome,) * len(WAYS)
+
+
+def but_a_receive(outcome: str, today: str, why: str) -> tuple[str | Decided, ...]:
+    """Return an outcome that only a receive does not have yet."""
+    return (Decided(outcome, today, why), *everywhere(outcome)[1:])
+
+
+ELEMENTS = "elements are copied, as load_state_dict does"
+NONE = "None takes any value, in a receive as in a load"
+LEAF = "a registered leaf is a value, which is made anew"
+KINDS = "a value of another kind is an error, in a receive as in a load"
+NUMBERS = "a number is a number: 1 and 0.001 are both learning rates"
+
+# A receive is of everything: tensors must fit one to one, values are adopted.
+# A load is of the template's keys, a selection of its paths, of which each must have a
+# place. These differences are meant.
+ROWS: dict[str, Row] = {
+    # ------------------------------------------------------------ keys of one side
+    "a tensor is missing": Row(
+        lambda: NOTHING,
+        lambda: zeros(2),
+        (MISMATCH, MISSING, "kept, warned", MISSING, MISSING, "kept, warned"),
+    ),
+    "a value is missing": Row(
+        lambda: NOTHING,
+        lambda: 7,
+        ("kept", MISSING, "kept, warned", MISSING, MISSING, "kept, warned"),
+    ),
+    "a tensor is extra": Row(
+        lambda: ones(2),
+        lambda: NOTHING,
+        (MISMATCH, "left out", "left out", MISMATCH, MISMATCH, "left out, warned"),
+    ),
+    "a value is extra": Row(
+        lambda: 7,
+        lambda: NOTHING,
+        ("added", "left out", "left out", MISMATCH, MISMATCH, "left out, warned"),
+    ),
+    # ------------------------------------------------------------------------ empty
+    "empty here, with tensors there": Row(
+        lambda: {"x": ones(2)},
+        dict,
+        (MISMATCH, MISMATCH, "kept, warned", MISMATCH, MISMATCH, "kept, warned"),
+    ),
+    "empty here, with values there": Row(
+        lambda: {"x": 7},
+        dict,
+        ("filled", MISMATCH, "kept, warned", MISMATCH, MISMATCH, "kept, warned"),
+    ),
+    "empty there": Row(
+        dict,
+        lambda: {"x": 7},
+        ("kept", MISSING, "kept, warned", MISSING, MISSING, "kept, warned"),
+    ),
+    # ------------------------------------------------------------------------ None
+    "None here, a tensor there": Row(
+        lambda: ones(2), lambda: None, but_a_receive("new", MISMATCH, NONE)
+    ),
+    "None here, tensors there": Row(
+        lambda: {"x": ones(2)}, lambda: None, but_a_receive("new", MISMATCH, NONE)
+    ),
+    "None here, a DTensor there": Row(
+        lambda: on_mesh(ones(2)), lambda: None, but_a_receive("new", MISMATCH, NONE)
+    ),
+    # ---------------------------------------------------------------- shared memory
+    "tied here": Row(
+        lambda: Both(ones(2), ones(2)), lambda: tied(zeros(2)), everywhere(MISMATCH)
+    ),
+    "tied there": Row(
+        lambda: tied(ones(2)),
+        lambda: Both(zeros(2), zeros(2)),
+        but_a_receive("filled", MISMATCH, ELEMENTS),
+    ),
+    "tied on both sides": Row(
+        lambda: tied(ones(2)), lambda: tied(zeros(2)), everywhere("filled")
+    ),
+    "overlapping here": Row(
+        lambda: Both(ones(2), ones(2)),
+        lambda: overlapping(zeros(3)),
+        everywhere(MISMATCH),
+    ),
+    "overlapping there": Row(
+        lambda: overlapping(ones(3)),
+        lambda: Both(zeros(2), zeros(2)),
+        but_a_receive("filled", MISMATCH, ELEMENTS),
+    ),
+    "overlapping on both sides": Row(
+        lambda: overlapping(ones(3)),
+        lambda: overlapping(zeros(3)),
+        everywhere("filled"),
+    ),
+    # ---------------------------------------------------------- strides and flags
+    "strided here": Row(
+        lambda: ones(2, 3),
+        lambda: zeros(3, 2).t(),
+        but_a_receive("filled", MISMATCH, ELEMENTS),
+    ),
+    "strided there": Row(
+        lambda: ones(3, 2).t(),
+        lambda: zeros(2, 3),
+        but_a_receive("filled", MISMATCH, ELEMENTS),
+    ),
+    "with gaps here": Row(
+        lambda: ones(2), lambda: zeros(20)[::10], everywhere("filled")
+    ),
+    "expanded here": Row(
+        lambda: ones(2), lambda: zeros(1).expand(2), everywhere(MISMATCH)
+    ),
+    "expanded there": Row(
+        lambda: ones(1).expand(2),
+        lambda: zeros(2),
+        but_a_receive("filled", MISMATCH, ELEMENTS),
+    ),
+    "expanded on both sides": Row(
+        lambda: ones(1).expand(2), lambda: zeros(1).expand(2), everywhere("filled")
+    ),
+    "conjugated here": Row(
+        complexes,
+        lambda: torch.zeros(2, dtype=torch.complex64).conj(),
+        but_a_receive("filled", MISMATCH, ELEMENTS),
+    ),
+    "conjugated there": Row(
+        lambda: complexes().conj(),
+        lambda: torch.zeros(2, dtype=torch.complex64),
+        but_a_receive("filled", MISMATCH, ELEMENTS),
+    ),
+    "negated here": Row(
+        lambda: ones(2),
+        lambda: torch._neg_view(zeros(2)),
+        but_a_receive("filled", MISMATCH, ELEMENTS),
+    ),
+    # ------------------------------------------------------------- other tensors
+    # A receive of everything promises to use the template's memory and no other.
+    "meta": Row(
+        lambda: ones(2),
+        lambda: torch.empty(2, device="meta"),
+        (REFUSED, *everywhere("new")[1:]),
+    ),
+    "another dtype": Row(
+        lambda: ones(2), lambda: zeros(2).double(), everywhere(MISMATCH)
+    ),
+    "another shape": Row(lambda: ones(2), lambda: zeros(2, 1), everywhere(MISMATCH)),
+    "a parameter here": Row(
+        lambda: ones(2),
+        lambda: torch.nn.Parameter(zeros(2)),
+        everywhere("filled"),
+    ),
+    # ------------------------------------------------------------ registered leaves
+    "a leaf with tensors": Row(
+        lambda: Scaler(ones(2)),
+        lambda: Scaler(zeros(2)),
+        but_a_receive("new", REFUSED, LEAF),
+    ),
+    "a leaf here, a tensor there": Row(
+        lambda: ones(2),
+        lambda: Scaler(zeros(2)),
+        but_a_receive(MISMATCH, REFUSED, LEAF),
+    ),
+    "a tensor here, a leaf there": Row(
+        lambda: Scaler(ones(2)), lambda: zeros(2), everywhere(MISMATCH)
+    ),
+    "None here, a leaf there": Row(
+        lambda: Scaler(ones(2)), lambda: None, everywhere("new")
+    ),
+    "None here, a leaf of another tensor's memory there": Row(
+        lambda: beside_a_leaf(ones(2)),
+        lambda: Both(zeros(2), None),
+        but_a_receive("new", MISMATCH, LEAF),
+    ),
+    # -------------------------------------------------------------------- meshes
+    "another mesh": Row(
+        lambda: on_mesh(ones(2)),
+        lambda: on_mesh(zeros(2), "tp"),
+        everywhere(MISMATCH),
+    ),
+    "other placements": Row(
+        lambda: on_mesh(ones(2)),
+        lambda: on_mesh(zeros(2), split=False),
+        everywhere(MISMATCH),
+    ),
+    "distributed here": Row(
+        lambda: ones(2), lambda: on_mesh(zeros(2)), everywhere(MISMATCH)
+    ),
+    "distributed there": Row(
+        lambda: on_mesh(ones(2)), lambda: zeros(2), everywhere(MISMATCH)
+    ),
+    # ------------------------------------------------------------ lists and kinds
+    # A list has no keys: a load takes the items that the template lacks.
+    "a shorter list here, of tensors": Row(
+        lambda: [ones(2), ones(2)],
+        lambda: [zeros(2)],
+        (MISMATCH, *everywhere("filled")[1:]),
+    ),
+    "a shorter list here, of values": Row(
+        lambda: [1, 2], lambda: [0], everywhere("filled")
+    ),
+    "a longer list here, of tensors": Row(
+        lambda: [ones(2)], lambda: [zeros(2), zeros(2)], everywhere(MISMATCH)
+    ),
+    "a longer list here, of values": Row(
+        lambda: [1], lambda: [0, 0], but_a_receive(MISMATCH, "filled", KINDS)
+    ),
+    "a list here, a tuple there": Row(
+        lambda: (ones(2),), lambda: [zeros(2)], but_a_receive(MISMATCH, "new", KINDS)
+    ),
+    "an OrderedDict here, a dict there": Row(
+        lambda: {"x": ones(2)},
+        lambda: OrderedDict(x=zeros(2)),
+        everywhere("filled"),
+    ),
+    "a value here, a tensor there": Row(
+        lambda: ones(2), lambda: 7, everywhere(MISMATCH)
+    ),
+    "a tensor here, a value there": Row(
+        lambda: 7, lambda: zeros(2), everywhere(MISMATCH)
+    ),
+    "a text here, a number there": Row(
+        lambda: 7, lambda: "x", but_a_receive(MISMATCH, "new", KINDS)
+    ),
+    "a number of another type": Row(
+        lambda: 0.001,
+        lambda: 1,
+        ("new", *(Decided("new", MISMATCH, NUMBERS) for _ in WAYS[1:])),
+    ),
+}

@@ -1,0 +1,289 @@
+"""Runs the matcher beside the two engines that plan today, and compares the answers.
+
+`beside` wraps both engines. Whatever plan or error one of them comes to, the matcher
+gets the same inputs. Its answer must be the same: the type and the place of an error,
+the missing paths, the bytes to read, and the memory that bytes go to straight.
+`MEANT` lists the differences that are decided. The old engines' own answers stay what
+they are, so a test that uses them sees nothing of this.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+
+import pytest
+
+from aiockpt.errors import AiockptError
+from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.format.manifest import Manifest
+from aiockpt.memory.copies import Backings
+from aiockpt.state.catalogue import Catalogue
+from aiockpt.state.flatten import wanted
+from aiockpt.state.load_plan import LoadPlan, Selected
+from aiockpt.state.match import LAX, LOAD, RECEIVE, Matched, Rule, match
+from aiockpt.state.template import Match, Template
+
+Ranges: TypeAlias = "list[tuple[int, int]]"
+
+MEANT: dict[str, str] = {
+    r"(\w+ \[[\d, ]*\]) stride .* template has \1 ": "elements are copied",
+    r"memory shared with another tensor, the template has its own": "so are tied ones",
+    r"the template has None": "None takes any value",
+    r"a value in the memory of a tensor": "a leaf is made of copies",
+    r"a DTensor .*, the template has no distributed tensor": "so it does",
+    r"has a value of type (int|float).* has a value of type (int|float)$": (
+        "a number is a number"
+    ),
+}
+"""Errors of the old engines, by their texts, that the matcher does not raise."""
+
+
+STRICTER: dict[str, str] = {
+    r"the checkpoint has other keys": "found out in the end today",
+    r"has (None|an? [^;]*), the template has an? [^;]*$": "kinds are compared",
+}
+"""Errors that only the matcher raises, in a receive, by their texts."""
+
+
+class Answer(NamedTuple):
+    """An answer to compare: an error and its place, or a plan."""
+
+    error: str = ""
+    place: str = ""
+    missing: Sequence[str] = ()
+    straight: Sequence[tuple[int, int, int, int]] = ()
+    text: str = ""
+
+    @classmethod
+    def of_error(cls, error: AiockptError) -> Answer:
+        """Return what an error says."""
+        place = getattr(error, "keys", None) or getattr(error, "path", "")
+        return cls(type(error).__name__, dotted(str(place)), text=str(error))
+
+    def is_like(self, other: Answer) -> bool:
+        """Say whether all but the words are the same."""
+        mine, theirs = ([*map(list, each[2:-1])] for each in (self, other))
+        return self[:2] == other[:2] and mine == theirs
+
+
+def dotted(path: str) -> str:
+    """Return a path in one notation: a key that is a number looks like an index."""
+    return re.sub(r"\[(-?\w+)\]", r".\1", path)
+
+
+class Beside:
+    """Compares the matcher with the engines.
+
+    Attributes:
+        differences: What differs, and is not meant.
+        compared: How many answers were compared.
+    """
+
+    def __init__(self, *, places: bool) -> None:
+        self.differences: list[str] = []
+        self.compared = 0
+        self._places = places
+
+    def compare(
+        self,
+        old: Answer,
+        ask: Callable[[], Matched],
+        catalogue: Catalogue,
+        own: Any,
+        *,
+        straight: bool = True,
+        strict: bool = False,
+    ) -> Matched | None:
+        """Ask the matcher, and note a difference."""
+        self.compared += 1
+        found: Matched | None = None
+        try:
+            found = ask()
+            new = Answer(
+                missing=sorted(found.missing),
+                straight=merged(straight_of(found, catalogue, own)),
+            )
+        except AiockptError as error:
+            new = Answer.of_error(error)
+        meant = any(re.search(each, old.text) for each in MEANT)
+        meant = meant or (strict and any(re.search(e, new.text) for e in STRICTER))
+        if not straight:
+            old, new = old._replace(straight=()), new._replace(straight=())
+        elif found is not None and not old.error:
+            # A part of an entry goes straight now, where all or nothing did.
+            views = [*straight_of(found, catalogue, own, views=True)]
+            # What a value is made of arrives elsewhere, and is copied.
+            made = [catalogue.whole_entry(number) for number in found.values]
+            busy = [catalogue.piece(number) for number in made]
+            rows = [
+                row
+                for row in old.straight
+                if not any(
+                    row[0] == each.source and each.start <= row[1] < each.stop
+                    for each in busy
+                )
+            ]
+            finer = merged([*rows, *views])
+            old = old._replace(straight=finer)
+        if not self._places and old.error and new.error:
+            return None
+        if not (old.is_like(new) or meant):
+            self.differences.append(f"\nold: {old}\nnew: {new}")
+            return None
+        return found
+
+
+def straight_of(
+    found: Matched, catalogue: Catalogue, own: Any, *, views: bool = False
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the bytes that go straight to the template's memory."""
+    for number, tensor in zip(*found.straight, strict=True):
+        piece, address = catalogue.piece(number), own.held.addresses[tensor]
+        is_view = catalogue.codes[number] is None
+        if piece.start < piece.stop and views <= is_view:
+            yield piece.source, piece.start, piece.stop, address
+
+
+def merged(
+    found: Iterable[tuple[int, int, int, int]],
+) -> list[tuple[int, int, int, int]]:
+    """Return ranges of bytes; those that are one in both memories are joined."""
+    joined: list[tuple[int, int, int, int]] = []
+    for source, start, stop, address in sorted(found, key=lambda e: (e[0], e[3], e[1])):
+        if joined:
+            before = joined[-1]
+            shift = before[3] - before[1]
+            if before[0] == source and shift == address - start and start <= before[2]:
+                joined[-1] = *before[:2], max(stop, before[2]), before[3]
+                continue
+        joined.append((source, start, stop, address))
+    return joined
+
+
+def backed(
+    source: int, manifest: Manifest, backings: Backings
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the bytes that an old engine sends straight to a template."""
+    for entry, each in enumerate(backings):
+        if each.nbytes and not each.parts:
+            start = manifest.entries.starts[entry]
+            yield source, start, start + each.nbytes, each.address
+
+
+def within(some: Ranges, others: Ranges) -> bool:
+    """Say whether all bytes of some ranges are in others."""
+    return all(any(a <= c and d <= b for a, b in others) for c, d in some)
+
+
+@contextmanager
+def beside(*, places: bool = True) -> Iterator[Beside]:
+    """Run the matcher beside both engines in a block.
+
+    Without ``places``, two errors are alike, whatever they are: of several differences
+    any may be the first.
+    """
+    seen = Beside(places=places)
+    with pytest.MonkeyPatch.context() as patch:
+        _beside_receives(seen, patch)
+        _beside_loads(seen, patch)
+        yield seen
+    assert not seen.differences, "\n".join(seen.differences)
+
+
+def _beside_receives(seen: Beside, patch: pytest.MonkeyPatch) -> None:
+    made, asked = Template.__init__, Template.match
+
+    def init(self: Any, state_dict: object, **options: Any) -> None:
+        made(self, state_dict, **options)
+        self.given = state_dict if options.get("exact", True) else None
+        self.is_exact = options.get("exact", True)
+
+    def matched(self: Any, manifest: Manifest) -> Match:
+        try:
+            found = asked(self, manifest)
+            old = Answer(straight=merged(backed(0, manifest, found.backings)))
+            return found
+        except AiockptError as error:
+            old = Answer.of_error(error)
+            raise
+        finally:
+            if self.is_exact:
+                own = wanted(self.given, limits=FILE_LIMITS)
+                catalogue = Catalogue([manifest], limits=FILE_LIMITS)
+                ask = lambda: match(catalogue, own, RECEIVE)  # noqa: E731
+                seen.compare(old, ask, catalogue, own, strict=True)
+
+    patch.setattr(Template, "__init__", init)
+    patch.setattr(Template, "match", matched)
+
+
+def _beside_loads(seen: Beside, patch: pytest.MonkeyPatch) -> None:
+    made, asked = Selected.__init__, Selected.plans
+
+    def init(self: Any, segments: Any, *args: Any, **options: Any) -> None:
+        select = options.get("select")
+        if select is not None:
+            select = options["select"] = (
+                cache(select) if callable(select) else [*select]
+            )
+        made(self, segments, *args, **options)
+        self.given = options
+
+    def planned(self: Any) -> list[LoadPlan]:
+        options, manifests = self.given, [each.manifest for each in self._segments]
+        template = options["template"]
+        own = None if template is None else wanted(template, limits=FILE_LIMITS)
+        rule: Rule = LOAD if options.get("strict") else LAX
+        plans: list[LoadPlan] = []
+        is_plain = own is not None and options.get("device") is None
+        try:
+            plans = asked(self)
+            old = Answer(missing=sorted(self.missing))
+            if is_plain:
+                pairs = enumerate(zip(manifests, plans, strict=True))
+                backings = ((n, m, p.backings) for n, (m, p) in pairs if p.backings)
+                rows = [row for each in backings for row in backed(*each)]
+                old = old._replace(straight=merged(rows))
+        except AiockptError as error:
+            old = Answer.of_error(error)
+            raise
+        finally:
+            # The second engine makes all values before it looks at the template.
+            is_built = old.error not in ("DeviceMeshError", "UnknownLeafError")
+            if manifests and is_built:
+                catalogue = Catalogue(manifests, limits=FILE_LIMITS)
+                ask = lambda: match(  # noqa: E731
+                    catalogue,
+                    own,
+                    rule,
+                    select=options.get("select"),
+                    name=options.get("name", ""),
+                )
+                found = seen.compare(old, ask, catalogue, own, straight=is_plain)
+                if found is not None and plans and options.get("device") is None:
+                    values = self.value_ranges()
+                    for new, plan, first in zip(
+                        found.ranges(catalogue), plans, values, strict=True
+                    ):
+                        every = joined([*plan.ranges, *first])
+                        if not (within([*plan.ranges], new) and within(new, every)):
+                            seen.differences.append(f"\nold: {every}\nnew: {new}")
+        return plans
+
+    patch.setattr(Selected, "__init__", init)
+    patch.setattr(Selected, "plans", planned)
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return ranges in order; those that meet are joined."""
+    found: Ranges = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
