@@ -879,9 +879,10 @@ class TestUnasked:
         monkeypatch.setattr(ipc, "_SO_PASSRIGHTS", -1)
         sock, other = lingering()
 
-        def is_ours(guest):
-            guest.setblocking(True)  # so it waits for what was sent
-            guest.recv(1, socket.MSG_PEEK)
+        sent = threading.Event()
+
+        def is_ours(_):
+            sent.wait(20)  # from then on, nobody else has the descriptor
             return False
 
         monkeypatch.setattr(shared_memory, "is_ours", is_ours)
@@ -892,6 +893,7 @@ class TestUnasked:
             guest, _ = listener.accept()
             socket.send_fds(guest, [b"{}"], [sock.fileno()])
             sock.close()
+            sent.set()
             guest.close()
 
         with other, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
