@@ -68,7 +68,7 @@ TORCH_FREE = (
 
 PLANS = re.compile(
     r"test_(load|select|strict|template|suggestions|have|prepare|values|sources|"
-    r"group_templates|changed_memory|distributed|state_files|receive|refused|first|"
+    r"group_templates|distributed|state_files|receive|refused|first|"
     r"torch_names|known_defects|checkpoint_directories|description)\w*\.py"
 )
 """Modules in which the matcher runs beside the engines that plan today."""

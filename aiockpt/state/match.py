@@ -38,9 +38,8 @@ import re
 from array import array
 from bisect import bisect_right
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, zip_longest
 from operator import attrgetter, itemgetter
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
@@ -54,6 +53,7 @@ from aiockpt.errors import (
     TemplateMismatchError,
     UnsupportedLeafError,
 )
+from aiockpt.format.limits import raise_if_cancelled
 from aiockpt.format.manifest import CONJ, NEG
 from aiockpt.format.paths import NAMED_TUPLE, PICKLE, PYTREE, Node
 from aiockpt.format.references import mentions
@@ -76,24 +76,14 @@ HOLE: Final[Node] = ["ext", ODD, None]
 _SLICE: Final = 512  # tensors compared by one call; each of their numbers is an object
 _DICTS: Final = frozenset({"tensors", "dict", "odict", "defaultdict"})
 _NUMBERS: Final = frozenset({bool, int, float, complex})
+_CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
 _TYPES: Final[dict[str, type]] = {
+    **{kind.__name__: kind for kind in (*_CONTAINERS, int, float, complex, str, bytes)},
     "tensors": dict,
-    "dict": dict,
     "odict": OrderedDict,
     "defaultdict": defaultdict,
-    "list": list,
-    "tuple": tuple,
-    "deque": deque,
-    "set": set,
-    "frozenset": frozenset,
-    "int": int,
-    "float": float,
-    "complex": complex,
-    "str": str,
-    "bytes": bytes,
     "blob": bytes,
 }
-_CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
 _PARAMETER: Final = re.compile(r"param_groups\[[0-9]+\]\.params\[[0-9]+\]$")
 _NAMED: Final = (
     "optimizer.state_dict() numbers the parameters, and get_optimizer_state_dict() of "
@@ -204,8 +194,11 @@ def match(
     """
     with collector_paused():
         walk = _Walk(catalogue, wanted, rule, select)
-        tree = walk.tree()
-        missing, warnings = walk.checked(name)
+        try:
+            tree = walk.tree()
+            missing, warnings = walk.checked(name)
+        except RecursionError:  # of what only the sources have
+            raise RemoteProtocolError("the tree is nested too deeply") from None
         straight, copied = _Compared(catalogue, wanted, walk).fills()
     return Matched(tree, straight, copied, walk.new, walk.values, missing, warnings)
 
@@ -341,7 +334,7 @@ class _Walk:
             pairs = enumerate(zip(old, new, strict=True))
             found = [self._pair(*pair, item(path, at)) for at, pair in pairs]
             self._in_leaf -= 1
-            return cast("Node", make(found))
+            return make(found)
         if self._adopts and any(_first_tensor(each, path) for each in (mine, theirs)):
             raise self._unfit(mine, theirs, path, lengths=True)
         return self._taken(theirs)
@@ -368,8 +361,21 @@ class _Walk:
             return self._taken(theirs)
         if len(pieces) != len(numbers):
             raise self._unfit(mine, theirs, path)
-        self.rows.add(path, None, pieces, numbers)
+        self._add(path, None, pieces, numbers)
         return cast("Node", theirs)
+
+    def _add(
+        self,
+        path: str,
+        names: Sequence[object] | None,
+        pieces: Sequence[int],
+        numbers: Sequence[int],
+    ) -> None:
+        """Add tensors that both have."""
+        if pieces:
+            check_numbers(pieces, len(self._catalogue))
+            self._found = True
+            self.rows.add(path, names, pieces, numbers)
 
     def _pieces_of(self, mine: Any, theirs: Any, path: str) -> list[int]:
         """Return the pieces of a distributed tensor that fit the template's layout."""
@@ -399,21 +405,26 @@ class _Walk:
 
     def _pair_dicts(self, mine: Any, theirs: Any, path: str) -> Node:
         if self._is_row(mine, theirs):
-            self._found = True
-            self.rows.add(path, mine[1], theirs[2], mine[2])
+            self._add(path, mine[1], theirs[2], mine[2])
             return cast("Node", theirs)
+        raise_if_cancelled()
         left, right = items_of(mine) or {}, items_of(theirs) or {}
         if "param_groups" in right:
             self._optimizers.add(below(path, "state"))
-        taken = self._pair_row(path, left, right)
+        taken: Items = {}
+        row: list[tuple[object, int, int]] = []  # a key, a piece, a tensor
         for key, old in left.items():
-            if key in taken:
+            if (pair := self._plain_pair(old, right.get(key), path)) is not None:
+                row.append((key, *pair))
+                taken[key] = right[key]
                 continue
+            self._add_row(path, row)
             where = below(path, key)
             if key not in right:
                 self._lacks(old, where, path, left, right)
             elif self._is_selected(right[key], where):
                 taken[key] = self._pair(old, right[key], where)
+        self._add_row(path, row)
         for key, new in right.items() if self._adopts else ():
             if key not in left:
                 taken[key] = self._added(new, below(path, key), path, left, right)
@@ -427,30 +438,28 @@ class _Walk:
             return False
         if not self._selection.everything or {*map(type, theirs[2])} != {int}:
             return False
-        check_numbers(theirs[2], len(self._catalogue))
         codes, tensors = self._wanted.codes, self._wanted.tensors
         odd = [number for number in mine[2] if codes[number] is None]
         is_real = not any(tensors[number].is_meta for number in odd)
         return is_real and len(theirs[2]) == len(mine[2])
 
-    def _pair_row(self, path: str, left: Items, right: Items) -> Items:
-        """Pair the plain tensors that two dicts have under one key; return theirs."""
-        assert self._wanted is not None
+    def _plain_pair(
+        self, mine: Node, theirs: Node, path: str
+    ) -> tuple[int, int] | None:
+        """Return the numbers of two tensors if ours is plain, as most are."""
+        if _tag(mine) != "tensor" or _tag(theirs) != "tensor":
+            return None
         if not (self._in_leaf or self._selection.everything):
-            return {}
-        codes, names = self._wanted.codes, list[object]()
-        pieces, numbers = list[int](), list[int]()
-        for key, old in left.items():
-            if _tag(old) == "tensor" and _tag(new := right.get(key)) == "tensor":
-                piece, number = _number_of(new, path), _number_of(old, path)
-                if codes[number] is not None:
-                    names.append(key)
-                    pieces.append(piece)
-                    numbers.append(number)
-        if names:
-            self._found = True
-            self.rows.add(path, names, pieces, numbers)
-        return {name: right[name] for name in names}
+            return None
+        assert self._wanted is not None
+        piece, number = _number_of(theirs, path), _number_of(mine, path)
+        return None if self._wanted.codes[number] is None else (piece, number)
+
+    def _add_row(self, path: str, row: list[tuple[object, int, int]]) -> None:
+        """Add the tensors of a row, in the order of the tree; empty the row."""
+        if row:
+            self._add(path, *zip(*row, strict=True))
+            row.clear()
 
     def _pair_lists(self, mine: Any, theirs: Any, path: str) -> Node:
         old, new = mine[1], theirs[1]
@@ -520,13 +529,9 @@ class _Walk:
         """Yield the selected paths at and below one that the sources lack."""
         if self._in_leaf or self._selection.takes(path):
             yield path
-            return
-        if _tag(node) in _DICTS:
-            for key, each in (items_of(node) or {}).items():
-                yield from self._lacking(each, below(path, key))
-        elif _tag(node) == "list":
-            for at, each in (items_of(node) or {}).items():
-                yield from self._lacking(each, item(path, cast("int", at)))
+        elif (inside := _opened(node, path)) is not None:
+            for _, each, where in inside:
+                yield from self._lacking(each, where)
         elif self._selection.takes_leaf(path):
             yield path
 
@@ -535,7 +540,7 @@ class _Walk:
     def _is_selected(self, theirs: Node, path: str) -> bool:
         if self._in_leaf or self._selection.everything or self._selection.takes(path):
             return True
-        if _tag(theirs) in _DICTS or _tag(theirs) == "list":
+        if _opened(theirs, path) is not None:
             return self._selection.enters(path)
         return self._selection.takes_leaf(path)
 
@@ -543,17 +548,13 @@ class _Walk:
         """Say whether something at or below a path is selected."""
         if self._in_leaf or self._selection.takes(path):
             return True
-        if _tag(theirs) in _DICTS:
-            found = (items_of(theirs) or {}).items()
-            return any(self._selects(each, below(path, key)) for key, each in found)
-        if _tag(theirs) == "list":
-            pairs = enumerate((items_of(theirs) or {}).values())
-            return any(self._selects(each, item(path, at)) for at, each in pairs)
+        if (inside := _opened(theirs, path)) is not None:
+            return any(self._selects(each, where) for _, each, where in inside)
         return self._selection.takes_leaf(path)
 
     def _anew(self, theirs: Node, path: str) -> Node:
         """Return the selected part of a value for which the template has None."""
-        if self._in_leaf or not (_tag(theirs) in _DICTS or _tag(theirs) == "list"):
+        if self._in_leaf or _opened(theirs, path) is None:
             return self._taken(theirs)
         found = self._chosen(theirs, path)
         return None if found is HOLE else found
@@ -562,20 +563,17 @@ class _Walk:
         """Return the selected part of a value, or `HOLE`."""
         if self._selection.takes(path):
             return self._taken(theirs)
-        if _tag(theirs) in _DICTS:
-            if not self._selection.enters(path):
-                return HOLE
-            pairs = (items_of(theirs) or {}).items()
-            found = {key: self._chosen(each, below(path, key)) for key, each in pairs}
-            kept = {key: each for key, each in found.items() if each is not HOLE}
-            return self._dict_of(theirs, kept) if kept else HOLE
+        if (inside := _opened(theirs, path)) is None:
+            return self._taken(theirs) if self._selection.takes_leaf(path) else HOLE
+        if not self._selection.enters(path):
+            return HOLE
+        found = {key: self._chosen(each, where) for key, each, where in inside}
+        kept = {key: each for key, each in found.items() if each is not HOLE}
+        if not kept:
+            return HOLE
         if _tag(theirs) == "list":
-            items = enumerate((items_of(theirs) or {}).values())
-            some = [self._chosen(each, item(path, at)) for at, each in items]
-            if all(each is HOLE for each in some):
-                return HOLE
-            return ["list", [None if each is HOLE else each for each in some]]
-        return self._taken(theirs) if self._selection.takes_leaf(path) else HOLE
+            return ["list", [kept.get(at) for at in range(len(found))]]
+        return self._dict_of(theirs, kept)
 
     def _taken(self, theirs: Node) -> Node:
         """Return a value of the sources as it is; its tensors become new ones."""
@@ -685,11 +683,25 @@ def _values(node: Any) -> list[Node] | None:
     """Return the nodes of a container's items; None for another node."""
     match node:
         case [("tensors" | "dict" | "odict"), _, [*_] as values, *_]:
-            return cast("list[Node]", values)
+            pass
         case ["defaultdict", _, _, [*_] as values] | ["deque", _, [*_] as values]:
-            return cast("list[Node]", values)
+            pass
         case ["list" | "tuple", [*_] as values]:
-            return cast("list[Node]", values)
+            pass
+        case _:
+            return None
+    return cast("list[Node]", values)
+
+
+def _opened(node: Any, path: str) -> Iterable[tuple[object, Node, str]] | None:
+    """Return keys, values and paths of what a selection may enter: a dict, a list."""
+    if _tag(node) in _DICTS:
+        pairs = (items_of(node) or {}).items()
+        return ((key, each, below(path, key)) for key, each in pairs)
+    if _tag(node) == "list":
+        return (
+            (at, each, item(path, at)) for at, each in enumerate(_values(node) or ())
+        )
     return None
 
 
@@ -704,40 +716,31 @@ def _is_distributed(node: Any) -> bool:
     return _tag(node) == "ext" and len(node) == 3 and node[1] in LAYOUTS
 
 
-def _inside(mine: Any, theirs: Any) -> tuple[Any, Any, Any] | None:
-    """Return the children of two values that are rebuilt, and how to do it; or None."""
-    match mine, theirs:
-        case ["tuple", [*old]], ["tuple", [*new]]:
-            make: Any = partial(_made, ["tuple"])
-        case ["deque", _, [*old]], ["deque", most, [*new]]:
-            make = partial(_made, ["deque", most])
-        case ["ext", str(one), ["dict", [*_], [*old]]], [
-            "ext",
-            str(other),
-            ["dict", [*fields], [*new]],
-        ] if one == other and one.startswith(NAMED_TUPLE):
-            make = partial(_made_named, other, fields)
-        case ["ext", str(one), ["tuple", [["list", [*old]], _]]], [
-            "ext",
-            str(other),
-            ["tuple", [["list", [*new]], context]],
-        ] if one == other and one.startswith(PYTREE):
-            make = partial(_made_node, other, context)
+def _inside(mine: Any, theirs: Any) -> tuple[Any, Any, Callable[[Any], Node]] | None:
+    """Return the children of two values that are rebuilt, and how to do it; or None.
+
+    They are tuples, deques, named tuples or pytree nodes, with as many children.
+    """
+    make: Callable[[Any], Any]
+    match [mine, theirs]:
+        case [["tuple", [*old]], ["tuple", [*new]]]:
+            make = lambda items: ["tuple", items]  # noqa: E731
+        case [["deque", _, [*old]], ["deque", most, [*new]]]:
+            make = lambda items: ["deque", most, items]  # noqa: E731
+        case [["ext", one, ["dict", _, [*old]]], ["ext", two, ["dict", keys, [*new]]]]:
+            make = lambda items: ["ext", two, ["dict", keys, items]]  # noqa: E731
+            if one != two or not one.startswith(NAMED_TUPLE):
+                return None
+        case [
+            ["ext", one, ["tuple", [["list", [*old]], _]]],
+            ["ext", two, ["tuple", [["list", [*new]], more]]],
+        ]:
+            make = lambda items: ["ext", two, ["tuple", [["list", items], more]]]  # noqa: E731
+            if one != two or not one.startswith(PYTREE):
+                return None
         case _:
             return None
     return (old, new, make) if len(old) == len(new) else None
-
-
-def _made(head: list[Node], items: list[Node]) -> Node:
-    return [*head, items]
-
-
-def _made_named(tag: str, fields: list[Node], items: list[Node]) -> Node:
-    return ["ext", tag, ["dict", fields, items]]
-
-
-def _made_node(tag: str, context: Node, items: list[Node]) -> Node:
-    return ["ext", tag, ["tuple", [["list", items], context]]]
 
 
 def _nested(items: Items) -> dict[Any, Any]:
@@ -804,7 +807,6 @@ class _Compared:
     ) -> None:
         self._catalogue, self._wanted, self._walk = catalogue, wanted, walk
         self._pieces, self._tensors = walk.rows.pieces, walk.rows.tensors
-        check_numbers(self._pieces, len(catalogue))
 
     def fills(self) -> tuple[Fills, Fills]:
         """Return the fills that go straight, and those that are copied."""

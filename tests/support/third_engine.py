@@ -10,6 +10,7 @@ they are, so a test that uses them sees nothing of this.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -140,11 +141,17 @@ class Beside:
 def straight_of(
     found: Matched, catalogue: Catalogue, own: Any, *, views: bool = False
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the bytes that go straight to the template's memory."""
-    for number, tensor in zip(*found.straight, strict=True):
+    """Yield the bytes that go straight to the template's memory.
+
+    With ``views``, only those of an entry that several tensors share.
+    """
+    entries = [*map(catalogue.whole_entry, found.straight.pieces)]
+    shared = {each for each, count in Counter(entries).items() if count > 1}
+    pairs = zip(*found.straight, entries, strict=True)
+    for number, tensor, entry in pairs:
         piece, address = catalogue.piece(number), own.held.addresses[tensor]
-        is_view = catalogue.codes[number] is None
-        if piece.start < piece.stop and views <= is_view:
+        is_shared = entry in shared or catalogue.codes[number] is None
+        if piece.start < piece.stop and views <= is_shared:
             yield piece.source, piece.start, piece.stop, address
 
 
