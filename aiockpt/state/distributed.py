@@ -477,7 +477,12 @@ class LayoutReader:
                 self._known[key] = parse_layout(kind, payload)
             except (TypeError, ValueError, RemoteProtocolError) as error:
                 raise _malformed(path, tag, str(error)) from error
-        return cast("list[int]", numbers), self._known[key]
+        layout, count = self._known[key], 1
+        if isinstance(layout, ShardedLayout):
+            count = len(layout.held)
+        if len(numbers) != count:
+            raise _malformed(path, tag, f"it has {len(numbers)} local tensors")
+        return cast("list[int]", numbers), layout
 
 
 def layouts(tree: Node, *, count: int, limits: Limits) -> dict[Path, Layout]:

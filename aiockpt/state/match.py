@@ -40,8 +40,9 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
-from operator import attrgetter, itemgetter
+from itertools import chain, islice, zip_longest
+from operator import attrgetter, itemgetter, lt
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 import torch
@@ -59,6 +60,7 @@ from aiockpt.format.paths import NAMED_TUPLE, PICKLE, PYTREE, Node
 from aiockpt.format.references import mentions
 from aiockpt.format.registry import REGISTRY
 from aiockpt.format.tree import remedy_for, unsupported
+from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.catalogue import Catalogue, Items, Piece, items_of, keys_of
 from aiockpt.state.containers import apart, left_empty, renamed
@@ -93,6 +95,11 @@ _NAMED: Final = (
 _NO_MEMORY: Final = (
     "it has no memory to receive into; give it some by module.to_empty(device=...), or "
     "receive without into= and pass the result to load_state_dict(state, assign=True)"
+)
+
+
+_NO_TEMPLATE: Final = Wanted(
+    None, (), (), (), array("Q"), HeldMemory.of(()), MappingProxyType({}), ()
 )
 
 
@@ -193,13 +200,14 @@ def match(
         RemoteProtocolError: the tree of a source is malformed.
     """
     with collector_paused():
-        walk = _Walk(catalogue, wanted, rule, select)
+        own = wanted or _NO_TEMPLATE
+        walk = _Walk(catalogue, own, rule, select)
         try:
             tree = walk.tree()
             missing, warnings = walk.checked(name)
         except RecursionError:  # of what only the sources have
             raise RemoteProtocolError("the tree is nested too deeply") from None
-        straight, copied = _Compared(catalogue, wanted, walk).fills()
+        straight, copied = _Compared(catalogue, own, walk).fills()
     return Matched(tree, straight, copied, walk.new, walk.values, missing, warnings)
 
 
@@ -246,7 +254,7 @@ class _Walk:
     def __init__(
         self,
         catalogue: Catalogue,
-        wanted: Wanted | None,
+        wanted: Wanted,
         rule: Rule,
         select: Select | None,
     ) -> None:
@@ -260,21 +268,20 @@ class _Walk:
         self._unfilled = ""  # the first tensor that the sources lack
         self._detail = ""  # how the keys differ where the first extra tensor is
         self._differ: list[str] = []  # how the keys differ, of the first dict
-        self._found = wanted is None
-        self._roots: tuple[Node, Node] = (None, None)
+        self._found = False
         self._optimizers: set[str] = set()  # the paths of their states
         self._in_leaf = 0  # the depth inside a value that is selected as a whole
         self._same: dict[tuple[int, int], bool] = {}  # of two layouts
 
     def tree(self) -> Node:
         """Walk the trees; return what is taken."""
-        theirs = self._catalogue.tree
-        if self._wanted is None:
+        mine, theirs = self._wanted.tree, self._catalogue.tree
+        if mine is None:
+            self._found = True
             found = self._chosen(theirs, "")
             return ["dict", [], []] if found is HOLE else found
         self._selection.takes("")  # the root always matches
-        self._roots = self._wanted.tree, theirs
-        return self._pair(self._wanted.tree, theirs, "")
+        return self._pair(mine, theirs, "")
 
     def checked(self, name: str) -> tuple[list[str], list[str]]:
         """Return the missing paths and the warnings, unless the rule refuses them."""
@@ -285,8 +292,9 @@ class _Walk:
         if self._unfilled:
             raise _mismatch_of(self._unfilled, "nothing", "a tensor")
         if self._adopts and not self._found:
-            mine, theirs = (items_of(each) or {} for each in self._roots)
-            detail = apart(_nested(mine), _nested(theirs), "")
+            roots = self._wanted.tree, self._catalogue.tree
+            some, others = (_nested(items_of(each) or {}) for each in roots)
+            detail = apart(some, others, "")
             raise _mismatch_of("", "other keys", "none of them", detail)
         unmet = self._selection.unmet()
         missing = [*dict.fromkeys([*self._missing, *unmet])]
@@ -317,9 +325,8 @@ class _Walk:
             self._found = True
         if mine is None:
             return self._anew(theirs, path)
-        local = self._tensors_of(mine)
-        if kinds[0] == "tensor" or local is not None:
-            return self._pair_tensor(mine, local, theirs, path)
+        if kinds[0] == "tensor" or _is_distributed(mine):
+            return self._pair_tensor(mine, theirs, path)
         if kinds[1] == "tensor" or _is_distributed(theirs):
             raise self._unfit(mine, theirs, path)
         if kinds[0] in _DICTS and kinds[1] in _DICTS:
@@ -339,28 +346,25 @@ class _Walk:
             raise self._unfit(mine, theirs, path, lengths=True)
         return self._taken(theirs)
 
-    def _pair_tensor(
-        self, mine: Any, local: Sequence[int] | None, theirs: Any, path: str
-    ) -> Node:
+    def _pair_tensor(self, mine: Any, theirs: Any, path: str) -> Node:
         """Pair a tensor of the template, which may be distributed."""
-        assert self._wanted is not None
-        tensors = self._wanted.tensors
-        numbers = [mine[1]] if local is None else local
-        is_meta = bool(numbers) and all(tensors[each].is_meta for each in numbers)
+        numbers, layout = [mine[1]], None
+        if mine[0] != "tensor":
+            numbers, layout = self._catalogue.layouts.read((path,), *mine[1:])
+        tensors = [*map(self._wanted.tensors.__getitem__, numbers)]
+        is_meta = any(tensor.is_meta for tensor in tensors)
         if is_meta and self._adopts:
             raise UnsupportedLeafError(path, "meta tensor", _NO_MEMORY)
-        if local is None and _tag(theirs) == "tensor":
+        if layout is None and _tag(theirs) == "tensor":
             pieces = [_number_of(theirs, path)]
-        elif local is not None and _is_distributed(theirs):
-            pieces = self._pieces_of(mine, theirs, path)
+        elif layout is not None and _is_distributed(theirs):
+            pieces = self._pieces_of(layout, theirs, path)
         else:
             raise self._unfit(mine, theirs, path)
         if is_meta:
-            for piece, number in zip(pieces, numbers, strict=True):
-                _check(tensors[number], self._catalogue.piece(piece), path)
+            for piece, tensor in zip(pieces, tensors, strict=True):
+                _check(tensor, self._catalogue.piece(piece), path)
             return self._taken(theirs)
-        if len(pieces) != len(numbers):
-            raise self._unfit(mine, theirs, path)
         self._add(path, None, pieces, numbers)
         return cast("Node", theirs)
 
@@ -377,12 +381,11 @@ class _Walk:
             self._found = True
             self.rows.add(path, names, pieces, numbers)
 
-    def _pieces_of(self, mine: Any, theirs: Any, path: str) -> list[int]:
+    def _pieces_of(self, layout: Layout, theirs: Any, path: str) -> list[int]:
         """Return the pieces of a distributed tensor that fit the template's layout."""
-        own, layout = self._catalogue.layouts.read((path,), mine[1], mine[2])
         found = self._catalogue.parts((path,), theirs[1], theirs[2])
         for pieces, other in found:
-            if self._are_same(layout, other) and len(pieces) == len(own):
+            if self._are_same(layout, other):
                 return pieces
         raise _mismatch_of(path, str(found[0][1]), str(layout))
 
@@ -395,13 +398,6 @@ class _Walk:
                 one.comparable() == other.comparable()
             )
         return self._same[key]
-
-    def _tensors_of(self, mine: Any) -> list[int] | None:
-        """Return the local tensors of a distributed tensor of the template."""
-        if not _is_distributed(mine):
-            return None
-        numbers, _ = self._catalogue.layouts.read((), mine[1], mine[2])
-        return numbers
 
     def _pair_dicts(self, mine: Any, theirs: Any, path: str) -> Node:
         if self._is_row(mine, theirs):
@@ -432,16 +428,13 @@ class _Walk:
         return self._dict_of(theirs, taken, attributes=self._adopts)
 
     def _is_row(self, mine: Any, theirs: Any) -> bool:
-        """Say whether two dicts have the same keys, and nothing but real tensors."""
-        assert self._wanted is not None
+        """Say whether two dicts have the same keys, and ours only plain tensors."""
         if mine[:2] != theirs[:2] or mine[0] != "tensors" or not mine[1]:
             return False
         if not self._selection.everything or {*map(type, theirs[2])} != {int}:
             return False
-        codes, tensors = self._wanted.codes, self._wanted.tensors
-        odd = [number for number in mine[2] if codes[number] is None]
-        is_real = not any(tensors[number].is_meta for number in odd)
-        return is_real and len(theirs[2]) == len(mine[2])
+        plain = None not in map(self._wanted.codes.__getitem__, mine[2])
+        return plain and len(theirs[2]) == len(mine[2])
 
     def _plain_pair(
         self, mine: Node, theirs: Node, path: str
@@ -451,7 +444,6 @@ class _Walk:
             return None
         if not (self._in_leaf or self._selection.everything):
             return None
-        assert self._wanted is not None
         piece, number = _number_of(theirs, path), _number_of(mine, path)
         return None if self._wanted.codes[number] is None else (piece, number)
 
@@ -611,7 +603,6 @@ class _Walk:
             return type(node)
         tag = _tag(node)
         if tag == "ext" and node[1] == ODD:
-            assert self._wanted is not None
             return type(self._wanted.odd[node[2]])
         if tag == "ext":
             codec = REGISTRY.by_tag(node[1])
@@ -623,7 +614,6 @@ class _Walk:
     ) -> StateDictError:
         """Return the error that a value of the template does not fit."""
         if _tag(mine) == "ext" and mine[1] == ODD:
-            assert self._wanted is not None
             value = self._wanted.odd[mine[2]]
             if remedy := remedy_for(value):
                 return unsupported(value, path, remedy)
@@ -802,18 +792,14 @@ class _Span(NamedTuple):
 class _Compared:
     """Compares the tensors that both have, and finds the disposition of each."""
 
-    def __init__(
-        self, catalogue: Catalogue, wanted: Wanted | None, walk: _Walk
-    ) -> None:
+    def __init__(self, catalogue: Catalogue, wanted: Wanted, walk: _Walk) -> None:
         self._catalogue, self._wanted, self._walk = catalogue, wanted, walk
         self._pieces, self._tensors = walk.rows.pieces, walk.rows.tensors
 
     def fills(self) -> tuple[Fills, Fills]:
         """Return the fills that go straight, and those that are copied."""
         pieces, tensors = self._pieces, self._tensors
-        if self._wanted is None or not pieces:
-            return Fills((), ()), Fills((), ())
-        copied = self._copied([*self._odd_ones(self._wanted)], self._wanted)
+        copied = self._copied([*self._odd_ones()]) if pieces else set()
         if not copied:
             return Fills(pieces, tensors), Fills((), ())
         straight = [at for at in range(len(pieces)) if at not in copied]
@@ -822,9 +808,10 @@ class _Compared:
             for some in (straight, sorted(copied))
         )
 
-    def _odd_ones(self, wanted: Wanted) -> Iterator[int]:
+    def _odd_ones(self) -> Iterator[int]:
         """Yield the pairs that are not plain, or not alone, on both sides."""
-        pieces, tensors, catalogue = self._pieces, self._tensors, self._catalogue
+        pieces, tensors = self._pieces, self._tensors
+        catalogue, wanted = self._catalogue, self._wanted
         entries: Sequence[int] = pieces
         if catalogue.has_views:
             entries = array("q", map(catalogue.whole_entry, pieces))
@@ -853,11 +840,11 @@ class _Compared:
                 if not is_plain or home in busy or tensor in crowded:
                     yield at
 
-    def _copied(self, odd: Sequence[int], wanted: Wanted) -> set[int]:
+    def _copied(self, odd: Sequence[int]) -> set[int]:
         """Return the pairs that are copied; refuse those that do not fit."""
         if not odd:
             return set()
-        spans: list[_Span] = []
+        wanted, spans = self._wanted, list[_Span]()
         for at in odd:
             tensor = wanted.tensors[self._tensors[at]]
             piece = self._catalogue.piece(self._pieces[at])
@@ -875,8 +862,8 @@ class _Compared:
             if not tensor.is_contiguous():
                 self._check_repeats(tensor, piece, path)
             spans.append(_Span(at, piece, tensor, address, nbytes))
-        crowded = self._check_apart(spans)
-        return self._not_straight(spans) | crowded
+        self._check_apart(spans)
+        return self._not_straight(spans)
 
     def _check_repeats(self, tensor: torch.Tensor, piece: Piece, path: str) -> None:
         if _steps(tensor) != _steps(piece) and repeats(tensor):
@@ -887,8 +874,8 @@ class _Compared:
                 "put a copy by contiguous() there",
             )
 
-    def _check_apart(self, spans: Sequence[_Span]) -> set[int]:
-        """Refuse two pieces for the same memory; return the pairs whose spans overlap.
+    def _check_apart(self, spans: Sequence[_Span]) -> None:
+        """Refuse two pieces for the same memory: one of them would be lost.
 
         Pairs with the same shift have the same bytes, so they may overlap.
         """
@@ -898,12 +885,10 @@ class _Compared:
             path = self._walk.rows.path_of(each.at)
             member = Member(each.tensor, path, each.at)
             by_device.setdefault(each.tensor.device, []).append(member)
-        crowded: set[int] = set()
         for run in chain.from_iterable(map(runs, by_device.values())):
             shifts = {each.number: known[each.number].shift for each in run}
             if len({*shifts.values()}) == 1:
                 continue
-            crowded.update(shifts)
             for n, one in enumerate(run):
                 for other in run[:n]:
                     differ = shifts[one.number] != shifts[other.number]
@@ -911,7 +896,6 @@ class _Compared:
                         pair = sorted((one, other), key=attrgetter("number"))
                         shared = f"memory shared with {pair[0].name}"
                         raise _mismatch_of(pair[1].name, "memory of its own", shared)
-        return crowded
 
     def _not_straight(self, spans: Sequence[_Span]) -> set[int]:
         """Return the pairs whose bytes do not go straight to the template's memory."""
@@ -946,7 +930,7 @@ def _steps(strided: torch.Tensor | Piece) -> list[int]:
 
 def _repeated(numbers: Sequence[int]) -> set[int]:
     """Return the numbers that are there more than once."""
-    if len({*numbers}) == len(numbers):
+    if all(map(lt, numbers, islice(numbers, 1, None))):  # a set takes much memory
         return set()
     return {number for number, count in Counter(numbers).items() if count > 1}
 

@@ -104,6 +104,7 @@ def within(ranges: list[tuple[int, int]], source: Manifest) -> bool:
 
 
 W = torch.arange(6.0)
+C = torch.complex(W, W + 1)
 
 # What a source has, the template, and what goes straight, is copied, is new.
 DISPOSITIONS: dict[str, tuple[Any, Any, tuple[list[str], ...]]] = {
@@ -125,6 +126,14 @@ DISPOSITIONS: dict[str, tuple[Any, Any, tuple[list[str], ...]]] = {
         {"a": torch.zeros(2, 3).t(), "b": torch.zeros(3, 2).t()},
         (["a"], ["b"], []),
     ),
+    "gaps on both sides": (
+        {"a": torch.ones(2, 2)[:, 0]},
+        {"a": torch.zeros(2, 2)[:, 0]},
+        ([], ["a"], []),
+    ),
+    "conjugated here": ({"a": C}, {"a": C.conj()}, ([], ["a"], [])),
+    "conjugated there": ({"a": C.conj()}, {"a": C * 0}, ([], ["a"], [])),
+    "conjugated": ({"a": C.conj()}, {"a": (C * 0).conj()}, (["a"], [], [])),
     "a parameter": (
         {"a": torch.nn.Parameter(W)},
         {"a": torch.nn.Parameter(W * 0)},
@@ -152,6 +161,8 @@ def test_overlapping_tensors_go_straight_together() -> None:
     assert len(found.copied.pieces) == 2
     with pytest.raises(TemplateMismatchError, match=r"b: .* shared with a"):
         matched({"a": apart[:4], "b": apart[3:7]}, state)
+    with pytest.raises(TemplateMismatchError, match=r"a\.one: .* shared with b"):
+        matched({"b": here, "a": {"one": here}}, {"b": there, "a": {"one": there + 1}})
     # Columns of one matrix share no element, but the bytes between theirs.
     matrix = torch.zeros(2, 2)
     state = {"a": torch.ones(2), "b": torch.zeros(2)}
