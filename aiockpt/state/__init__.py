@@ -7,8 +7,8 @@ state dict into a tree and entries, with `overlaps` for tensors that share memor
 receive plans here which bytes go into which memory (`template`, `pairing`,
 `load_plan`), and ends in `rebuild`, which makes a state dict of tensors and the tree.
 
-`catalogue` and `match` plan the same for every way, with `mesh` for any mesh. So far
-only tests use them, which run them beside the others and compare.
+`catalogue`, `match` and `dispositions` plan the same for every way, and `mesh` for any
+mesh. So far only tests use them, which run them beside the others and compare.
 """
 
 from __future__ import annotations

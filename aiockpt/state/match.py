@@ -24,9 +24,10 @@ lists of other lengths                   items that the template lacks are extra
                                          many in the template are an error
 =======================================  ==============================================
 
-Each tensor that goes to the template's memory is *straight* (the bytes of its entry are
+Each tensor that goes to the template's memory is *straight* (the bytes of its piece are
 the bytes of that memory) or *copy* (they arrive in an arena, and their elements are
-copied). What has no memory in the template is *new*. Everything else is skipped.
+copied). `aiockpt.state.dispositions` compares the memory of both sides. What has no
+memory in the template is *new*. Everything else is skipped.
 
 The trees are walked side by side. Rows of tensors are compared column by column, since
 there may be 100,000 of them. Nothing is read, made or changed.
@@ -36,14 +37,12 @@ from __future__ import annotations
 
 import re
 from array import array
-from bisect import bisect_right
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
-from operator import attrgetter, itemgetter, lt
+from itertools import chain, zip_longest
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
 
@@ -55,19 +54,17 @@ from aiockpt.errors import (
     UnsupportedLeafError,
 )
 from aiockpt.format.limits import raise_if_cancelled
-from aiockpt.format.manifest import CONJ, NEG
 from aiockpt.format.paths import NAMED_TUPLE, PICKLE, PYTREE, Node
 from aiockpt.format.references import mentions
 from aiockpt.format.registry import REGISTRY
 from aiockpt.format.tree import remedy_for, unsupported
 from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused
-from aiockpt.state.catalogue import Catalogue, Items, Piece, items_of, keys_of
+from aiockpt.state.catalogue import Catalogue, Items, items_of, keys_of
 from aiockpt.state.containers import apart, left_empty, renamed
-from aiockpt.state.contents import PLAIN
+from aiockpt.state.dispositions import Fills, Pairs, check, dispose
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.flatten import ODD, Wanted
-from aiockpt.state.overlaps import Member, is_solid, repeats, runs, share_elements
 from aiockpt.state.pairing import check_numbers, is_filled
 from aiockpt.state.selection import Select, Selection, below, item, pruned
 from aiockpt.state.sharding import LAYOUTS, Layout
@@ -127,13 +124,6 @@ LOAD: Final = Rule(missing="all", extra="none")
 
 LAX: Final = Rule(missing="none", extra="none")
 """As `LOAD`, as far as the sources have them."""
-
-
-class Fills(NamedTuple):
-    """Pieces of the sources and the template's tensors that they fill, in columns."""
-
-    pieces: Sequence[int]
-    tensors: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,46 +197,20 @@ def match(
             missing, warnings = walk.checked(name)
         except RecursionError:  # of what only the sources have
             raise RemoteProtocolError("the tree is nested too deeply") from None
-        straight, copied = _Compared(catalogue, own, walk).fills()
+        straight, copied = dispose(
+            catalogue, own, walk.pairs, [*walk.new, *walk.values]
+        )
     return Matched(tree, straight, copied, walk.new, walk.values, missing, warnings)
 
 
 # ------------------------------------------------------------------ paths, in pairs
 
 
-class _Rows:
-    """Pairs of pieces and tensors, in columns, and the paths where they are."""
-
-    def __init__(self) -> None:
-        self.pieces, self.tensors = array("q"), array("q")
-        self._starts: list[int] = []
-        self._paths: list[tuple[str, Sequence[object] | None]] = []
-
-    def add(
-        self,
-        path: str,
-        names: Sequence[object] | None,
-        pieces: Sequence[int],
-        tensors: Sequence[int],
-    ) -> None:
-        """Add pairs; ``names`` are the last steps of their paths, if they have some."""
-        self._starts.append(len(self.pieces))
-        self._paths.append((path, names))
-        self.pieces.extend(pieces)
-        self.tensors.extend(tensors)
-
-    def path_of(self, at: int) -> str:
-        """Return the path of a pair; only errors ask for it."""
-        row = bisect_right(self._starts, at) - 1
-        path, names = self._paths[row]
-        return path if names is None else below(path, names[at - self._starts[row]])
-
-
 class _Walk:
     """Walks the trees of a template and the sources side by side.
 
     Attributes:
-        rows: The tensors that both have.
+        pairs: The tensors that both have.
         new: The pieces that become new tensors.
         values: The pieces that other values are made of.
     """
@@ -258,7 +222,7 @@ class _Walk:
         rule: Rule,
         select: Select | None,
     ) -> None:
-        self.rows, self.new, self.values = _Rows(), array("q"), array("q")
+        self.pairs, self.new, self.values = Pairs(), array("q"), array("q")
         self._catalogue, self._wanted, self._rule = catalogue, wanted, rule
         self._selection = Selection(select)
         self._adopts = rule.extra == "tensors"
@@ -363,7 +327,7 @@ class _Walk:
             raise self._unfit(mine, theirs, path)
         if is_meta:
             for piece, tensor in zip(pieces, tensors, strict=True):
-                _check(tensor, self._catalogue.piece(piece), path)
+                check(tensor, self._catalogue.piece(piece), path)
             return self._taken(theirs)
         self._add(path, None, pieces, numbers)
         return cast("Node", theirs)
@@ -379,7 +343,7 @@ class _Walk:
         if pieces:
             check_numbers(pieces, len(self._catalogue))
             self._found = True
-            self.rows.add(path, names, pieces, numbers)
+            self.pairs.add(path, names, pieces, numbers)
 
     def _pieces_of(self, layout: Layout, theirs: Any, path: str) -> list[int]:
         """Return the pieces of a distributed tensor that fit the template's layout."""
@@ -619,7 +583,7 @@ class _Walk:
                 return unsupported(value, path, remedy)
             if isinstance(value, torch.Tensor) and _tag(theirs) == "tensor":
                 take_apart(value, (path,))  # says why it cannot be filled
-                _check(value, self._catalogue.piece(theirs[1]), path)
+                check(value, self._catalogue.piece(theirs[1]), path)
                 remedy = "what it is made of cannot be filled; put None in its place"
                 return UnsupportedLeafError(path, f"{value.layout} tensor", remedy)
         if _is_distributed(mine) != _is_distributed(theirs):
@@ -757,208 +721,6 @@ def _mismatch_of(
     path: str, expected: str, actual: str, detail: str = ""
 ) -> TemplateMismatchError:
     return TemplateMismatchError(path, expected=expected, actual=actual, detail=detail)
-
-
-# ----------------------------------------------------------------- memory, in pairs
-
-
-class _Span(NamedTuple):
-    """A fill that is not plain on both sides: its bytes here and there."""
-
-    at: int
-    piece: Piece
-    tensor: torch.Tensor
-    address: int
-    nbytes: int
-
-    @property
-    def shift(self) -> tuple[object, ...]:
-        """A key that is equal for two fills that agree on the bytes they share."""
-        home = self.piece.source, self.tensor.device
-        if self.is_same:
-            return *home, self.address - self.piece.start
-        return *home, self.address, self.piece, self.tensor.stride()
-
-    @property
-    def is_same(self) -> bool:
-        """Whether the elements have the same bytes, at the same distances."""
-        piece, tensor = self.piece, self.tensor
-        flags = (bool(piece.flags & CONJ), bool(piece.flags & NEG))
-        if (tensor.is_conj(), tensor.is_neg()) != flags or type(tensor) not in PLAIN:
-            return False
-        return _steps(tensor) == _steps(piece)
-
-
-class _Compared:
-    """Compares the tensors that both have, and finds the disposition of each."""
-
-    def __init__(self, catalogue: Catalogue, wanted: Wanted, walk: _Walk) -> None:
-        self._catalogue, self._wanted, self._walk = catalogue, wanted, walk
-        self._pieces, self._tensors = walk.rows.pieces, walk.rows.tensors
-
-    def fills(self) -> tuple[Fills, Fills]:
-        """Return the fills that go straight, and those that are copied."""
-        pieces, tensors = self._pieces, self._tensors
-        copied = self._copied([*self._odd_ones()]) if pieces else set()
-        if not copied:
-            return Fills(pieces, tensors), Fills((), ())
-        straight = [at for at in range(len(pieces)) if at not in copied]
-        return tuple(  # type: ignore[return-value]
-            Fills([*map(pieces.__getitem__, some)], [*map(tensors.__getitem__, some)])
-            for some in (straight, sorted(copied))
-        )
-
-    def _odd_ones(self) -> Iterator[int]:
-        """Yield the pairs that are not plain, or not alone, on both sides."""
-        pieces, tensors = self._pieces, self._tensors
-        catalogue, wanted = self._catalogue, self._wanted
-        entries: Sequence[int] = pieces
-        if catalogue.has_views:
-            entries = array("q", map(catalogue.whole_entry, pieces))
-        others = map(catalogue.whole_entry, chain(self._walk.new, self._walk.values))
-        busy, crowded = _repeated(entries).union(others), _repeated(tensors)
-        columns = catalogue.codes, catalogue.shapes, wanted.codes, wanted.shapes
-        for start in range(0, len(pieces), _SLICE):
-            near = slice(start, start + _SLICE)
-            some, mine, homes = pieces[near], tensors[near], entries[near]
-            there, here = itemgetter(0, *some), itemgetter(0, *mine)
-            codes, shapes, own, own_shapes = (
-                at(column)[1:]
-                for at, column in zip((there, there, here, here), columns, strict=True)
-            )
-            if (
-                codes == own
-                and shapes == own_shapes
-                and None not in codes
-                and busy.isdisjoint(homes)
-                and crowded.isdisjoint(mine)
-            ):
-                continue
-            rows = zip(codes, own, shapes, own_shapes, homes, mine, strict=True)
-            for at, (code, same, one, other, home, tensor) in enumerate(rows, start):
-                is_plain = code is not None and code == same and one == other
-                if not is_plain or home in busy or tensor in crowded:
-                    yield at
-
-    def _copied(self, odd: Sequence[int]) -> set[int]:
-        """Return the pairs that are copied; refuse those that do not fit."""
-        if not odd:
-            return set()
-        wanted, spans = self._wanted, list[_Span]()
-        for at in odd:
-            tensor = wanted.tensors[self._tensors[at]]
-            piece = self._catalogue.piece(self._pieces[at])
-            path = self._walk.rows.path_of(at)
-            _check(tensor, piece, path)
-            if piece.start == piece.stop:
-                continue
-            number = self._tensors[at]
-            address, nbytes = wanted.held.addresses[number], wanted.sizes[number]
-            stop = tensor.storage_offset() * tensor.itemsize + nbytes
-            # A sharded module frees the storage of a parameter that it has gathered.
-            if stop > wanted.held.storage_sizes[number]:
-                why = "its memory has been freed"
-                raise UnsupportedLeafError(path, "tensor", why)
-            if not tensor.is_contiguous():
-                self._check_repeats(tensor, piece, path)
-            spans.append(_Span(at, piece, tensor, address, nbytes))
-        self._check_apart(spans)
-        return self._not_straight(spans)
-
-    def _check_repeats(self, tensor: torch.Tensor, piece: Piece, path: str) -> None:
-        if _steps(tensor) != _steps(piece) and repeats(tensor):
-            raise _mismatch_of(
-                path,
-                f"{piece.dtype} {[*piece.shape]}, all elements apart",
-                f"elements that share memory: stride {[*tensor.stride()]}",
-                "put a copy by contiguous() there",
-            )
-
-    def _check_apart(self, spans: Sequence[_Span]) -> None:
-        """Refuse two pieces for the same memory: one of them would be lost.
-
-        Pairs with the same shift have the same bytes, so they may overlap.
-        """
-        by_device: dict[torch.device, list[Member]] = {}
-        known = {each.at: each for each in spans}
-        for each in spans:
-            path = self._walk.rows.path_of(each.at)
-            member = Member(each.tensor, path, each.at)
-            by_device.setdefault(each.tensor.device, []).append(member)
-        for run in chain.from_iterable(map(runs, by_device.values())):
-            shifts = {each.number: known[each.number].shift for each in run}
-            if len({*shifts.values()}) == 1:
-                continue
-            for n, one in enumerate(run):
-                for other in run[:n]:
-                    differ = shifts[one.number] != shifts[other.number]
-                    if differ and share_elements([other], one):
-                        pair = sorted((one, other), key=attrgetter("number"))
-                        shared = f"memory shared with {pair[0].name}"
-                        raise _mismatch_of(pair[1].name, "memory of its own", shared)
-
-    def _not_straight(self, spans: Sequence[_Span]) -> set[int]:
-        """Return the pairs whose bytes do not go straight to the template's memory."""
-        walk, catalogue = self._walk, self._catalogue
-        others = [*map(catalogue.piece, chain(walk.new, walk.values))]
-        ends: list[_End] = [(x.source, x.start, x.stop, None) for x in others]
-        ends += ((x.piece.source, x.piece.start, x.piece.stop, x) for x in spans)
-        found: set[int] = set()
-        for cluster in _clusters(ends):
-            own = [each for *_, each in cluster if each is not None]
-            shifts = {each.shift for each in own}
-            alone = len(own) == len(cluster) and len(shifts) == 1
-            if not (alone and all(each.is_same for each in own) and _is_full(own)):
-                found.update(each.at for each in own)
-        return found
-
-
-def _check(tensor: torch.Tensor, piece: Piece, path: str) -> None:
-    """Check that a tensor has the dtype and the shape of a piece."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if (dtype, tuple(tensor.shape)) != (piece.dtype, piece.shape):
-        expected = f"{piece.dtype} {[*piece.shape]}"
-        raise _mismatch_of(path, expected, f"{dtype} {[*tensor.shape]}")
-
-
-def _steps(strided: torch.Tensor | Piece) -> list[int]:
-    """Return the strides of the dimensions that have any."""
-    stride = strided.stride if isinstance(strided, Piece) else strided.stride()
-    pairs = zip(strided.shape, stride, strict=True)
-    return [step for size, step in pairs if size > 1]
-
-
-def _repeated(numbers: Sequence[int]) -> set[int]:
-    """Return the numbers that are there more than once."""
-    if all(map(lt, numbers, islice(numbers, 1, None))):  # a set takes much memory
-        return set()
-    return {number for number, count in Counter(numbers).items() if count > 1}
-
-
-_End: TypeAlias = "tuple[int, int, int, _Span | None]"
-
-
-def _clusters(ends: Iterable[_End]) -> Iterator[list[_End]]:
-    """Yield the byte ranges of the sources that overlap, in lists."""
-    found: list[_End] = []
-    source = reach = -1
-    for end in sorted(ends, key=itemgetter(0, 1, 2)):
-        if found and (end[0] != source or end[1] >= reach):
-            yield found
-            found, reach = [], -1
-        source, reach = end[0], max(reach, end[2])
-        found.append(end)
-    if found:
-        yield found
-
-
-def _is_full(spans: Sequence[_Span]) -> bool:
-    """Say whether spans leave no byte between them to other tensors."""
-    reach = min(each.piece.start for each in spans)
-    for each in sorted(spans, key=lambda each: each.piece.start):
-        if is_solid(each.tensor) and each.piece.start <= reach:
-            reach = max(reach, each.piece.stop)
-    return reach >= max(each.piece.stop for each in spans)
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,0 +1,294 @@
+"""Decides which tensors of a template get their bytes straight from the sources.
+
+A tensor goes *straight* if the bytes of its piece are, one by one, the bytes of its
+memory. The others are *copied*, element by element: those whose strides or flags differ
+on both sides, those with gaps, and those whose bytes somebody else gets, too.
+
+Most tensors are plain, and alone on both sides. They are compared column by column. The
+others become spans of memory, which are sorted to find those that meet.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from operator import attrgetter, itemgetter, lt
+from typing import Final, NamedTuple, TypeAlias
+
+import torch
+
+from aiockpt.errors import TemplateMismatchError, UnsupportedLeafError
+from aiockpt.format.manifest import CONJ, NEG
+from aiockpt.state.catalogue import Catalogue, Piece
+from aiockpt.state.contents import PLAIN
+from aiockpt.state.flatten import Wanted
+from aiockpt.state.overlaps import Member, is_solid, repeats, runs, share_elements
+from aiockpt.state.selection import below
+
+_SLICE: Final = 512  # tensors compared by one call; each of their numbers is an object
+
+
+class Fills(NamedTuple):
+    """Pieces of the sources and the template's tensors that they fill, in columns."""
+
+    pieces: Sequence[int]
+    tensors: Sequence[int]
+
+
+class Pairs:
+    """The pieces and the template's tensors that are at the same paths, in columns.
+
+    Attributes:
+        pieces: The numbers of the pieces.
+        tensors: The numbers of the tensors.
+    """
+
+    def __init__(self) -> None:
+        self.pieces, self.tensors = array("q"), array("q")
+        self._starts: list[int] = []
+        self._paths: list[tuple[str, Sequence[object] | None]] = []
+
+    def add(
+        self,
+        path: str,
+        names: Sequence[object] | None,
+        pieces: Sequence[int],
+        tensors: Sequence[int],
+    ) -> None:
+        """Add pairs; ``names`` are the last steps of their paths, if they have some."""
+        self._starts.append(len(self.pieces))
+        self._paths.append((path, names))
+        self.pieces.extend(pieces)
+        self.tensors.extend(tensors)
+
+    def path_of(self, at: int) -> str:
+        """Return the path of a pair; only few are asked for it."""
+        row = bisect_right(self._starts, at) - 1
+        path, names = self._paths[row]
+        return path if names is None else below(path, names[at - self._starts[row]])
+
+
+def dispose(
+    catalogue: Catalogue, wanted: Wanted, pairs: Pairs, others: Sequence[int]
+) -> tuple[Fills, Fills]:
+    """Return the fills that go straight, and those that are copied.
+
+    Args:
+        catalogue: What the sources hold.
+        wanted: The template.
+        pairs: The tensors that both have.
+        others: The pieces that new tensors or other values are made of.
+
+    Raises:
+        TemplateMismatchError: two tensors differ in dtype or shape; or two pieces, or
+            two elements, go to the same memory of the template.
+        UnsupportedLeafError: a tensor of the template has no memory.
+    """
+    pieces, tensors = pairs.pieces, pairs.tensors
+    odd = [*_odd_ones(catalogue, wanted, pairs, others)] if pieces else []
+    if not odd:  # most state dicts have no others
+        return Fills(pieces, tensors), Fills((), ())
+    spans = [*_spans(catalogue, wanted, pairs, odd)]
+    _check_apart(spans)
+    copied = {*_copied(spans, map(catalogue.piece, others))}
+    straight = [at for at in range(len(pieces)) if at not in copied]
+    found = [
+        Fills([*map(pieces.__getitem__, some)], [*map(tensors.__getitem__, some)])
+        for some in (straight, sorted(copied))
+    ]
+    return found[0], found[1]
+
+
+def check(tensor: torch.Tensor, piece: Piece, path: str) -> None:
+    """Check that a tensor of a template has the dtype and the shape of a piece.
+
+    Raises:
+        TemplateMismatchError: it has not.
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if (dtype, tuple(tensor.shape)) != (piece.dtype, piece.shape):
+        expected = f"{piece.dtype} {[*piece.shape]}"
+        actual = f"{dtype} {[*tensor.shape]}"
+        raise TemplateMismatchError(path, expected=expected, actual=actual)
+
+
+# -------------------------------------------------------------------------- columns
+
+
+def _odd_ones(
+    catalogue: Catalogue, wanted: Wanted, pairs: Pairs, others: Sequence[int]
+) -> Iterator[int]:
+    """Yield the pairs that are not plain, alike, and alone on both sides."""
+    pieces, tensors = pairs.pieces, pairs.tensors
+    entries: Sequence[int] = pieces
+    if catalogue.has_views:
+        entries = array("q", map(catalogue.whole_entry, pieces))
+    busy = _repeated(entries).union(map(catalogue.whole_entry, others))
+    crowded = _repeated(tensors)
+    columns = catalogue.codes, catalogue.shapes, wanted.codes, wanted.shapes
+    for start in range(0, len(pieces), _SLICE):
+        near = slice(start, start + _SLICE)
+        some, mine, homes = pieces[near], tensors[near], entries[near]
+        there, here = itemgetter(0, *some), itemgetter(0, *mine)
+        codes, shapes, own, own_shapes = (
+            at(column)[1:]
+            for at, column in zip((there, there, here, here), columns, strict=True)
+        )
+        if (
+            codes == own
+            and shapes == own_shapes
+            and None not in codes
+            and busy.isdisjoint(homes)
+            and crowded.isdisjoint(mine)
+        ):
+            continue
+        rows = zip(codes, own, shapes, own_shapes, homes, mine, strict=True)
+        for at, (code, same, one, other, home, tensor) in enumerate(rows, start):
+            is_plain = code is not None and code == same and one == other
+            if not is_plain or home in busy or tensor in crowded:
+                yield at
+
+
+def _repeated(numbers: Sequence[int]) -> set[int]:
+    """Return the numbers that are there more than once."""
+    if all(map(lt, numbers, islice(numbers, 1, None))):  # a set takes much memory
+        return set()
+    return {number for number, count in Counter(numbers).items() if count > 1}
+
+
+# ---------------------------------------------------------------------------- spans
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A pair that is not plain, or not alone: its piece, and its memory here.
+
+    Attributes:
+        at: The number of the pair.
+        path: Its path.
+        piece: The piece.
+        tensor: The template's tensor.
+        address: The address of the tensor's first element.
+        is_same: Whether all elements have the same bytes, at the same distances.
+    """
+
+    at: int
+    path: str
+    piece: Piece
+    tensor: torch.Tensor
+    address: int
+    is_same: bool
+
+    @property
+    def shift(self) -> tuple[object, ...]:
+        """A key that is equal for two spans that agree on the bytes they share."""
+        home = self.piece.source, self.tensor.device
+        if self.is_same:
+            return *home, self.address - self.piece.start
+        return *home, self.address, self.piece, self.tensor.stride()
+
+
+def _spans(
+    catalogue: Catalogue, wanted: Wanted, pairs: Pairs, odd: Iterable[int]
+) -> Iterator[_Span]:
+    """Yield the spans of some pairs that fit, and have elements."""
+    for at in odd:
+        number, path = pairs.tensors[at], pairs.path_of(at)
+        tensor, piece = wanted.tensors[number], catalogue.piece(pairs.pieces[at])
+        check(tensor, piece, path)
+        if piece.start == piece.stop:
+            continue
+        stop = tensor.storage_offset() * tensor.itemsize + wanted.sizes[number]
+        # A sharded module frees the storage of a parameter that it has gathered.
+        if stop > wanted.held.storage_sizes[number]:
+            raise UnsupportedLeafError(path, "tensor", "its memory has been freed")
+        steps = _steps(tensor.shape, tensor.stride())
+        is_same = steps == _steps(piece.shape, piece.stride)
+        if not is_same and repeats(tensor):
+            raise TemplateMismatchError(
+                path,
+                expected=f"{piece.dtype} {[*piece.shape]}, all elements apart",
+                actual=f"elements that share memory: stride {[*tensor.stride()]}",
+                detail="put a copy by contiguous() there",
+            )
+        flags = bool(piece.flags & CONJ), bool(piece.flags & NEG)
+        is_same = is_same and (tensor.is_conj(), tensor.is_neg()) == flags
+        is_same = is_same and type(tensor) in PLAIN
+        address = wanted.held.addresses[number]
+        yield _Span(at, path, piece, tensor, address, is_same)
+
+
+def _steps(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """Return the strides of the dimensions that have any."""
+    return [step for size, step in zip(shape, stride, strict=True) if size > 1]
+
+
+def _check_apart(spans: Iterable[_Span]) -> None:
+    """Refuse two pieces for the same memory: one of them would be lost.
+
+    Spans of the same shift get the same bytes, so they may overlap.
+    """
+    by_device: dict[torch.device, list[Member]] = {}
+    shifts: dict[int, tuple[object, ...]] = {}
+    for each in spans:
+        shifts[each.at] = each.shift
+        member = Member(each.tensor, each.path, each.at)
+        by_device.setdefault(each.tensor.device, []).append(member)
+    for run in chain.from_iterable(map(runs, by_device.values())):
+        if len({shifts[each.number] for each in run}) == 1:
+            continue
+        for n, one in enumerate(run):
+            for other in run[:n]:
+                differ = shifts[one.number] != shifts[other.number]
+                if differ and share_elements([other], one):
+                    first, second = sorted((one, other), key=attrgetter("number"))
+                    raise TemplateMismatchError(
+                        second.name,
+                        expected="memory of its own",
+                        actual=f"memory shared with {first.name}",
+                    )
+
+
+_End: TypeAlias = "tuple[int, int, int, _Span | None]"
+
+
+def _copied(spans: Iterable[_Span], others: Iterable[Piece]) -> Iterator[int]:
+    """Yield the pairs whose bytes do not go straight to the template's memory.
+
+    Spans go there together if they overlap in the same way on both sides, and leave no
+    byte between them to other tensors.
+    """
+    ends: list[_End] = [(x.source, x.start, x.stop, None) for x in others]
+    ends += ((x.piece.source, x.piece.start, x.piece.stop, x) for x in spans)
+    for cluster in _clusters(ends):
+        own = [each for *_, each in cluster if each is not None]
+        alone = len(own) == len(cluster) and len({each.shift for each in own}) == 1
+        if not (alone and all(each.is_same for each in own) and _is_full(own)):
+            yield from (each.at for each in own)
+
+
+def _clusters(ends: Iterable[_End]) -> Iterator[list[_End]]:
+    """Yield the byte ranges of the sources that overlap, in lists."""
+    found: list[_End] = []
+    source = reach = -1
+    for end in sorted(ends, key=itemgetter(0, 1, 2)):
+        if found and (end[0] != source or end[1] >= reach):
+            yield found
+            found, reach = [], -1
+        source, reach = end[0], max(reach, end[2])
+        found.append(end)
+    if found:
+        yield found
+
+
+def _is_full(spans: Sequence[_Span]) -> bool:
+    """Say whether spans leave no byte between them to other tensors."""
+    reach = min(each.piece.start for each in spans)
+    for each in sorted(spans, key=lambda each: each.piece.start):
+        if is_solid(each.tensor) and each.piece.start <= reach:
+            reach = max(reach, each.piece.stop)
+    return reach >= max(each.piece.stop for each in spans)
