@@ -21,7 +21,7 @@ import torch
 
 import aiockpt.vllm
 from aiockpt.errors import StepNotFoundError, TransferTimeoutError
-from aiockpt.testing import Drip, Fault, FaultProxy
+from aiockpt.testing import Drip, Fault, FaultProxy, StallAfter
 from tests.support.commandline import ENVIRONMENT, beside
 from tests.support.matrix import Record
 from tests.support.ports import free_port
@@ -172,9 +172,11 @@ def test_a_trainer_is_killed_while_an_engine_updates(
     port, model = free_port(), Model()
     update = engines.UpdateInfo
     engine = engines.ReceivingEngine(None, None, torch.device("cpu"), model)
-    slow = Drip(rate=4e6, burst=64 << 10)
+    slow: Fault = Drip(rate=4e6, burst=64 << 10)
     if phase == "in the manifest":
         slow = Drip(rate=500, burst=100)
+    elif phase == "in the body":
+        slow = StallAfter(NBYTES // 2)
     with beside(FaultProxy("127.0.0.1", port, otherwise=slow)) as proxy:
         url = proxy.url("/checkpoint/")
         timeout = record.pick(2.0, 3.0)
