@@ -254,7 +254,7 @@ def test_the_page_has_what_was_measured(elsewhere: Path) -> None:
     rows = list(rows_of("gpu stage", found))
     machine = {"GPU": "H100", "cores": "16", "date": "2026-01-02 03:04 UTC"}
     machine |= {"aiockpt": "0.1.0", "torch": "2.11.0", "CUDA": "13.0"}
-    tests = {"passed": 3, "output": "/root/clone/tests/cuda"}
+    tests = {"passed": 3, "output": "tests/cuda/test_cuda.py::test PASSED"}
     written = {"measured": True, "machine": machine, "rows": rows, "tests": tests}
     Path("out.json").write_text(json.dumps(written))
     Path("benchmarks.json").write_text((PAGE / "benchmarks.json").read_text())
