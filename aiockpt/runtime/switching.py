@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
-__all__ = ["switching_often"]
+__all__ = ["switching_often", "switching_often_if_busy"]
 
 _SHORT: Final = 0.0005  # seconds, in which memcpy moves 4 MB
+_ASLEEP: Final = 0.0001  # seconds, in which a thread wakes up and takes the lock
 _ROUNDING: Final = 5e-7  # the interpreter rounds down to whole microseconds
 
 
@@ -69,3 +71,17 @@ def switching_often() -> Iterator[None]:
         yield
     finally:
         _interval.restore()
+
+
+def switching_often_if_busy() -> AbstractContextManager[None]:
+    """Return :func:`switching_often` if another thread computes in pure Python now.
+
+    If none does, only the threads of a transfer want the lock, and they release it
+    soon. A short interval would then only make them switch more often. The question
+    takes 0.2 ms.
+    """
+    with switching_often():
+        start = time.perf_counter()
+        time.sleep(_ASLEEP)  # without the lock; a thread that waits for it takes it
+        late = time.perf_counter() - start - _ASLEEP
+    return switching_often() if late > _SHORT / 2 else nullcontext()

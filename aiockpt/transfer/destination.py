@@ -35,7 +35,7 @@ from aiockpt.memory.device import (
     keep_until,
 )
 from aiockpt.runtime.bridge import Bridge, share_out
-from aiockpt.runtime.switching import switching_often
+from aiockpt.runtime.switching import switching_often, switching_often_if_busy
 from aiockpt.runtime.tasks import beside
 from aiockpt.state.load_plan import EverythingNew, IntoTemplate, Rule, Selected
 from aiockpt.state.rebuild import Frame, OnDevice, check_meshes
@@ -328,7 +328,7 @@ class Destination:
     async def receiving(self) -> AsyncIterator[None]:
         """Receive bytes in a block; send complete entries to devices meanwhile."""
         self.begin()
-        with switching_often():
+        with switching_often_if_busy():
             if self._loading is not None and self._loading.is_early:
                 async with self._loading.early():
                     yield
