@@ -71,7 +71,7 @@ PLANS = re.compile(
     r"group_templates|distributed|state_files|receive|refused|first|"
     r"torch_names|known_defects|checkpoint_directories|description)\w*\.py"
 )
-"""Modules in which the matcher runs beside the engines that plan today."""
+"""Modules in which the matcher runs beside the engine that plans receives."""
 
 MEASURES = {"test_many_tensors_take_little_memory"}
 """Tests that count memory or calls, of which two plans take more."""
@@ -292,7 +292,7 @@ def only_waits_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def third_engine(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run the matcher beside both engines where templates are filled."""
+    """Run the matcher beside the engine that plans receives of a template."""
     if not PLANS.fullmatch(request.path.name) or request.node.name in MEASURES:
         yield
         return

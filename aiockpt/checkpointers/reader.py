@@ -22,7 +22,7 @@ from aiockpt.memory.device import Marks, PortFor, completed, port_for
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.switching import switching_often
 from aiockpt.state.load_plan import Ranges, Selected, state_over
-from aiockpt.state.segment import check_memory
+from aiockpt.state.segment import Segment, check_memory
 from aiockpt.state.selection import Select, listed
 from aiockpt.storage.directory import StrPath
 from aiockpt.storage.placement import Placement, PlannedPlacement, VerifyOnly
@@ -171,9 +171,13 @@ class CheckpointReader:
         with switching_often(), open_sources(path, reading) as found:
             if state_dict is None and select is None and device is None:
                 return _whole(found, reading), []
+            segments = found.segments
+            if not found.sources:
+                segments = [Segment.of(found.values, limits=self._limits)]
             part = Selected(
-                found.segments,
-                found.values,
+                segments,
+                limits=self._limits,
+                allow_pickle=self._allow_pickle,
                 select=select,
                 template=state_dict,
                 device=device,
@@ -205,31 +209,35 @@ def _whole(found: Found, how: Reading) -> object:
             check_memory(ranges, how.limits)
             placement = Placement(segment, ranges)
             source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
-    trees = [segment.manifest.tree for segment in found.segments]
-    return state_over(found.segments, trees)
+    return state_over(found.segments, limits=how.limits, allow_pickle=how.allow_pickle)
 
 
 def _part(
     found: Found, part: Selected, how: Reading, ports: PortFor, *, into: bool
 ) -> object:
     """Read the requested values into the template, or into new memory."""
-    for source, ranges in zip(found.sources, part.value_ranges(), strict=True):
-        if ranges and not source.segment.is_there:
+    # A file of torch is read already: it has a segment, but is no source to read.
+    for source, ranges in zip(found.sources, part.value_ranges(), strict=False):
+        if ranges and source.segment.is_there:
+            _verify(source, ranges, how)
+        elif ranges:
             values = Placement(source.segment, ranges)
             source.read(values, verify=how.verify, on_bytes=how.on_bytes)
-    plans = part.plans()
     touched = False
     try:
+        plans = part.plans()
         check_memory((each for plan in plans for each in plan.ranges), how.limits)
         touched = bool(part.changed())
         mark_changed(part.changed())
-        for source, plan in zip(found.sources, plans, strict=True):
+        for source, plan in zip(found.sources, plans, strict=False):
+            if not plan.ranges:
+                continue
             placement = PlannedPlacement(source.segment, plan, ports)
             if source.segment.is_there:
                 _verify(source, plan.ranges, how)
                 part.check()
                 placement.load()
-            elif plan.ranges:
+            else:
                 source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
         part.finish()
     except AiockptError as error:

@@ -106,8 +106,6 @@ def _source(path: Path, fd: int, reading: Reading) -> FileSource:
         path,
         fd,
         manifest_of_file(path, fd, limits=reading.limits),
-        limits=reading.limits,
-        allow_pickle=reading.allow_pickle,
         mapped=reading.mmap,
     )
 
@@ -115,7 +113,8 @@ def _source(path: Path, fd: int, reading: Reading) -> FileSource:
 def _of_file(path: Path, reading: Reading, files: ExitStack) -> Found:
     fd = files.enter_context(opened(path))
     if is_torch_file(path, fd):
-        return Found([], load_torch(path, fd, mapped=reading.mmap))
+        values = load_torch(path, fd, mapped=reading.mmap)
+        return Found([], values)
     return Found([_source(path, fd, reading)])
 
 

@@ -23,12 +23,11 @@ from functools import partial
 from itertools import compress, pairwise
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import torch
 
-from aiockpt.format.entries import Entries
 from aiockpt.memory.arena import Arena, view_of_address
 from aiockpt.memory.device import (
     Event,
@@ -46,6 +45,8 @@ __all__ = [
     "CopyPlan",
     "InPlace",
     "Part",
+    "Reaches",
+    "Spans",
     "column",
     "mark_changed",
     "numbers",
@@ -278,6 +279,30 @@ def raw_bytes(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
     return raw.set_(tensor.untyped_storage(), offset, (nbytes,), (1,))
 
 
+class Reaches(Protocol):
+    """Half-open byte ranges of a data segment, in ascending order, and their names."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Their names."""
+
+    @property
+    def starts(self) -> array[int]:
+        """The first byte of each."""
+
+    @property
+    def stops(self) -> array[int]:
+        """The byte after the last one of each."""
+
+
+class Spans(NamedTuple):
+    """Byte ranges of a data segment that are no whole entries; see `Reaches`."""
+
+    names: Sequence[str]
+    starts: array[int]
+    stops: array[int]
+
+
 class _Rows:
     """Where each entry is in the segment and in host memory, in columns.
 
@@ -290,7 +315,7 @@ class _Rows:
     def __init__(
         self,
         backings: Backings,
-        entries: Entries,
+        entries: Reaches,
         *,
         away: Collection[torch.device],
     ) -> None:
@@ -359,7 +384,7 @@ class CopyPlan:
     def __init__(
         self,
         backings: Backings,
-        entries: Entries,
+        entries: Reaches,
         *,
         arena: Arena,
         port_for: PortFor,
@@ -590,13 +615,18 @@ class InPlace:
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return the writable views that hold ``[start, stop)``, in order."""
-        found = []
+        found, at = list[memoryview](), start
         for _, address, first, held, last in self._rows.between(start, stop):
+            if at < first:
+                found += self._arena.buffers(at, first)
             own = held if address else first
             if first < own:
                 found.append(self._own(address, own - first))
             if own < last:
                 found += self._arena.buffers(own, last)
+            at = last
+        if at < stop:
+            found += self._arena.buffers(at, stop)
         return found
 
     def check(self, start: int, stop: int) -> None:

@@ -124,6 +124,19 @@ class Catalogue:
         """Return the source of a piece."""
         return bisect_right(self._firsts, number) - 1
 
+    def reach(self, number: int) -> tuple[int, int, int]:
+        """Return the source of a piece, its first byte there, and its end."""
+        source = self.source_of(number)
+        entries, entry = self.sources[source].entries, number - self._firsts[source]
+        if entry < len(entries):
+            return source, entries.starts[entry], entries.stops[entry]
+        piece = self.piece(number)
+        return source, piece.start, piece.stop
+
+    def numbers_of(self, source: int) -> range:
+        """Return the numbers of a source's pieces."""
+        return range(self._firsts[source], self._firsts[source + 1])
+
     def entry_of(self, number: int) -> tuple[int, int]:
         """Return the source and the entry of a piece."""
         source = self.source_of(number)

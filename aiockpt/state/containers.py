@@ -3,7 +3,7 @@
 ``into=`` and ``load(state_dict=)`` share this rule. Dicts and lists of the template
 stay the same objects, and their items are assigned. A value without assignable items,
 such as a number, a tuple or a set, is replaced in its container. A tuple or deque stays
-if nothing in it differs. Nothing is assigned before `Containers.finish`.
+if nothing in it differs. Nothing is assigned before `Adoption.finish`.
 
 `left_empty` and `apart` say how a template and a checkpoint differ, for errors.
 """
@@ -11,7 +11,7 @@ if nothing in it differs. Nothing is assigned before `Containers.finish`.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from operator import is_
 from typing import Any, Final
 
@@ -24,8 +24,8 @@ from aiockpt.state.nodes import opened
 
 __all__ = [
     "DICTS",
+    "STAYS",
     "Adoption",
-    "Containers",
     "apart",
     "children",
     "left_empty",
@@ -35,52 +35,23 @@ __all__ = [
 DICTS: Final = (dict, OrderedDict, defaultdict)
 
 
-class Containers:
-    """Plans the assignments to a template's containers; `finish` makes them."""
-
-    def __init__(self) -> None:
-        self._later: list[Callable[[], None]] = []
-
-    def finish(self) -> None:
-        """Make all planned assignments."""
-        for assign in self._later:
-            assign()
-
-    def _into(self, target: object, value: object, path: str) -> object:
-        """Return the final value at ``path``: ``target`` if that container stays."""
-        raise NotImplementedError
-
-    def _assign(self, container: Any, key: object, value: object) -> None:
-        self._later.append(lambda: container.__setitem__(key, value))
-
-    def _put(self, container: Any, key: object, old: object, new: object) -> None:
-        """Assign an item unless it stays; its owner may replace a value meanwhile."""
-        if new is not old or not is_noted(old):
-            self._assign(container, key, new)
-
-    def _assign_items(self, target: list[Any], items: Sequence[Any]) -> None:
-        if not (_are_same(target, items) and all(map(is_noted, items))):
-            self._later.append(lambda: target.__setitem__(slice(None), items))
-
-    def _rebuilt(self, target: Any, value: Any, items: Sequence[Any]) -> object:
-        """Return a tuple, deque or node of ``items``; ``target`` if it has the same."""
-        if (inside := opened(value)) is not None:
-            return target if _are_same(children(target), items) else inside.make(items)
-        if type(value) is deque:
-            same = target.maxlen == value.maxlen and _are_same(target, items)
-            return target if same else deque(items, value.maxlen)
-        return target if _are_same(target, items) else tuple(items)
+STAYS: Final = object()
+"""Stands in a state dict for an item that stays as the template has it."""
 
 
-class Adoption(Containers):
-    """Puts a whole state dict, made of the template's tensors, into the template.
+class Adoption:
+    """Puts a state dict, made of the template's tensors, into the template.
 
-    Keys that the template lacks are added. Keys that the checkpoint lacks stay.
+    Keys that the template lacks are added. Keys that the state dict lacks stay.
+
+    Args:
+        template: The template.
+        filled: The `id` of each tensor of the template that is filled, and stays.
     """
 
-    def __init__(self, template: object) -> None:
-        super().__init__()
-        self._template = template
+    def __init__(self, template: object, filled: Set[int] = frozenset()) -> None:
+        self._template, self._filled = template, filled
+        self._later: list[Callable[[], None]] = []
 
     def plan(self, state: object) -> object:
         """Return the template, or its replacement if it is not a dict or list."""
@@ -89,10 +60,22 @@ class Adoption(Containers):
             raise TemplateMismatchError(
                 "", expected="other keys", actual="none of them", detail=detail
             )
+        return self.plan_some(state)
+
+    def plan_some(self, state: object) -> object:
+        """Do what `plan` does, also if the two have nothing in common."""
         return self._into(self._template, state)
 
-    def _into(self, target: object, value: object, path: str = "") -> object:
+    def finish(self) -> None:
+        """Make all planned assignments."""
+        for assign in self._later:
+            assign()
+
+    def _into(self, target: object, value: object) -> object:
+        """Return the final value of an item: ``target`` if that container stays."""
         kind = type(value)
+        if value is STAYS:
+            return target
         if isinstance(target, dict) and kind in DICTS:
             return self._into_dict(target, value)
         if isinstance(target, list) and kind is list:
@@ -101,10 +84,16 @@ class Adoption(Containers):
         if kind is type(target) and (inside := children(value)) is not None:
             return self._rebuilt(target, value, self._items(children(target), inside))
         if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor):
-            # A rank without a local part of a distributed tensor has no tensor to
-            # fill, so the template's own tensor cannot be recognized by its parts.
-            return value if take_apart(target, ()) is None else target
+            return target if self._stays(target) else value
         return value
+
+    def _stays(self, target: torch.Tensor) -> bool:
+        if id(target) in self._filled:
+            return True
+        # A rank without a local part of a distributed tensor has no tensor to fill, so
+        # the template's own tensor cannot be recognized by its parts.
+        parts = None if type(target) in PLAIN else take_apart(target, ())
+        return parts is not None and not any(each.is_meta for each in parts.tensors)
 
     def _into_dict(self, target: dict[Any, Any], value: Any) -> object:
         # Most dicts have nothing but tensors, of which there may be 100,000.
@@ -127,6 +116,27 @@ class Adoption(Containers):
             self._into(old[at], new) if at < len(old) else new
             for at, new in enumerate(value)
         ]
+
+    def _assign(self, container: Any, key: object, value: object) -> None:
+        self._later.append(lambda: container.__setitem__(key, value))
+
+    def _put(self, container: Any, key: object, old: object, new: object) -> None:
+        """Assign an item unless it stays; its owner may replace a value meanwhile."""
+        if new is not old or not is_noted(old):
+            self._assign(container, key, new)
+
+    def _assign_items(self, target: list[Any], items: Sequence[Any]) -> None:
+        if not (_are_same(target, items) and all(map(is_noted, items))):
+            self._later.append(lambda: target.__setitem__(slice(None), items))
+
+    def _rebuilt(self, target: Any, value: Any, items: Sequence[Any]) -> object:
+        """Return a tuple, deque or node of ``items``; ``target`` if it has the same."""
+        if (inside := opened(value)) is not None:
+            return target if _are_same(children(target), items) else inside.make(items)
+        if type(value) is deque:
+            same = target.maxlen == value.maxlen and _are_same(target, items)
+            return target if same else deque(items, value.maxlen)
+        return target if _are_same(target, items) else tuple(items)
 
 
 _OPTIMIZER: Final = (

@@ -8,7 +8,7 @@ go to a tensor that nobody has any more, and the template would lack the checkpo
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import partial
 from itertools import chain, compress
 from operator import and_, is_
@@ -22,7 +22,7 @@ from aiockpt.runtime.system import collector_paused
 from aiockpt.state.distributed import local_tensors
 from aiockpt.state.nodes import opened
 
-__all__ = ["PLAIN", "Contents", "Entry", "entries_of", "is_noted"]
+__all__ = ["PLAIN", "Contents", "Entry", "entries_of", "entries_with", "is_noted"]
 
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 """Tensor types without state beyond their elements."""
@@ -102,7 +102,7 @@ class Contents:
         with collector_paused():  # there may be 100,000 tensors
             self._check_tensors()
             for held, geometry in zip(self._held, self._geometries, strict=True):
-                geometry.check(partial(self._name, held.tensors))
+                geometry.check(partial(self.name_of, held.tensors))
 
     def check_filled(self) -> None:
         """Check that the template still has what was copied; call it after the copies.
@@ -121,18 +121,20 @@ class Contents:
             _check_items(entry)
         for whole, own in self._wholes:
             if not _are_same(local_tensors(whole), own):
-                raise changed_error(self._path_of(whole), "got another local tensor")
+                raise changed_error(self.path_of(whole), "got another local tensor")
         for held in self._held:
-            held.check(partial(self._name, held.tensors))
+            held.check(partial(self.name_of, held.tensors))
 
-    def _name(self, tensors: Sequence[torch.Tensor], number: int) -> str:
+    def name_of(self, tensors: Sequence[torch.Tensor], number: int) -> str:
+        """Return the path of a tensor, or of the one whose local part it is."""
         tensor = tensors[number]
         for whole, own in self._wholes:
             if any(each is tensor for each in own):
                 tensor = whole
-        return self._path_of(tensor)
+        return self.path_of(tensor)
 
-    def _path_of(self, tensor: torch.Tensor) -> str:
+    def path_of(self, tensor: torch.Tensor) -> str:
+        """Return the path of a tensor that is in the template; "" for others."""
         for entry in self._entries:
             for key, value in zip(entry.keys, entry.values, strict=True):
                 if value is tensor:
@@ -165,6 +167,32 @@ def entries_of(template: object) -> Iterator[Entry]:
             yield Entry(path, container, keys, values, count)
         if type(container) is OrderedDict:
             waiting.append((path, vars(container)))
+
+
+def entries_with(
+    template: object, tensors: Set[int], *, every: bool
+) -> Iterator[Entry]:
+    """Yield the containers of a template that have some tensors, at any depth.
+
+    Args:
+        template: The template.
+        tensors: The `id` of each of these tensors.
+        every: Whether to yield containers that have none of them, too.
+    """
+    above: set[int] = set()  # the containers that have one
+    for entry in reversed([*entries_of(template)]):  # from below
+        kept = [
+            id(each) in tensors
+            or id(each) in above
+            or (every and not isinstance(each, torch.Tensor))
+            for each in entry.values
+        ]
+        if any(kept):
+            above.add(id(entry.container))
+            keys, values = (
+                [*compress(column, kept)] for column in (entry.keys, entry.values)
+            )
+            yield Entry(entry.path, entry.container, keys, values)
 
 
 def _items(value: Any) -> tuple[Sequence[Any], Sequence[Any]] | None:

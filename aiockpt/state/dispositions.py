@@ -112,8 +112,12 @@ def check(tensor: torch.Tensor, piece: Piece, path: str) -> None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if (dtype, tuple(tensor.shape)) != (piece.dtype, piece.shape):
         expected = f"{piece.dtype} {[*piece.shape]}"
-        actual = f"{dtype} {[*tensor.shape]}"
-        raise TemplateMismatchError(path, expected=expected, actual=actual)
+        raise TemplateMismatchError(path, expected=expected, actual=words_of(tensor))
+
+
+def words_of(tensor: torch.Tensor) -> str:
+    """Return the dtype and the shape of a tensor, for an error."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}"
 
 
 # -------------------------------------------------------------------------- columns

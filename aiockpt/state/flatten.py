@@ -206,6 +206,20 @@ class Survey:
     wholes: Mapping[int, torch.Tensor]
     strangers: Mapping[str, Path]
 
+    def described(self) -> tuple[Description, Sequence[int]]:
+        """Return the state dict as its manifest will describe it; call it once.
+
+        Returns:
+            The description, and the number that each tensor has in it.
+        """
+        with _looking():
+            firsts, entries = self.drafts.placed(self.names)
+            views, numbers = _number_tensors(self.drafts, firsts)
+            renumber(self.tree, numbers)
+            backings = self.drafts.backings.taken(firsts)
+        found = Description(self.tree, entries, backings, views, self.strangers)
+        return found, numbers
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -326,12 +340,8 @@ def describe(
     found = survey(
         state_dict, limits=limits, allow_pickle=allow_pickle, writing=writing
     )
-    with _looking():
-        firsts, entries = found.drafts.placed(found.names)
-        views, numbers = _number_tensors(found.drafts, firsts)
-        renumber(found.tree, numbers)
-    backings = found.drafts.backings.taken(firsts)
-    return Description(found.tree, entries, backings, views, found.strangers)
+    description, _ = found.described()
+    return description
 
 
 def _number_tensors(

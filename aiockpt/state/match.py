@@ -36,6 +36,7 @@ there may be 100,000 of them. Nothing is read, made or changed.
 from __future__ import annotations
 
 import re
+import secrets
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -62,15 +63,18 @@ from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.catalogue import Catalogue, Items, items_of, keys_of
 from aiockpt.state.containers import apart, left_empty, renamed
-from aiockpt.state.dispositions import Fills, Pairs, check, dispose
+from aiockpt.state.dispositions import Fills, Pairs, check, dispose, words_of
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.flatten import ODD, Wanted
 from aiockpt.state.pairing import check_numbers, is_filled
 from aiockpt.state.selection import Select, Selection, below, item, pruned
 from aiockpt.state.sharding import LAYOUTS, Layout
 
-HOLE: Final[Node] = ["ext", ODD, None]
-"""Stands in `Matched.tree` for an item of a list that stays as the template has it."""
+HOLE: Final[Node] = ["ext", ODD, secrets.token_hex()]
+"""Stands in `Matched.tree` for an item that stays as the template has it.
+
+The trees of peers cannot have it, since its payload is random.
+"""
 
 _SLICE: Final = 512  # tensors compared by one call; each of their numbers is an object
 _DICTS: Final = frozenset({"tensors", "dict", "odict", "defaultdict"})
@@ -593,7 +597,7 @@ class _Walk:
             )
             if _tag(theirs) == "tensor" or _tag(mine) == "tensor":
                 return _mismatch_of(path, expected, actual)
-        expected, actual = self._words(theirs), self._words(mine)
+        expected, actual = self._words(theirs), self._words(mine, own=True)
         if lengths:
             sizes = (len(items_of(each) or ()) for each in (theirs, mine))
             ends = (f" of {size}" for size in sizes)
@@ -607,14 +611,18 @@ class _Walk:
             return ""
         return str(self._catalogue.layouts.read((), node[1], node[2])[1])
 
-    def _words(self, node: Any) -> str:
-        """Return what a node is, for an error."""
+    def _words(self, node: Any, *, own: bool = False) -> str:
+        """Return what a node is, for an error; ``own``: a node of the template."""
         if node is None:
             return "None"
         if _is_distributed(node):
             return self._layout(node)
         if _tag(node) == "tensor":
-            return "a tensor"
+            number = _number_of(node, "")
+            if own:
+                return words_of(self._wanted.tensors[number])
+            piece = self._catalogue.piece(number)
+            return f"{piece.dtype} {[*piece.shape]}"
         kind = self._type_of(node)
         if kind is None:
             tag = str(node[1]).removeprefix(NAMED_TUPLE).removeprefix(PYTREE)[:200]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Final
 
 import torch
@@ -29,11 +30,15 @@ class Placement:
     Args:
         segment: The data segment.
         ranges: The byte ranges of the segment to read.
+        in_arena: Those that go to the arena of the segment; None: all of them.
     """
 
-    def __init__(self, segment: Segment, ranges: Ranges) -> None:
+    def __init__(
+        self, segment: Segment, ranges: Ranges, in_arena: Ranges | None = None
+    ) -> None:
         self.ranges = ranges
-        self._stops = [last for _, last in ranges]
+        self._in_arena = ranges if in_arena is None else in_arena
+        self._stops = [last for _, last in self._in_arena]
         self._arena = segment.arena
 
     def __repr__(self) -> str:
@@ -46,7 +51,7 @@ class Placement:
     def prepare(self, start: int, stop: int) -> None:
         """Map the pages of ``[start, stop)`` in advance if that saves time.
 
-        Only pages of ``ranges`` are mapped. Blocks, so it is called in a thread.
+        Only pages of the arena are mapped. Blocks, so it is called in a thread.
         """
         for first, last in self._from(start):
             if first >= stop:
@@ -54,9 +59,9 @@ class Placement:
             self._arena.populate(max(first, start), min(last, stop))
 
     def _from(self, start: int) -> Iterator[tuple[int, int]]:
-        """Return the ranges that end after ``start``."""
+        """Return the ranges in the arena that end after ``start``."""
         first = bisect_right(self._stops, start)
-        return (self.ranges[at] for at in range(first, len(self.ranges)))
+        return (self._in_arena[at] for at in range(first, len(self._in_arena)))
 
     def send(self, start: int, stop: int, window: torch.Tensor) -> list[Event]:
         """Enqueue the copies to devices; ``window`` has the bytes of the range."""
@@ -102,15 +107,13 @@ class PlannedPlacement(Placement):
     """
 
     def __init__(self, segment: Segment, plan: LoadPlan, ports: PortFor) -> None:
-        super().__init__(segment, plan.ranges)
+        reaches = zip(plan.reaches.starts, plan.reaches.stops, strict=True)
+        super().__init__(segment, plan.ranges, [*compress(reaches, plan.kept)])
         copies = plan.copies(segment.arena, ports)
         assert copies is not None
         self._copies, self._kept = copies, plan.kept
         self._home = self._copies.in_place()
         self._fences = self._copies.fences()
-
-    def prepare(self, start: int, stop: int) -> None:
-        """Do nothing: a template's memory is mapped already."""
 
     def spare(self, nbytes: int) -> Spare:
         """Return spare memory, page-locked for the devices."""

@@ -100,8 +100,6 @@ class FileSource:
         path: The name of the file, for errors.
         fd: Its descriptor, which must stay open while it is read.
         manifest: The result of `manifest_of_file`.
-        limits: Bound the tree.
-        allow_pickle: Accept leaves that only pickle can encode.
         mapped: Whether tensors lie over a mapping of the file, which outlives the
             descriptor. Otherwise they lie over a new arena.
     """
@@ -112,15 +110,11 @@ class FileSource:
         fd: int,
         manifest: Manifest,
         *,
-        limits: Limits,
-        allow_pickle: bool,
         mapped: bool,
     ) -> None:
         self._path, self._fd, self._manifest = path, fd, manifest
         self.segment = Segment(
             manifest,
-            limits=limits,
-            allow_pickle=allow_pickle,
             arena=FileMapping(path, fd, manifest) if mapped else None,
             is_there=mapped,
         )

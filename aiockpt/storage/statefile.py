@@ -12,6 +12,7 @@ import torch
 
 from aiockpt.errors import StorageError
 from aiockpt.format.limits import Limits
+from aiockpt.state.load_plan import state_over
 from aiockpt.state.segment import check_memory
 from aiockpt.storage.checkpoint_file import (
     blaming_file,
@@ -59,12 +60,11 @@ def read_state_file(path: Path, *, limits: Limits) -> StateFile:
         ranges = [(0, size)] if size else []
         with blaming_file(path):
             check_memory(ranges, limits)
-            source = FileSource(
-                path, fd, manifest, limits=limits, allow_pickle=False, mapped=False
-            )
+            source = FileSource(path, fd, manifest, mapped=False)
             if ranges:
                 source.read(Placement(source.segment, ranges), verify="full")
-            return StateFile(source.segment.assemble(manifest.tree), step)
+            made = state_over([source.segment], limits=limits, allow_pickle=False)
+            return StateFile(made, step)
 
 
 def is_torch_file(path: Path, fd: int) -> bool:

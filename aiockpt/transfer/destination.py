@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
@@ -35,7 +35,7 @@ from aiockpt.memory.device import (
     keep_until,
 )
 from aiockpt.runtime.bridge import Bridge, share_out
-from aiockpt.runtime.switching import switching_often, switching_often_if_busy
+from aiockpt.runtime.switching import python_is_busy, switching_often
 from aiockpt.runtime.tasks import beside
 from aiockpt.state.load_plan import EverythingNew, IntoTemplate, Rule, Selected
 from aiockpt.state.rebuild import Frame, OnDevice, check_meshes
@@ -241,6 +241,7 @@ class Destination:
     touched = False
     patch: Patch | None = None
     _writes: Sequence[int] = ()
+    _hurries = False  # whether the program computes in Python meanwhile
 
     def __init__(
         self,
@@ -281,6 +282,7 @@ class Destination:
         """
         if self.values:
             self._place()
+        self._hurries = python_is_busy()
         return self._chunks
 
     def _place(self) -> None:
@@ -328,7 +330,7 @@ class Destination:
     async def receiving(self) -> AsyncIterator[None]:
         """Receive bytes in a block; send complete entries to devices meanwhile."""
         self.begin()
-        with switching_often_if_busy():
+        with switching_often() if self._hurries else nullcontext():
             if self._loading is not None and self._loading.is_early:
                 async with self._loading.early():
                     yield

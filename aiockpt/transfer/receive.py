@@ -253,11 +253,11 @@ def _make_room(
         goal = source.destination(manifest, template, options.terms)
     else:
         terms, arena = options.terms, source.arena
-        segment = Segment(
-            manifest, limits=terms.limits, allow_pickle=terms.allow_pickle, arena=arena
-        )
+        segment = Segment(manifest, arena=arena)
         rule = Selected(
             [segment],
+            limits=terms.limits,
+            allow_pickle=terms.allow_pickle,
             select=options.select,
             template=options.into,
             device=options.device,

@@ -21,7 +21,9 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkGrid, chunks_over
+from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.state import load_plan
+from aiockpt.state.segment import Segment
 from aiockpt.state.selection import Selection, pruned
 from aiockpt.testing import assert_same
 from tests.support.accelerators import FakeAccelerator
@@ -103,7 +105,14 @@ PATHS = [
 
 def as_a_load(state: dict[str, Any], select: Any, template: Any = None) -> Any:
     """Return what the checkpointers' rules make of a state that is here already."""
-    rule = load_plan.Selected([], state, select=select, template=template)
+    segment = Segment.of(state, limits=FILE_LIMITS)
+    rule = load_plan.Selected(
+        [segment],
+        limits=FILE_LIMITS,
+        allow_pickle=False,
+        select=select,
+        template=template,
+    )
     rule.plans()
     rule.finish()
     return rule.assemble()

@@ -22,6 +22,7 @@ from aiockpt.errors import (
     CheckpointNotFoundError,
     DeviceMeshError,
     StorageError,
+    TemplateMismatchError,
     WorldSizeMismatchError,
 )
 from tests.support.saving import save_by_two
@@ -99,9 +100,11 @@ def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             aiockpt.load(path, into=into)
         assert caught.value.sharded
         assert "rank=" not in str(caught.value)
-        with pytest.raises(DeviceMeshError, match="start a job of as many ranks") as no:
-            aiockpt.load(path, into=into, rank=0)
-        assert "into=" not in str(no.value)
+    with pytest.raises(DeviceMeshError, match="start a job of as many ranks") as no:
+        aiockpt.load(path, rank=0)
+    assert "into=" not in str(no.value)
+    with pytest.raises(TemplateMismatchError, match=r"a DTensor .* on a mesh of 2"):
+        aiockpt.load(path, into={"w": torch.zeros(4)}, rank=0)
     for rank in ([], ["--rank", "0"]):
         assert main(["convert", f"{path}", f"{tmp_path / 'x.pt'}", *rank])
         said = capsys.readouterr().err

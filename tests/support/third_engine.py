@@ -1,10 +1,10 @@
-"""Runs the matcher beside the two engines that plan today, and compares the answers.
+"""Runs the matcher beside the engine that plans whole receives, and compares both.
 
-`beside` wraps both engines. Whatever plan or error one of them comes to, the matcher
-gets the same inputs. Its answer must be the same: the type and the place of an error,
-the missing paths, the bytes to read, and the memory that bytes go to straight.
-`MEANT` lists the differences that are decided. The old engines' own answers stay what
-they are, so a test that uses them sees nothing of this.
+`beside` wraps that engine. Whatever plan or error it comes to, the matcher gets the
+same inputs. Its answer must be the same: the type and the place of an error, and the
+memory that bytes go to straight. `MEANT` lists the differences that are decided. The
+old engine's own answers stay what they are, so a test that uses them sees nothing of
+this.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -24,11 +23,8 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.memory.copies import Backings
 from aiockpt.state.catalogue import Catalogue
 from aiockpt.state.flatten import wanted
-from aiockpt.state.load_plan import LoadPlan, Selected
-from aiockpt.state.match import LAX, LOAD, RECEIVE, Matched, Rule, match
+from aiockpt.state.match import RECEIVE, Matched, match
 from aiockpt.state.template import Match, Template
-
-Ranges: TypeAlias = "list[tuple[int, int]]"
 
 MEANT: dict[str, str] = {
     r"(\w+ \[[\d, ]*\]) stride .* template has \1 ": "elements are copied",
@@ -40,7 +36,7 @@ MEANT: dict[str, str] = {
         "a number is a number"
     ),
 }
-"""Errors of the old engines, by their texts, that the matcher does not raise."""
+"""Errors of the old engine, by their texts, that the matcher does not raise."""
 
 
 STRICTER: dict[str, str] = {
@@ -77,7 +73,7 @@ def dotted(path: str) -> str:
 
 
 class Beside:
-    """Compares the matcher with the engines.
+    """Compares the matcher with the engine.
 
     Attributes:
         differences: What differs, and is not meant.
@@ -174,21 +170,16 @@ def merged(
 def backed(
     source: int, manifest: Manifest, backings: Backings
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the bytes that an old engine sends straight to a template."""
+    """Yield the bytes that the old engine sends straight to a template."""
     for entry, each in enumerate(backings):
         if each.nbytes and not each.parts:
             start = manifest.entries.starts[entry]
             yield source, start, start + each.nbytes, each.address
 
 
-def within(some: Ranges, others: Ranges) -> bool:
-    """Say whether all bytes of some ranges are in others."""
-    return all(any(a <= c and d <= b for a, b in others) for c, d in some)
-
-
 @contextmanager
 def beside(*, places: bool = True) -> Iterator[Beside]:
-    """Run the matcher beside both engines in a block.
+    """Run the matcher beside the engine in a block.
 
     Without ``places``, two errors are alike, whatever they are: of several differences
     any may be the first.
@@ -196,7 +187,6 @@ def beside(*, places: bool = True) -> Iterator[Beside]:
     seen = Beside(places=places)
     with pytest.MonkeyPatch.context() as patch:
         _beside_receives(seen, patch)
-        _beside_loads(seen, patch)
         yield seen
     assert not seen.differences, "\n".join(seen.differences)
 
@@ -226,71 +216,3 @@ def _beside_receives(seen: Beside, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Template, "__init__", init)
     patch.setattr(Template, "match", matched)
-
-
-def _beside_loads(seen: Beside, patch: pytest.MonkeyPatch) -> None:
-    made, asked = Selected.__init__, Selected.plans
-
-    def init(self: Any, segments: Any, *args: Any, **options: Any) -> None:
-        select = options.get("select")
-        if select is not None:
-            select = options["select"] = (
-                cache(select) if callable(select) else [*select]
-            )
-        made(self, segments, *args, **options)
-        self.given = options
-
-    def planned(self: Any) -> list[LoadPlan]:
-        options, manifests = self.given, [each.manifest for each in self._segments]
-        template = options["template"]
-        own = None if template is None else wanted(template, limits=FILE_LIMITS)
-        rule: Rule = LOAD if options.get("strict") else LAX
-        plans: list[LoadPlan] = []
-        is_plain = own is not None and options.get("device") is None
-        try:
-            plans = asked(self)
-            old = Answer(missing=sorted(self.missing))
-            if is_plain:
-                pairs = enumerate(zip(manifests, plans, strict=True))
-                backings = ((n, m, p.backings) for n, (m, p) in pairs if p.backings)
-                rows = [row for each in backings for row in backed(*each)]
-                old = old._replace(straight=merged(rows))
-        except AiockptError as error:
-            old = Answer.of_error(error)
-            raise
-        finally:
-            # The second engine makes all values before it looks at the template.
-            is_built = old.error not in ("DeviceMeshError", "UnknownLeafError")
-            if manifests and is_built:
-                catalogue = Catalogue(manifests, limits=FILE_LIMITS)
-                ask = lambda: match(  # noqa: E731
-                    catalogue,
-                    own,
-                    rule,
-                    select=options.get("select"),
-                    name=options.get("name", ""),
-                )
-                found = seen.compare(old, ask, catalogue, own, straight=is_plain)
-                if found is not None and plans and options.get("device") is None:
-                    values = self.value_ranges()
-                    for new, plan, first in zip(
-                        found.ranges(catalogue), plans, values, strict=True
-                    ):
-                        every = joined([*plan.ranges, *first])
-                        if not (within([*plan.ranges], new) and within(new, every)):
-                            seen.differences.append(f"\nold: {every}\nnew: {new}")
-        return plans
-
-    patch.setattr(Selected, "__init__", init)
-    patch.setattr(Selected, "plans", planned)
-
-
-def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return ranges in order; those that meet are joined."""
-    found: Ranges = []
-    for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
-        else:
-            found.append((start, stop))
-    return found
