@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -65,16 +64,6 @@ TORCH_FREE = (
     "primitives/test_bridge",
 )
 """Rooms whose tests need no torch; other modules say so by a ``torch_free`` mark."""
-
-PLANS = re.compile(
-    r"test_(load|select|strict|template|suggestions|have|prepare|values|sources|"
-    r"group_templates|distributed|state_files|receive|refused|first|"
-    r"torch_names|known_defects|checkpoint_directories|description)\w*\.py"
-)
-"""Modules in which the matcher runs beside the engine that plans receives."""
-
-MEASURES = {"test_many_tensors_take_little_memory"}
-"""Tests that count memory or calls, of which two plans take more."""
 
 LOGS_ERRORS = {
     "test_a_progress_that_raises_disturbs_nothing",
@@ -288,15 +277,3 @@ def only_waits_left() -> Iterator[None]:
     ]:
         assert time.monotonic() < until, f"left behind: {others}"
         time.sleep(0.01)
-
-
-@pytest.fixture(autouse=True)
-def third_engine(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run the matcher beside the engine that plans receives of a template."""
-    if not PLANS.fullmatch(request.path.name) or request.node.name in MEASURES:
-        yield
-        return
-    from tests.support.third_engine import beside
-
-    with beside():
-        yield

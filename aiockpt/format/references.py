@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.limits import raise_if_cancelled
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE, Node, Path, format_path
 from aiockpt.format.tree import children_of
@@ -16,6 +17,7 @@ from aiockpt.format.tree import children_of
 __all__ = [
     "Mention",
     "Reference",
+    "check_numbers",
     "mentions",
     "references",
     "registered",
@@ -108,6 +110,17 @@ def references(root: Node) -> Iterator[Reference]:
     """Yield every mention of a tensor's number, in the order of the tree."""
     for mention in mentions(root):
         yield from mention.references()
+
+
+def check_numbers(numbers: Sequence[int], count: int) -> None:
+    """Check that a manifest of ``count`` tensors has all of these numbers.
+
+    Raises:
+        RemoteProtocolError: it lacks one.
+    """
+    if numbers and not 0 <= min(numbers) <= max(numbers) < count:
+        wrong = next(number for number in numbers if not 0 <= number < count)
+        raise RemoteProtocolError(f"the tree names tensor {wrong}")
 
 
 def tensor_paths(node: Node) -> dict[int, str]:

@@ -25,12 +25,11 @@ from aiockpt.format.dtypes import itemsize, torch_name
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import CONJ, NEG, Manifest, dense_stride
 from aiockpt.format.paths import Node, Path, Step
-from aiockpt.format.references import mentions, renumber
+from aiockpt.format.references import check_numbers, mentions, renumber
 from aiockpt.format.registry import Registry
 from aiockpt.format.tree import decode_tree
 from aiockpt.state.distributed import LayoutReader
 from aiockpt.state.mesh import ShardRuns, shard_of, whole
-from aiockpt.state.pairing import check_numbers
 from aiockpt.state.selection import below
 from aiockpt.state.sharding import LAYOUTS, DTensorLayout, Layout
 

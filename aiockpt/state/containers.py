@@ -55,15 +55,6 @@ class Adoption:
 
     def plan(self, state: object) -> object:
         """Return the template, or its replacement if it is not a dict or list."""
-        if not _share_a_key(self._template, state):
-            detail = apart(self._template, state, "")  # type: ignore[arg-type]
-            raise TemplateMismatchError(
-                "", expected="other keys", actual="none of them", detail=detail
-            )
-        return self.plan_some(state)
-
-    def plan_some(self, state: object) -> object:
-        """Do what `plan` does, also if the two have nothing in common."""
         return self._into(self._template, state)
 
     def finish(self) -> None:
@@ -235,13 +226,6 @@ def renamed(target: dict[Any, Any], value: dict[Any, Any], path: str) -> str:
                 f"template without {word!r} in its keys, such as {inner}"
             )
     return ""
-
-
-def _share_a_key(target: Any, value: Any) -> bool:
-    """Say whether anything of a checkpoint has its place in a template."""
-    if not (isinstance(target, dict) and type(value) in DICTS and target and value):
-        return True
-    return any(key in value and _share_a_key(target[key], value[key]) for key in target)
 
 
 def children(value: Any) -> Sequence[Any] | None:

@@ -26,8 +26,11 @@ from aiockpt.format.manifest import CONJ, NEG
 from aiockpt.state.catalogue import Catalogue, Piece
 from aiockpt.state.contents import PLAIN
 from aiockpt.state.flatten import Wanted
+from aiockpt.state.leaves import DTYPE_NAMES
 from aiockpt.state.overlaps import Member, is_solid, repeats, runs, share_elements
 from aiockpt.state.selection import below
+
+NOT_FILLED: Final = "what it is made of cannot be filled; put None in its place"
 
 _SLICE: Final = 512  # tensors compared by one call; each of their numbers is an object
 
@@ -108,9 +111,12 @@ def check(tensor: torch.Tensor, piece: Piece, path: str) -> None:
 
     Raises:
         TemplateMismatchError: it has not.
+        UnsupportedLeafError: no checkpoint can hold such a tensor.
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     if (dtype, tuple(tensor.shape)) != (piece.dtype, piece.shape):
+        if tensor.dtype not in DTYPE_NAMES:  # quantized
+            raise UnsupportedLeafError(path, f"{dtype} tensor", NOT_FILLED)
         expected = f"{piece.dtype} {[*piece.shape]}"
         raise TemplateMismatchError(path, expected=expected, actual=words_of(tensor))
 

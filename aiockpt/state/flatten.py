@@ -437,8 +437,10 @@ class _Numbering:
         codec, node = REGISTRY.by_type(type(value)), None
         if codec is None and _is_dense_tensor(value):  # most are
             return ["tensor", self._number(value, path)]
+        is_key = _is_key(value, path)  # keys are compared, so they are whole
         if codec is not None and not codec.is_structure:
-            return ["ext", codec.tag, None]
+            payload = self.encode(codec.encode(value), path) if is_key else None
+            return ["ext", codec.tag, payload]
         with suppress(UnsupportedLeafError):
             if opened(value) is not None:
                 node = self._leaf(value, path)
@@ -453,7 +455,8 @@ class _Numbering:
                 plain = {**value} if isinstance(value, dict) else [*value]
                 node = self.encode(plain, path)
             elif (found := extension(value, path, allow_pickle=False)) is not None:
-                node = ["ext", found.tag, None]
+                payload = self.encode(found.payload, path) if is_key else None
+                node = ["ext", found.tag, payload]
         if node is None:
             self._odd.append(value)
             node = ["ext", ODD, len(self._odd) - 1]
@@ -516,6 +519,14 @@ class _Numbering:
         while (unique := f"{name}#{again}") in self.names:
             again += 1
         return unique
+
+
+def _is_key(value: object, path: Path) -> bool:
+    """Say whether a value is a key at the end of a path, or an item of such a tuple."""
+    *_, key, at = cast("tuple[object, ...]", (None, None, *path))
+    if isinstance(key, tuple) and isinstance(at, int) and at < len(key):
+        return key[at] is value
+    return bool(path) and at is value
 
 
 def _is_dense_tensor(value: object) -> TypeIs[torch.Tensor]:

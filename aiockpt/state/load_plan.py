@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from operator import itemgetter
@@ -31,18 +31,17 @@ import torch
 from aiockpt.format.entries import Entries
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
-from aiockpt.format.references import mentions, registered
+from aiockpt.format.references import mentions
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.copies import Backings, CopyPlan, Reaches, Spans, once
 from aiockpt.memory.device import PortFor
 from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.catalogue import Catalogue
-from aiockpt.state.containers import STAYS, Adoption
+from aiockpt.state.containers import Adoption
 from aiockpt.state.contents import Contents, entries_with
-from aiockpt.state.distributed import check_places, has_version
 from aiockpt.state.flatten import ODD, wanted
-from aiockpt.state.match import HOLE, LAX, LOAD, match
+from aiockpt.state.match import LAX, LOAD, decode_hole, match
 from aiockpt.state.nodes import decoders_for
 from aiockpt.state.rebuild import (
     Frame,
@@ -53,8 +52,7 @@ from aiockpt.state.rebuild import (
 )
 from aiockpt.state.segment import Segment
 from aiockpt.state.selection import Select
-from aiockpt.state.sharding import LAYOUTS
-from aiockpt.state.template import Match
+from aiockpt.state.template import Match, changed_of, ids_of
 
 __all__ = [
     "EverythingNew",
@@ -232,10 +230,13 @@ class IntoTemplate:
         self._match, self._buffer, self._on_device = match, buffer, on_device
         self._limits, self._allow_pickle = limits, allow_pickle
         self._frame = Frame.of(manifest)
+        if match.tree is not None:
+            self._frame = replace(self._frame, tree=match.tree)
         self._whole = (0, manifest.segment_bytes)
         self._entries = manifest.entries
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Only a rule that makes tensors needs the rest of the manifest.
-        makes = match.parts or match.blobs or match.fresh
+        makes = match.parts or match.blobs or match.fresh or match.copied
         self._manifest = manifest if makes else None
         self.uses_arena = bool(match.fresh)
 
@@ -246,7 +247,7 @@ class IntoTemplate:
 
     def changed(self) -> Iterable[torch.Tensor]:
         """Return the tensors of the template."""
-        return self._match.changed()
+        return self._match.changed
 
     def check(self) -> None:
         """Check that the template is as it was."""
@@ -262,9 +263,10 @@ class IntoTemplate:
                 self._buffer,
                 parts=match.parts,
                 blobs=match.blobs,
-                fresh=match.fresh,
+                fresh=match.fresh | {piece for piece, _ in match.copied},
                 on_device=self._on_device,
             )
+        self._copies = [(target, values[piece]) for piece, target in match.copied]
         state = assemble(
             self._frame,
             match.tensors.beside(values),
@@ -276,7 +278,10 @@ class IntoTemplate:
         return state if match.adoption is None else match.adoption.plan(state)
 
     def finish(self) -> None:
-        """Put the values into the template."""
+        """Copy the tensors that have no backing; put the values into the template."""
+        for target, source in self._copies:
+            _copy_elements(target, source)
+        self._copies = []  # they keep the arena
         if self._match.contents is not None:
             self._match.contents.check_filled()
         if self._match.adoption is not None:
@@ -349,7 +354,7 @@ class Selected:
         self._result: object = None
         self._adoption: Adoption | None = None
         self._contents: Contents | None = None
-        self._changed: list[torch.Tensor] = []
+        self._changed: Sequence[torch.Tensor] = ()
         self._moved = self._new_for_device()
         self._straight_there = self._alone(self._moved)
         self._bases: list[dict[int, torch.Tensor]] = [{} for _ in segments]
@@ -364,14 +369,9 @@ class Selected:
     def _note(self, *, every: bool) -> None:
         """Note what is filled of the template, and what it has now."""
         assert self._own is not None
+        self._changed = changed_of(self._own, self._found)
         fills = chain(self._straight, self._copied)
-        numbers = dict.fromkeys(number for _, number in fills)
-        tensors = [*map(self._own.tensors.__getitem__, numbers)]
-        wholes = map(self._own.wholes.get, map(id, tensors))
-        found = {id(whole): whole for whole in wholes if whole is not None}
-        self._changed = [each for each in tensors if each.numel()]
-        self._changed += filter(has_version, found.values())
-        filled = {*map(id, tensors), *found}
+        filled = ids_of(self._own, (number for _, number in fills))
         entries = entries_with(self._template, filled, every=every)
         self._contents = Contents(entries)
         self._adoption = Adoption(self._template, filled)
@@ -433,7 +433,7 @@ class Selected:
         with collector_paused():  # there may be 100,000 tensors
             state = self._decoded()
             if self._adoption is not None:
-                state = self._adoption.plan_some(state)
+                state = self._adoption.plan(state)
             self._result = state
             return self._plans()
 
@@ -441,8 +441,7 @@ class Selected:
         """Return what is taken, made of the template's tensors and of new ones."""
         own, tree, manifests = self._own, self._found.tree, self._catalogue.sources
         wholes = {} if own is None else own.wholes
-        if wholes and self._found.new:
-            self._check_meshes()
+        self._found.check_meshes(self._catalogue)
         frame = Frame(
             tree,
             len(manifests[0].entries),
@@ -456,18 +455,8 @@ class Selected:
             allow_pickle=self._allow_pickle
             or any(each.tensors is not None for each in self._segments),
             wholes=wholes,
-            nodes={**decoders_for(self._template), ODD: _stays},
+            nodes={**decoders_for(self._template), ODD: decode_hole},
         )
-
-    def _check_meshes(self) -> None:
-        """Refuse new distributed tensors that this process cannot hold."""
-        new, found = {*self._found.new}, {}
-        for path, tag, node in registered(self._found.tree):
-            if tag in LAYOUTS:
-                numbers, layout = self._catalogue.layouts.read(path, tag, node)
-                if not new.isdisjoint(numbers):
-                    found[path] = layout
-        check_places(found)
 
     def _tensors(self) -> Sequence[torch.Tensor]:
         """Return a tensor for each number that the tree mentions."""
@@ -479,10 +468,7 @@ class Selected:
         if self._own is not None:
             for piece, number in chain(self._straight, self._copied):
                 tensors[piece] = self._own.tensors[number]
-        values, blobs = {*found.values}, set[int]()
-        if values:
-            rows = (m.numbers for m in mentions(found.tree) if m.kind == "blob")
-            blobs.update(*rows)
+        values, blobs = {*found.values}, found.blobs()
         stay = {*found.new} - self._moved
         for piece, tensor in self._made(stay, values - blobs, blobs):
             tensors[piece] = tensor
@@ -635,11 +621,8 @@ class Selected:
         names = _Names(() if own is None else own.tensors, self._contents)
         for number, source in self._copies:
             assert own is not None
-            target = own.tensors[number]
             own.held.check(names.__getitem__, number, number + 1)
-            destination, origin = once(target, source)
-            with torch.inference_mode(target.is_inference()), torch.no_grad():
-                destination.copy_(origin)
+            _copy_elements(own.tensors[number], source)
         if self._copies and self._contents is not None:
             self._contents.check_filled()
         if self._adoption is not None:
@@ -675,6 +658,12 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
+def _copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    destination, origin = once(target, source)
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        destination.copy_(origin)
+
+
 class _Names(Sequence[str]):
     """The paths of some tensors; only errors ask for them."""
 
@@ -697,13 +686,6 @@ def _all_of(segment: Segment) -> Sequence[torch.Tensor]:
     if segment.tensors is not None:
         return segment.tensors
     return tensors_over(segment.manifest, segment.arena.buffer)
-
-
-def _stays(payload: object) -> object:
-    """Decode what stands for an item of the template; see `HOLE`."""
-    if payload != HOLE[2]:  # type: ignore[index]
-        raise ValueError("it is no tag of a leaf")
-    return STAYS
 
 
 def _like(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

@@ -56,19 +56,25 @@ from aiockpt.errors import (
 )
 from aiockpt.format.limits import raise_if_cancelled
 from aiockpt.format.paths import NAMED_TUPLE, PICKLE, PYTREE, Node
-from aiockpt.format.references import mentions
+from aiockpt.format.references import check_numbers, mentions, registered
 from aiockpt.format.registry import REGISTRY
 from aiockpt.format.tree import remedy_for, unsupported
 from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.catalogue import Catalogue, Items, items_of, keys_of
-from aiockpt.state.containers import apart, left_empty, renamed
-from aiockpt.state.dispositions import Fills, Pairs, check, dispose, words_of
-from aiockpt.state.distributed import take_apart
+from aiockpt.state.containers import STAYS, apart, left_empty, renamed
+from aiockpt.state.dispositions import (
+    NOT_FILLED,
+    Fills,
+    Pairs,
+    check,
+    dispose,
+    words_of,
+)
+from aiockpt.state.distributed import check_places, take_apart
 from aiockpt.state.flatten import ODD, Wanted
-from aiockpt.state.pairing import check_numbers, is_filled
 from aiockpt.state.selection import Select, Selection, below, item, pruned
-from aiockpt.state.sharding import LAYOUTS, Layout
+from aiockpt.state.sharding import LAYOUTS, Layout, is_filled
 
 HOLE: Final[Node] = ["ext", ODD, secrets.token_hex()]
 """Stands in `Matched.tree` for an item that stays as the template has it.
@@ -102,6 +108,17 @@ _NO_MEMORY: Final = (
 _NO_TEMPLATE: Final = Wanted(
     None, (), (), (), array("Q"), HeldMemory.of(()), MappingProxyType({}), ()
 )
+
+
+def decode_hole(payload: object) -> object:
+    """Decode `HOLE`; see `STAYS`.
+
+    Raises:
+        ValueError: it is another value of a peer's.
+    """
+    if payload != HOLE[2]:  # type: ignore[index]
+        raise ValueError("it is no tag of a leaf")
+    return STAYS
 
 
 class Rule(NamedTuple):
@@ -152,6 +169,27 @@ class Matched:
     values: Sequence[int] = ()
     missing: Sequence[str] = ()
     warnings: Sequence[str] = ()
+
+    def blobs(self) -> set[int]:
+        """Return those of ``values`` that are the bytes of a value."""
+        if not len(self.values):
+            return set()
+        rows = (each.numbers for each in mentions(self.tree) if each.kind == "blob")
+        return set().union(*rows)
+
+    def check_meshes(self, catalogue: Catalogue) -> None:
+        """Refuse new distributed tensors that this process cannot hold.
+
+        Raises:
+            DeviceMeshError: it lacks a process group that one needs.
+        """
+        new, found = {*self.new}, {}
+        for path, tag, node in registered(self.tree) if new else ():
+            if tag in LAYOUTS:
+                numbers, layout = catalogue.layouts.read(path, tag, node)
+                if not new.isdisjoint(numbers):
+                    found[path] = layout
+        check_places(found)
 
     def ranges(self, catalogue: Catalogue) -> list[list[tuple[int, int]]]:
         """Return the bytes to read of each source: sorted, and joined where they meet.
@@ -305,6 +343,9 @@ class _Walk:
             raise self._unfit(mine, theirs, path)
         if (inside := _inside(mine, theirs)) is not None:
             old, new, make = inside
+            match theirs:
+                case ["ext", _, ["tuple", [_, beside]]]:  # a pytree node's context
+                    self._taken(beside)
             self._in_leaf += 1
             pairs = enumerate(zip(old, new, strict=True))
             found = [self._pair(*pair, item(path, at)) for at, pair in pairs]
@@ -444,6 +485,11 @@ class _Walk:
         self, old: Node, where: str, path: str, left: Items, right: Items
     ) -> None:
         """Note what the sources lack."""
+        match old:
+            case ["ext", tag, int(number)] if tag == ODD:
+                value = self._wanted.odd[number]
+                if remedy := remedy_for(value):
+                    raise unsupported(value, where, remedy)
         if self._adopts:
             if not self._unfilled:
                 self._unfilled = _first_tensor(old, where)
@@ -550,7 +596,8 @@ class _Walk:
             head.append(rows.pop(0))
         known, more = keys_of(theirs), rows[2:]
         more = [self._taken(each) for each in more] if attributes else []
-        return [*head, [*map(known.__getitem__, taken)], [*taken.values()], *more]
+        keys = [self._taken(known[key]) for key in taken]
+        return [*head, keys, [*taken.values()], *more]
 
     # ------------------------------------------------------------------------- errors
 
@@ -587,9 +634,7 @@ class _Walk:
                 return unsupported(value, path, remedy)
             if isinstance(value, torch.Tensor) and _tag(theirs) == "tensor":
                 take_apart(value, (path,))  # says why it cannot be filled
-                check(value, self._catalogue.piece(theirs[1]), path)
-                remedy = "what it is made of cannot be filled; put None in its place"
-                return UnsupportedLeafError(path, f"{value.layout} tensor", remedy)
+                return UnsupportedLeafError(path, f"{value.layout} tensor", NOT_FILLED)
         if _is_distributed(mine) != _is_distributed(theirs):
             nothing = "no distributed tensor"
             expected, actual = (

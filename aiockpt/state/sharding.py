@@ -15,6 +15,8 @@ from typing import Annotated, ClassVar, Final, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct, convert, to_builtins
 
+from aiockpt.format.references import Mention, Reference
+
 __all__ = [
     "LAYOUTS",
     "OPERATIONS",
@@ -340,3 +342,13 @@ def _is_plain(value: object) -> bool:
 def _demand(fine: bool, problem: str) -> None:  # noqa: FBT001 - reads like an assert
     if not fine:
         raise ValueError(problem)
+
+
+def is_filled(mention: Mention | Reference) -> bool:
+    """Say whether a mention names tensors of the state dict that can be filled.
+
+    The local parts of a distributed tensor count. The tensors that a registered leaf
+    or another value is made of do not.
+    """
+    own = mention.leaf is None or mention.leaf[1] in LAYOUTS
+    return mention.kind == "tensor" and own

@@ -223,8 +223,6 @@ def _describe(options: ReceiveOptions, into: object | None) -> _Known:
         )
     if options.have is None:
         return _Known(template)
-    if options.have is options.into and template is not None:
-        return _Known(template, template.own)
     held = survey(
         options.have,
         limits=terms.limits,

@@ -346,7 +346,6 @@ class TestTemplate:
             (dtensor(other, Shard(0), Replicate(), shape=(4, 3)), "mesh dp, tp"),
             (dtensor(mesh, Shard(0), Replicate(), shape=(3, 3)), r"DTensor \[4, 3\]"),
             (torch.zeros(2, 3), "the template has no distributed tensor"),
-            (None, "the template has no distributed tensor"),
         ):
             with pytest.raises(TemplateMismatchError, match=text) as caught:
                 match({"w": sent}, {"w": own})

@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "another step": ({"wanted": 5}, StepNotFoundError),
     "misfit": ({"into": {"w0": torch.ones(3)}}, TemplateMismatchError),
     "incomplete": ({"into": {}}, TemplateMismatchError),
-    "template": ({"into": {"w0": object()}}, UnsupportedLeafError),
+    "template": ({"into": {"w0": object()}}, TemplateMismatchError),
     "meta": ({"into": {"w0": torch.ones(4, device="meta")}}, UnsupportedLeafError),
     "header": ({"limits": Limits(max_header_bytes=64)}, LimitExceededError),
     "bytes": ({"limits": Limits(max_bytes=10)}, LimitExceededError),
@@ -158,8 +158,10 @@ async def test_a_refusal_is_told_before_anything_moves(case: str) -> None:
 async def test_a_refusal_that_nobody_hears_is_raised_all_the_same() -> None:
     """What is raised is what is wrong with the template, not that no sender came."""
     async with transports() as (_, receiver):
-        with pytest.raises(UnsupportedLeafError) as caught:
-            await receiver.recv_checkpoint(0, "", 1, SOON, into={"w": object()})
+        into: dict[str, Any] = {"w": torch.ones(1)}
+        into["into"] = into  # nothing fits into what has no end
+        with pytest.raises(LimitExceededError) as caught:
+            await receiver.recv_checkpoint(0, "", 1, SOON, into=into)
         assert caught.value.__notes__ == [
             "the sender could not be told in time",
             "the template was not modified",

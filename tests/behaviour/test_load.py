@@ -12,6 +12,8 @@ import itertools
 import logging
 import os
 from collections import OrderedDict
+from decimal import Decimal
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree
 
 from aiockpt import CheckpointerConfig, Progress, make_async_checkpointer
 from aiockpt.checkpointers import peer as peers
@@ -261,8 +264,45 @@ class TestDamage:
         assert load(path) == {"a": 1}
 
 
+class Context:
+    """A pytree node whose context is made of bytes of the data segment."""
+
+    def __init__(self, tensor: torch.Tensor, note: bytes) -> None:
+        self.tensor, self.note = tensor, note
+
+
+_pytree.register_pytree_node(
+    Context,
+    lambda node: ([node.tensor], node.note),
+    lambda children, note: Context(next(iter(children)), note),
+)
+
+
 class TestTemplate:
     """Only the template's keys are read, into its tensors."""
+
+    @pytest.mark.parametrize("mmap", [False, True])
+    def test_keys_and_contexts_of_any_kind(self, tmp_path, mmap) -> None:
+        """Keys are compared as they are; what bytes make is read before it is made."""
+        note = b"x" * 9000
+        keys = (torch.float32, b"k", (1, torch.device("cpu")), Decimal("0.5"), None)
+
+        def state(fill: float) -> dict[str, Any]:
+            node = Context(torch.full((3,), fill), note)
+            tensors = {key: torch.full((2,), fill) for key in keys}
+            return {"node": node, "tensors": tensors, "new": None}
+
+        long = {bytes(range(1, 251)) * 40: 7}
+        path = save(tmp_path / "s", state(1.0) | {"new": long})
+        into = state(0.0)
+        own, tensor = dict(into["tensors"]), into["node"].tensor
+        got = load(path, into, mmap=mmap)
+        assert got["new"] == long
+        assert got["node"].note == note
+        assert got["node"].tensor is tensor
+        assert tensor.tolist() == [1, 1, 1]
+        assert all(got["tensors"][key] is own[key] for key in keys)
+        assert all(own[key].tolist() == [1, 1] for key in keys)
 
     @proves("cell AsyncCheckpointer.load, state_dict=: success")
     @given(state=states())

@@ -14,7 +14,7 @@ An outcome is the name of an error, which leaves the template as it was, or a wo
 * ``left out``: the template has nothing there, and gets nothing.
 
 A load that is not strict warns of what it keeps or leaves out: ``kept, warned``.
-docs/explanation/guarantees.md has these rows for users, as they are today.
+docs/explanation/guarantees.md has these rows for users.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch import distributed
 
 import aiockpt
-from tests.support.template_rows import NOTHING, ROWS, WAYS, Decided, Row, Scaler, State
+from tests.support.template_rows import NOTHING, ROWS, WAYS, Row, Scaler, State
 from tests.support.transports import pair, receive
 
 
@@ -132,28 +132,7 @@ def shown(value: Any) -> object:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_is_so_today(name: str, found: dict[str, list[str]]) -> None:
-    """In every way, whatever is decided."""
+def test_what_each_way_does(name: str, found: dict[str, list[str]]) -> None:
+    """In every way."""
     cells = ROWS[name].cells
-    today = [cell.today if isinstance(cell, Decided) else cell for cell in cells]
-    assert [*zip(WAYS, found[name], strict=True)] == [*zip(WAYS, today, strict=True)]
-
-
-def _open(cell: Decided) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(reason=cell.why, strict=True)
-
-
-OPEN = [
-    pytest.param(name, number, cell.outcome, marks=_open(cell))
-    for name, row in ROWS.items()
-    for number, cell in enumerate(row.cells)
-    if isinstance(cell, Decided)
-]
-
-
-@pytest.mark.parametrize(("name", "way", "decided"), OPEN)
-def test_what_is_decided(
-    name: str, way: int, decided: str, found: dict[str, list[str]]
-) -> None:
-    """These cells change once one matcher serves all three ways."""
-    assert found[name][way] == decided
+    assert [*zip(WAYS, found[name], strict=True)] == [*zip(WAYS, cells, strict=True)]

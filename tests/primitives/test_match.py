@@ -23,14 +23,14 @@ from aiockpt.state.flatten import wanted
 from aiockpt.state.match import LAX, LOAD, RECEIVE, Matched, Rule, match
 from aiockpt.state.mesh import whole
 from tests.support.states import described, manifest_of
-from tests.support.template_rows import ROWS, WAYS, Decided, on_mesh
+from tests.support.template_rows import ROWS, WAYS, on_mesh
 
 RULES = (RECEIVE, LOAD, LAX, LOAD, LOAD, LAX)
 
 WITHIN = ("a shorter list here, of tensors", "an OrderedDict here, a dict there")
 
 CELLS = [
-    (name, way, cell.outcome if isinstance(cell, Decided) else cell)
+    (name, way, cell)
     for name, row in ROWS.items()
     for way, cell in enumerate(row.cells)
 ]

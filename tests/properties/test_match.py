@@ -1,19 +1,19 @@
-"""The matcher plans as the engine of receives does, whatever is different."""
+"""Templates that differ from a checkpoint in any way get its tensors, or none."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aiockpt.errors import AiockptError
-from aiockpt.state.template import Template
-from tests.support.states import LIMITS, described
-from tests.support.third_engine import beside
+from aiockpt.errors import MissingKeysError, TemplateMismatchError
+from aiockpt.state.load_plan import Selected
+from aiockpt.state.segment import Segment
+from tests.support.states import LIMITS
 
 BASE = torch.arange(24.0)
 NAMES = st.sampled_from("abcd")
@@ -84,15 +84,48 @@ def pairs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
     return state, template
 
 
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """Yield the paths of tensors, and the tensors."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from paths(each, (*path, key))
+    elif isinstance(value, list | tuple):
+        for at, each in enumerate(value):
+            yield from paths(each, (*path, at))
+
+
 @settings(
     max_examples=300,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-@given(pair=pairs())
-def test_it_plans_as_the_engine(pair: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """But where another answer is decided."""
+@given(pair=pairs(), strict=st.booleans())
+def test_a_template_gets_what_is_there_or_nothing(
+    pair: tuple[dict[str, Any], dict[str, Any]], strict: bool
+) -> None:
+    """Whatever differs: every tensor of both is filled, or none has changed."""
     state, template = pair
-    manifest = described(state)
-    with beside(places=False) as seen, suppress(AiockptError):
-        Template(template, limits=LIMITS, allow_pickle=False).match(manifest)
-    assert seen.compared
+    own = dict(paths(template))
+    before = {path: tensor.clone() for path, tensor in own.items()}
+    try:
+        rule = Selected(
+            [Segment.of(state, limits=LIMITS)],
+            limits=LIMITS,
+            allow_pickle=False,
+            template=template,
+            strict=strict,
+        )
+        rule.plans()
+    except (TemplateMismatchError, MissingKeysError):
+        assert all(torch.equal(before[path], own[path]) for path in own)
+        return
+    rule.finish()
+    there = dict(paths(state))
+    for path, tensor in paths(rule.assemble()):
+        if path in there:
+            assert torch.equal(tensor, there[path])
+        else:
+            assert torch.equal(tensor, before[path])
+        # A tuple of a template is made anew, with the tensors that it had.
+        assert path not in own or tensor is own[path]

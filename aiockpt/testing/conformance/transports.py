@@ -503,15 +503,12 @@ MISMATCHES: Final[dict[str, tuple[str, Change]]] = {
     "dtype": ("bias", lambda state: state.update(bias=state["bias"].half())),
     "shape": ("weight", lambda state: state.update(weight=torch.ones(299, 300))),
     "rank": ("bias", lambda state: state.update(bias=state["bias"][None])),
-    "stride": ("other", lambda state: state.update(other=state["other"].t())),
     "missing": ("bias", lambda state: state.pop("bias")),
     "missing below": ("nested[0].scale", _rename_below),
     "empty below": ("nested[0]", lambda state: state["nested"][0].clear()),
     "left over": ("more", lambda state: state.update(more=torch.ones(1))),
     "no tensor": ("bias", lambda state: state.update(bias="text")),
-    "not tied": ("tied", _untie),
     "tied": ("other", _tie),
-    "conjugated": ("complex", lambda state: state.update(complex=_conjugated())),
     "offset": ("window", lambda state: state.update(window=state["weight"][1:3])),
 }
 """Maps a defect of a template to its path and a function that makes it."""
@@ -536,11 +533,18 @@ FILLED: Final = (
 )
 """Kinds of leaves that are received into a template's own memory."""
 
-REFUSED: Final = ("dataclass",)
-"""Kinds of leaves that are made of tensors, and so are never filled."""
+COPIED: Final[dict[str, Change]] = {
+    "stride": lambda state: state.update(other=state["other"].t()),
+    "not tied": _untie,
+    "conjugated": lambda state: state.update(complex=_conjugated()),
+}
+"""Templates that are filled, though their tensors lie otherwise in memory."""
+
+MADE: Final = ("dataclass",)
+"""Kinds of leaves that are made of tensors, and so are made anew."""
 
 RETURNED: Final = tuple(
-    kind for kind in ("numpy arrays", "bytes", "keys", "sets") if kind in LEAVES
+    kind for kind in ("numpy arrays", "bytes", "keys", "sets", *MADE) if kind in LEAVES
 )
 """Kinds of leaves that are returned as new values in a template."""
 
@@ -602,20 +606,25 @@ class Templates(Conformance[T]):
                 if kind in FILLED:
                     assert_same(into, state)
 
-    @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd tensors
-    @pytest.mark.parametrize("kind", REFUSED)
-    async def test_a_template_that_cannot_be_filled_is_refused(self, kind: str) -> None:
-        """Otherwise its caller would go on with stale values."""
-        state = {"leaf": LEAVES[kind]()}
+    @pytest.mark.parametrize("kind", COPIED)
+    async def test_a_template_that_lies_otherwise_is_filled(self, kind: str) -> None:
+        """Its tensors get the elements, and stay what they are."""
+        state = rich(seed=1)
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, state)
-            with pytest.raises(UnsupportedLeafError) as caught:
-                await self.receive(sender, receiver, into=state)
-        assert caught.value.path == "leaf"
+            for direct in (False, True):
+                template = rich(seed=2)
+                COPIED[kind](template)
+                before = {**template}
+                got = await self.receive(sender, receiver, into=template, direct=direct)
+                assert got is template
+                tensors = [k for k, v in state.items() if isinstance(v, torch.Tensor)]
+                assert all(template[name] is before[name] for name in tensors)
+                assert all(torch.equal(template[n], state[n]) for n in tensors)
 
     @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd tensors
     @pytest.mark.parametrize("direct", [False, True])
-    @pytest.mark.parametrize("kind", REFUSED)
+    @pytest.mark.parametrize("kind", MADE)
     async def test_such_a_leaf_is_returned_where_the_template_has_none(
         self,
         kind: str,
