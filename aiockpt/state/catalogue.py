@@ -11,12 +11,13 @@ Nothing here makes a tensor, decodes a value, or reads a byte of a data segment.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import msgspec
 
@@ -26,12 +27,16 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import CONJ, NEG, Manifest, dense_stride
 from aiockpt.format.paths import Node, Path, Step
 from aiockpt.format.references import check_numbers, mentions, renumber
-from aiockpt.format.registry import Registry
 from aiockpt.format.tree import decode_tree
 from aiockpt.state.distributed import LayoutReader
+from aiockpt.state.leaves import registry
 from aiockpt.state.mesh import ShardRuns, shard_of, whole
 from aiockpt.state.selection import below
 from aiockpt.state.sharding import LAYOUTS, DTensorLayout, Layout
+
+_COLLISIONS: Final = 1000  # keys of equal hashes, which take time to compare
+_LONG_BITS: Final = 4096
+_KEY_BYTES: Final = 1 << 20  # a key may take so much memory
 
 Items: TypeAlias = dict[object, Node]
 """The items of a container by key or position; a key that is no scalar is a `Step`."""
@@ -104,7 +109,7 @@ class Catalogue:
         self.shapes: Sequence[tuple[int, ...]] = sources[0].entries.shapes
         if len(sources) > 1 or self.has_views:  # else nothing is copied
             rows = [row for source in sources for row in _facts_of(source)]
-            self.codes, self.shapes = ([*each] for each in zip(*rows, strict=True))
+            self.codes, self.shapes = [row[0] for row in rows], [row[1] for row in rows]
         self.tree = sources[0].tree
         for number, source in enumerate(sources[1:], 1):
             for mention in mentions(source.tree):
@@ -234,16 +239,31 @@ def items_of(node: Node) -> Items | None:
             return dict(enumerate(values))
         case _:
             return None
-    pairs = zip(keys, values, strict=False)
-    return {_key_of(key): value for key, value in pairs}
+    known = [*map(_key_of, keys)]
+    if len(known) - len({*map(hash, known)}) > _COLLISIONS:
+        raise RemoteProtocolError("malformed tree: the keys of a dict collide")
+    kinds = {*map(type, known)}
+    if {int, Decimal} <= kinds and any(map(_is_long, known)):
+        raise RemoteProtocolError("malformed tree: keys that take long to compare")
+    found = dict(zip(known, values, strict=False))
+    if not len(found) == len(keys) == len(values):
+        raise RemoteProtocolError("malformed tree: a key is there twice, or alone")
+    return found
+
+
+def _is_long(key: object) -> bool:
+    """Say whether a number has so many digits that comparing it takes long."""
+    return type(key) is int and key.bit_length() > _LONG_BITS
 
 
 def _key_of(key: Node) -> object:
     """Return a key as a state dict has it; as a `Step` if a registered type made it."""
     if not isinstance(key, list):
         return key
-    with suppress(RemoteProtocolError, LimitExceededError):
-        found = decode_tree(key, registry=Registry(), tensors=(), limits=Limits())
-        if isinstance(found, Hashable):
-            return found
+    with suppress(RemoteProtocolError, LimitExceededError, TypeError):
+        types = registry({}, allow_pickle=False, travelled=_KEY_BYTES)
+        found: Any = decode_tree(key, registry=types, tensors=(), limits=Limits())
+        hash(found)
+        if found == found:
+            return cast("object", found)
     return Step(msgspec.json.encode(key).decode())

@@ -73,7 +73,10 @@ class Adoption:
             self._assign_items(target, self._items(target, value))
             return target
         if kind is type(target) and (inside := children(value)) is not None:
-            return self._rebuilt(target, value, self._items(children(target), inside))
+            mine = children(target) or ()
+            if len(mine) != len(inside):  # it was taken as a whole
+                return value
+            return self._rebuilt(target, value, self._items(mine, inside))
         if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor):
             return target if self._stays(target) else value
         return value

@@ -199,7 +199,8 @@ class _Span:
         home = self.piece.source, self.tensor.device
         if self.is_same:
             return *home, self.address - self.piece.start
-        return *home, self.address, self.piece, self.tensor.stride()
+        lazy = self.tensor.is_conj(), self.tensor.is_neg()
+        return *home, self.address, self.piece, self.tensor.stride(), lazy
 
 
 def _spans(

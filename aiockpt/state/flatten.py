@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import add, attrgetter, le, mul
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -440,6 +440,9 @@ class _Numbering:
         is_key = _is_key(value, path)  # keys are compared, so they are whole
         if codec is not None and not codec.is_structure:
             payload = self.encode(codec.encode(value), path) if is_key else None
+            if isinstance(value, dict | list):  # a checkpoint may have a plain one
+                plain = {**value} if isinstance(value, dict) else [*value]
+                payload = self.encode(plain, path)
             return ["ext", codec.tag, payload]
         with suppress(UnsupportedLeafError):
             if opened(value) is not None:
@@ -522,11 +525,15 @@ class _Numbering:
 
 
 def _is_key(value: object, path: Path) -> bool:
-    """Say whether a value is a key at the end of a path, or an item of such a tuple."""
-    *_, key, at = cast("tuple[object, ...]", (None, None, *path))
-    if isinstance(key, tuple) and isinstance(at, int) and at < len(key):
-        return key[at] is value
-    return bool(path) and at is value
+    """Say whether a value is a key at the end of a path, or inside of such a key."""
+    for start, key in enumerate(path):
+        inside: Any = key
+        for at in path[start + 1 :]:
+            items = [*inside] if isinstance(inside, tuple | frozenset) else ()
+            inside = items[at] if isinstance(at, int) and at < len(items) else None
+        if inside is value:
+            return True
+    return False
 
 
 def _is_dense_tensor(value: object) -> TypeIs[torch.Tensor]:

@@ -18,10 +18,11 @@ Nothing is read here, and nothing is changed before `Rule.finish`.
 from __future__ import annotations
 
 import logging
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any, Final, Protocol, TypeAlias
@@ -258,15 +259,13 @@ class IntoTemplate:
         """Return the template, once `finish` has put the values into it."""
         match, values = self._match, dict[int, torch.Tensor]()
         if self._manifest is not None:
-            values = parts_over(
-                self._manifest,
-                self._buffer,
-                parts=match.parts,
-                blobs=match.blobs,
-                fresh=match.fresh | {piece for piece, _ in match.copied},
-                on_device=self._on_device,
+            make = partial(
+                parts_over, self._manifest, self._buffer, on_device=self._on_device
             )
-        self._copies = [(target, values[piece]) for piece, target in match.copied]
+            values = make(parts=match.parts, blobs=match.blobs, fresh=match.fresh)
+            copied = {piece for piece, _ in match.copied}
+            there = make(parts=frozenset(), blobs=frozenset(), fresh=copied)
+            self._copies = [(target, there[piece]) for piece, target in match.copied]
         state = assemble(
             self._frame,
             match.tensors.beside(values),
@@ -382,7 +381,8 @@ class Selected:
             return set()
         rows = (each for each in mentions(self._found.tree) if each.leaf is None)
         numbers = chain.from_iterable(each.numbers for each in rows)
-        return {*self._found.new}.intersection(numbers)
+        # A piece that is a part of another value, too, must stay with it.
+        return {*self._found.new}.intersection(numbers).difference(self._found.values)
 
     def _alone(self, moved: Set[int]) -> set[int]:
         """Return those new pieces whose bytes can be read straight to the device.
@@ -442,18 +442,19 @@ class Selected:
         own, tree, manifests = self._own, self._found.tree, self._catalogue.sources
         wholes = {} if own is None else own.wholes
         self._found.check_meshes(self._catalogue)
+        is_own = any(each.tensors is not None for each in self._segments)
+        travelled = sum(each.total_bytes for each in manifests)
         frame = Frame(
             tree,
             len(manifests[0].entries),
             len(self._catalogue),
-            sum(each.total_bytes for each in manifests),
+            sys.maxsize if is_own else travelled,
         )
         return assemble(
             frame,
             self._tensors(),
             limits=self._limits,
-            allow_pickle=self._allow_pickle
-            or any(each.tensors is not None for each in self._segments),
+            allow_pickle=self._allow_pickle or is_own,
             wholes=wholes,
             nodes={**decoders_for(self._template), ODD: decode_hole},
         )

@@ -48,6 +48,7 @@ from typing import Any, Final, Literal, NamedTuple, cast
 import torch
 
 from aiockpt.errors import (
+    AiockptError,
     MissingKeysError,
     RemoteProtocolError,
     StateDictError,
@@ -60,7 +61,7 @@ from aiockpt.format.references import check_numbers, mentions, registered
 from aiockpt.format.registry import REGISTRY
 from aiockpt.format.tree import remedy_for, unsupported
 from aiockpt.memory.held import HeldMemory
-from aiockpt.runtime.system import collector_paused
+from aiockpt.runtime.system import collector_paused, is_programs
 from aiockpt.state.catalogue import Catalogue, Items, items_of, keys_of
 from aiockpt.state.containers import STAYS, apart, left_empty, renamed
 from aiockpt.state.dispositions import (
@@ -239,6 +240,12 @@ def match(
             missing, warnings = walk.checked(name)
         except RecursionError:  # of what only the sources have
             raise RemoteProtocolError("the tree is nested too deeply") from None
+        except AiockptError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            if is_programs(error):  # such as one of select=
+                raise
+            raise RemoteProtocolError(f"malformed tree: {error}") from error
         straight, copied = dispose(
             catalogue, own, walk.pairs, [*walk.new, *walk.values]
         )
@@ -323,6 +330,7 @@ class _Walk:
 
     def _pair(self, mine: Node, theirs: Node, path: str) -> Node:
         """Return what is taken at a path that both have."""
+        mine = _plain_of(mine, theirs)
         if self._is_left_empty(mine, theirs, path):
             return HOLE
         kinds = _tag(mine), _tag(theirs)
@@ -434,7 +442,17 @@ class _Walk:
             if key not in left:
                 taken[key] = self._added(new, below(path, key), path, left, right)
         taken = {key: each for key, each in taken.items() if each is not HOLE}
-        return self._dict_of(theirs, taken, attributes=self._adopts)
+        beside = self._attributes(mine, theirs, path) if self._adopts else []
+        return self._dict_of(theirs, taken, beside)
+
+    def _attributes(self, mine: Any, theirs: Any, path: str) -> list[Node]:
+        """Return what is taken of the attributes of two dicts: none or one node."""
+        old, new = (each[3:] if each[0] == "odict" else [] for each in (mine, theirs))
+        if old and new:
+            return [self._pair_dicts(old[0], new[0], path)]
+        if old and not self._unfilled:
+            self._unfilled = _first_tensor(old[0], path)
+        return [self._taken(each) for each in new]
 
     def _is_row(self, mine: Any, theirs: Any) -> bool:
         """Say whether two dicts have the same keys, and ours only plain tensors."""
@@ -486,7 +504,7 @@ class _Walk:
     ) -> None:
         """Note what the sources lack."""
         match old:
-            case ["ext", tag, int(number)] if tag == ODD:
+            case ["ext", tag, int(number)] if tag == ODD and self._adopts:
                 value = self._wanted.odd[number]
                 if remedy := remedy_for(value):
                     raise unsupported(value, where, remedy)
@@ -588,14 +606,23 @@ class _Walk:
             (self.new if is_filled(mention) else self.values).extend(mention.numbers)
         return theirs
 
-    def _dict_of(self, theirs: Any, taken: Items, *, attributes: bool = True) -> Node:
-        """Return the node of a dict with some of its items, and its attributes."""
+    def _dict_of(
+        self, theirs: Any, taken: Items, beside: list[Node] | None = None
+    ) -> Node:
+        """Return the node of a dict with some of its items.
+
+        Args:
+            theirs: The node of the sources.
+            taken: The items.
+            beside: The attributes of an OrderedDict; None: those of the sources.
+        """
         tag, *rows = theirs
         head: list[Node] = ["dict" if tag == "tensors" else tag]
         if tag == "defaultdict":
             head.append(rows.pop(0))
-        known, more = keys_of(theirs), rows[2:]
-        more = [self._taken(each) for each in more] if attributes else []
+        known, more = keys_of(theirs), beside
+        if more is None:
+            more = [self._taken(each) for each in rows[2:]]
         keys = [self._taken(known[key]) for key in taken]
         return [*head, keys, [*taken.values()], *more]
 
@@ -603,7 +630,10 @@ class _Walk:
 
     def _is_alike(self, mine: Any, theirs: Any) -> bool:
         """Say whether a value of the sources may replace one of the template."""
-        one, other = self._type_of(mine), self._type_of(theirs)
+        one, other = self._type_of(mine, own=True), self._type_of(theirs)
+        tags = [each[1:2] for each in (mine, theirs) if isinstance(each, list)]
+        if tags == [["numpy.scalar"]] and theirs is not None:
+            return True  # one is a scalar of numpy, the other one of Python
         if _tag(theirs) == "ext" and theirs[1] == PICKLE:
             return True  # its type is known once it is unpickled
         if _tag(mine) == _tag(theirs) == "ext" and mine[1] == theirs[1]:
@@ -612,13 +642,13 @@ class _Walk:
             return True
         return one is not None and other is not None and issubclass(one, other)
 
-    def _type_of(self, node: Any) -> type | None:
+    def _type_of(self, node: Any, *, own: bool = False) -> type | None:
         """Return the type of a value; None if this process does not know it."""
         if not isinstance(node, list):
             return type(node)
         tag = _tag(node)
         if tag == "ext" and node[1] == ODD:
-            return type(self._wanted.odd[node[2]])
+            return type(self._wanted.odd[node[2]]) if own else None
         if tag == "ext":
             codec = REGISTRY.by_tag(node[1])
             return None if codec is None else codec.leaf_type
@@ -647,7 +677,7 @@ class _Walk:
             sizes = (len(items_of(each) or ()) for each in (theirs, mine))
             ends = (f" of {size}" for size in sizes)
             expected, actual = expected + next(ends), actual + next(ends)
-        named = {self._type_of(theirs), self._type_of(mine)} == {int, str}
+        named = {self._type_of(theirs), self._type_of(mine, own=True)} == {int, str}
         detail = _NAMED if named and _PARAMETER.search(path) else ""
         return _mismatch_of(path, expected, actual, detail)
 
@@ -668,7 +698,7 @@ class _Walk:
                 return words_of(self._wanted.tensors[number])
             piece = self._catalogue.piece(number)
             return f"{piece.dtype} {[*piece.shape]}"
-        kind = self._type_of(node)
+        kind = self._type_of(node, own=own)
         if kind is None:
             tag = str(node[1]).removeprefix(NAMED_TUPLE).removeprefix(PYTREE)[:200]
             return f"a value of type {tag}"
@@ -684,6 +714,14 @@ def _tag(node: Node) -> str | None:
     if isinstance(node, list) and node and isinstance(node[0], str):
         return node[0]
     return None
+
+
+def _plain_of(mine: Any, theirs: Node) -> Node:
+    """Return the container in a registered dict or list if theirs is a plain one."""
+    plain = (*_DICTS, "list")
+    if _tag(mine) == "ext" and _tag(theirs) in plain and _tag(mine[2]) in plain:
+        return cast("Node", mine[2])
+    return cast("Node", mine)
 
 
 def _values(node: Any) -> list[Node] | None:

@@ -151,7 +151,7 @@ class Template:
         fills = zip(*found.straight, strict=True), zip(*found.copied, strict=True)
         for piece, number in chain(*fills):
             there[piece] = number
-        for piece in found.new:  # tied to a tensor that the template lacks
+        for piece in chain(found.new, found.values):  # tied to what is made anew
             there[piece] = -1
         blobs = found.blobs()
         return Match(
@@ -308,7 +308,8 @@ def _by_entry(
         some.sort()
         first, start, stop = some[0], entries.starts[entry], entries.stops[entry]
         order[entry] = first.number
-        if entry not in busy and (reach := _reach(start, some)):
+        reach = 0 if entry in busy else _reach(start, some)
+        if reach and _holds(own, first, reach - start):
             addresses[entry], sizes[entry] = first.address, reach - start
             continue
         pairs = [(each, _part(catalogue, own, each, start, stop)) for each in some]
@@ -333,6 +334,13 @@ def _reach(start: int, fills: Sequence[_Fill]) -> int:
             return 0
         reach = max(reach, each.stop)
     return reach
+
+
+def _holds(own: Wanted, fill: _Fill, nbytes: int) -> bool:
+    """Say whether the storage of a tensor goes on for so many bytes."""
+    tensor = own.tensors[fill.number]
+    offset = tensor.storage_offset() * tensor.itemsize
+    return offset + nbytes <= own.held.storage_sizes[fill.number]
 
 
 def _part(

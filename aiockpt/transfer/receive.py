@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from aiockpt.errors import UnsupportedLeafError
 from aiockpt.events import Meter, Progress, TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.memory.arena import return_freed
@@ -223,13 +224,18 @@ def _describe(options: ReceiveOptions, into: object | None) -> _Known:
         )
     if options.have is None:
         return _Known(template)
-    held = survey(
-        options.have,
-        limits=terms.limits,
-        allow_pickle=terms.allow_pickle,
-        writing=False,
-        reading=True,
-    )
+    try:
+        held = survey(
+            options.have,
+            limits=terms.limits,
+            allow_pickle=terms.allow_pickle,
+            writing=False,
+            reading=True,
+        )
+    except UnsupportedLeafError:
+        if options.have is not options.into:
+            raise
+        return _Known(template)  # it is filled, and what it has is not looked at
     return _Known(template, held)
 
 
