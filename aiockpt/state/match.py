@@ -61,7 +61,7 @@ from aiockpt.format.references import check_numbers, mentions, registered
 from aiockpt.format.registry import REGISTRY
 from aiockpt.format.tree import remedy_for, unsupported
 from aiockpt.memory.held import HeldMemory
-from aiockpt.runtime.system import collector_paused, is_programs
+from aiockpt.runtime.system import collector_paused, is_callers, is_programs
 from aiockpt.state.catalogue import Catalogue, Items, items_of, keys_of
 from aiockpt.state.containers import STAYS, apart, left_empty, renamed
 from aiockpt.state.dispositions import (
@@ -243,7 +243,7 @@ def match(
         except AiockptError:
             raise
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            if is_programs(error):  # such as one of select=
+            if is_callers(error) or is_programs(error):  # such as one of select=
                 raise
             raise RemoteProtocolError(f"malformed tree: {error}") from error
         straight, copied = dispose(
