@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Never
 
 import torch
@@ -226,10 +227,12 @@ def _part(
     touched = False
     try:
         plans = part.plans()
-        check_memory((each for plan in plans for each in plan.ranges), how.limits)
+        pairs = [*zip(found.sources, plans, strict=False)]
+        read = (plan.ranges for each, plan in pairs if not each.segment.is_there)
+        check_memory(chain.from_iterable(read), how.limits)
         touched = bool(part.changed())
         mark_changed(part.changed())
-        for source, plan in zip(found.sources, plans, strict=False):
+        for source, plan in pairs:
             if not plan.ranges:
                 continue
             placement = PlannedPlacement(source.segment, plan, ports)

@@ -113,8 +113,7 @@ def _source(path: Path, fd: int, reading: Reading) -> FileSource:
 def _of_file(path: Path, reading: Reading, files: ExitStack) -> Found:
     fd = files.enter_context(opened(path))
     if is_torch_file(path, fd):
-        values = load_torch(path, fd, mapped=reading.mmap)
-        return Found([], values)
+        return Found([], load_torch(path, fd, mapped=reading.mmap))
     return Found([_source(path, fd, reading)])
 
 

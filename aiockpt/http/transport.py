@@ -585,8 +585,8 @@ class HTTPTransport(CheckpointTransport[T]):
             StepNotFoundError: the sender has replaced ``step`` and does not keep it.
             PeerFailedError: the sender's :meth:`send_checkpoint` failed.
             TemplateMismatchError: ``into`` does not fit the checkpoint.
-            UnsupportedLeafError: ``into`` or ``have`` has a leaf of a type that no
-                checkpoint can hold.
+            UnsupportedLeafError: a tensor of ``into`` cannot be filled; or ``have``
+                has a leaf of a type that no checkpoint can hold.
             LocalProtocolError: ``have=True`` without a template.
             MissingKeysError: the checkpoint, or ``into``, lacks a path of ``select``.
             DeviceMeshError: a distributed tensor has no place among the ranks here.

@@ -5,7 +5,8 @@ group. Its tensors are *pieces*. The catalogue numbers the pieces of all sources
 source after the other, so a single source keeps the numbers of its manifest. The tree
 is that of all sources together. It names pieces by number, and has the plain values.
 
-Nothing here makes a tensor, decodes a value, or reads a byte of a data segment.
+Nothing here makes a tensor, decodes a value (but keys of dicts), or reads a byte of a
+data segment.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _LONG_BITS: Final = 4096
 _KEY_BYTES: Final = 1 << 20  # a key may take so much memory
 
 Items: TypeAlias = dict[object, Node]
-"""The items of a container by key or position; a key that is no scalar is a `Step`."""
+"""The items of a container by key or position; a key without a decoder is a `Step`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +258,7 @@ def _is_long(key: object) -> bool:
 
 
 def _key_of(key: Node) -> object:
-    """Return a key as a state dict has it; as a `Step` if a registered type made it."""
+    """Return a key as a state dict has it; as a `Step` if it cannot be decoded here."""
     if not isinstance(key, list):
         return key
     with suppress(RemoteProtocolError, LimitExceededError, TypeError):

@@ -11,6 +11,7 @@ may be 100,000 of them, so none gets an object of its own: each is one line in c
 from __future__ import annotations
 
 from array import array
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -226,8 +227,9 @@ class Wanted:
     """A template as data. It may have values and tensors that no checkpoint can hold.
 
     Attributes:
-        tree: The tree. A registered leaf has no payload, and a value without an
-            encoding is ``["ext", ODD, index]``.
+        tree: The tree. A registered leaf has no payload, unless it is a key, or a dict
+            or list, whose items are its payload. A value without an encoding is
+            ``["ext", ODD, index]``.
         tensors: The tensors, by number: those without memory, too.
         codes: The safetensors code of each plain tensor; None for the others.
         shapes: The shapes; tensors of the same shape share one tuple.
@@ -453,7 +455,8 @@ class _Numbering:
                 elif value.layout is torch.strided and not value.is_nested:
                     node = ["tensor", self._number(value, path)]
             elif type(value) is bytes:
-                node = ["bytes", ""]
+                whole = b64encode(value).decode() if is_key else ""
+                node = ["bytes", whole]
             elif isinstance(value, dict | list):  # a subclass
                 plain = {**value} if isinstance(value, dict) else [*value]
                 node = self.encode(plain, path)

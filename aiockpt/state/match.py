@@ -41,7 +41,7 @@ from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, cast
 
@@ -191,21 +191,6 @@ class Matched:
                 if not new.isdisjoint(numbers):
                     found[path] = layout
         check_places(found)
-
-    def ranges(self, catalogue: Catalogue) -> list[list[tuple[int, int]]]:
-        """Return the bytes to read of each source: sorted, and joined where they meet.
-
-        Other values are made of whole entries.
-        """
-        found: list[list[tuple[int, int]]] = [[] for _ in catalogue.sources]
-        for number in chain(self.straight.pieces, self.copied.pieces, self.new):
-            piece = catalogue.piece(number)
-            if piece.start < piece.stop:
-                found[piece.source].append((piece.start, piece.stop))
-        for source, entry in map(catalogue.entry_of, self.values):
-            entries = catalogue.sources[source].entries
-            found[source].append((entries.starts[entry], entries.stops[entry]))
-        return [*map(_joined, found)]
 
 
 def match(
@@ -719,8 +704,10 @@ def _tag(node: Node) -> str | None:
 def _plain_of(mine: Any, theirs: Node) -> Node:
     """Return the container in a registered dict or list if theirs is a plain one."""
     plain = (*_DICTS, "list")
-    if _tag(mine) == "ext" and _tag(theirs) in plain and _tag(mine[2]) in plain:
-        return cast("Node", mine[2])
+    match mine:
+        case ["ext", tag, payload] if not tag.startswith((NAMED_TUPLE, PYTREE)):
+            if _tag(theirs) in plain and _tag(payload) in plain:
+                return cast("Node", payload)
     return cast("Node", mine)
 
 
@@ -812,13 +799,3 @@ def _mismatch_of(
     path: str, expected: str, actual: str, detail: str = ""
 ) -> TemplateMismatchError:
     return TemplateMismatchError(path, expected=expected, actual=actual, detail=detail)
-
-
-def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
-        else:
-            found.append((start, stop))
-    return found

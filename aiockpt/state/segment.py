@@ -62,7 +62,7 @@ class Segment:
             header=b"",
             header_bytes=0,
         )
-        segment = cls(manifest, is_there=True)
+        segment = cls(manifest, arena=Arena(0), is_there=True)
         segment.tensors = [torch.empty(0)] * manifest.tensor_count
         for number, tensor in zip(numbers, own.tensors, strict=True):
             segment.tensors[number] = tensor

@@ -241,7 +241,7 @@ class Destination:
     touched = False
     patch: Patch | None = None
     _writes: Sequence[int] = ()
-    _hurries = False  # whether the program computes in Python meanwhile
+    _python_is_busy = False  # whether another thread computes in Python
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class Destination:
         """
         if self.values:
             self._place()
-        self._hurries = python_is_busy()
+        self._python_is_busy = python_is_busy()
         return self._chunks
 
     def _place(self) -> None:
@@ -330,7 +330,7 @@ class Destination:
     async def receiving(self) -> AsyncIterator[None]:
         """Receive bytes in a block; send complete entries to devices meanwhile."""
         self.begin()
-        with switching_often() if self._hurries else nullcontext():
+        with switching_often() if self._python_is_busy else nullcontext():
             if self._loading is not None and self._loading.is_early:
                 async with self._loading.early():
                     yield

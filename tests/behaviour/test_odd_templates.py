@@ -6,14 +6,16 @@ from collections import OrderedDict
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 import aiockpt
+from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.errors import RemoteProtocolError, TemplateMismatchError
+from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.state.template import Template
 from tests.support.states import LIMITS, staged
 from tests.support.transports import pair, receive
@@ -24,6 +26,12 @@ class Summed:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.total = tensor, float(tensor.sum())
+
+
+class Point(NamedTuple):
+    """A named tuple."""
+
+    x: torch.Tensor
 
 
 class Named(dict[str, Any]):
@@ -155,6 +163,58 @@ def test_a_module_that_the_checkpoint_lacks_may_stay(tmp_path: Path) -> None:
     for options in ({"select": ["w"]}, {"strict": False}):
         got = aiockpt.load(path, {"w": zeros(1), "m": module}, **options)
         assert got["m"] is module
+
+
+def test_a_named_tuple_is_no_dict(tmp_path: Path) -> None:
+    """Nor is it replaced by one."""
+    path, own = save(tmp_path, {"v": {"x": torch.ones(1)}}), Point(zeros(1))
+    with pytest.raises(TemplateMismatchError, match="v: the checkpoint has a dict"):
+        aiockpt.load(path, {"v": own})
+    assert not own.x.any()
+
+
+@pytest.mark.asyncio
+async def test_keys_of_many_bytes_are_told_apart() -> None:
+    """They are part of the data segment, so only their values are compared."""
+    keys = [letter * 5000 for letter in (b"a", b"b")]
+    into: dict[str, Any] = {"w": zeros(1), "d": dict.fromkeys(keys, 0)}
+    state = {"w": torch.ones(1), "d": dict.fromkeys(keys, 7)}
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([1], 1, state)
+        await receive(sender, receiver, into=into)
+    assert into["d"] == state["d"]
+
+
+def test_what_is_in_memory_already_needs_no_more(tmp_path: Path) -> None:
+    """A file of torch is loaded before a part of it is taken."""
+    torch.save({"w": torch.ones(1000)}, tmp_path / "x.pt")
+    reader = CheckpointReader(limits=replace(FILE_LIMITS, max_bytes=100))
+    got, _ = reader.read(tmp_path / "x.pt", {"w": zeros(1000)})
+    assert got["w"].all()
+
+
+@pytest.mark.asyncio
+async def test_a_new_leaf_has_memory_of_its_own() -> None:
+    """Also beside a tensor whose elements are copied."""
+    weight = torch.ones(64, dtype=torch.complex64)
+    into: dict[str, Any] = {"w": torch.zeros(64, dtype=torch.complex64), "leaf": None}
+    state = {"w": weight.conj(), "leaf": Summed(weight.real[:4])}
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([1], 1, state)
+        await receive(sender, receiver, into=into)
+    assert into["leaf"].total == 4
+    assert into["leaf"].tensor.untyped_storage().resizable()
+
+
+def test_a_backing_ends_with_its_storage() -> None:
+    """Two storages that meet in memory by chance are not one."""
+    base = torch.arange(8.0)
+    manifest, _ = staged({"a": base[:4], "b": base[4:]})
+    memory = np.zeros(8, dtype=np.float32)
+    apart = {"a": torch.from_numpy(memory[:4]), "b": torch.from_numpy(memory[4:])}
+    found = Template(apart, limits=LIMITS, allow_pickle=False).match(manifest)
+    for each in found.backings:
+        assert each.parts or each.nbytes <= each.tensor.untyped_storage().nbytes()
 
 
 FORGED: tuple[Any, ...] = (

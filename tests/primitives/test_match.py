@@ -16,7 +16,6 @@ from aiockpt.errors import (
     TemplateMismatchError,
 )
 from aiockpt.format.limits import FILE_LIMITS
-from aiockpt.format.manifest import Manifest
 from aiockpt.format.paths import Node
 from aiockpt.state.catalogue import Catalogue, items_of
 from aiockpt.state.flatten import wanted
@@ -78,7 +77,7 @@ def test_every_difference_is_decided(name: str, way: int, outcome: str) -> None:
             matched(row.own(), row.state(), **how)
         assert type(caught.value).__name__ == word
         return
-    found, catalogue = matched(row.own(), row.state(), **how)
+    found, _ = matched(row.own(), row.state(), **how)
     fills = len(found.straight.pieces) + len(found.copied.pieces)
     tensors = sum(map(torch.is_tensor, row.own().values()))
     tensors += name in WITHIN
@@ -89,18 +88,11 @@ def test_every_difference_is_decided(name: str, way: int, outcome: str) -> None:
         assert ("b" in taken(found)) == (word in ("new", "added"))
         assert fills == 1
     assert bool(warned) == bool(found.missing or found.warnings)
-    assert all(map(within, found.ranges(catalogue), catalogue.sources))
 
 
 def taken(found: Matched) -> dict[str, Node]:
     """Return what is taken of a dict."""
     return dict(items_of(found.tree) or {})  # type: ignore[arg-type]
-
-
-def within(ranges: list[tuple[int, int]], source: Manifest) -> bool:
-    """Say whether ranges are in order, apart, and of the source's data segment."""
-    ends = [end for each in ranges for end in each]
-    return ends == sorted({*ends}) and ends[-1:] <= [source.segment_bytes]
 
 
 W = torch.arange(6.0)
@@ -179,7 +171,6 @@ def test_several_sources_are_one() -> None:
     assert names_of(found, catalogue)[0] == ["3", "m.x", "m.y", "t"]
     owners = [*map(catalogue.source_of, found.straight.pieces)]
     assert sorted(owners) == [0, 0, 1, 2]
-    assert found.ranges(catalogue)[2] == [(0, 24)]
     with pytest.raises(StateDictError, match=r"two sources hold m\.x"):
         matched(template, sources[0], {"m": {"x": W}})
 
