@@ -97,7 +97,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
 
 
 @settings(
-    max_examples=300,
+    max_examples=150,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(pair=pairs(), strict=st.booleans())
