@@ -331,6 +331,19 @@ def test_the_page_is_what_its_json_says(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text() == (PAGE / name).read_text(), name
 
 
+def test_the_goals_that_are_missed_are_told() -> None:
+    """With the page's figures. Who measures anew renews that table, too."""
+    rows = json.loads((PAGE / "benchmarks.json").read_text())["rows"]
+    missed = [report.cells(row) for row in rows if row["verdict"] == "missed"]
+    text = (PAGE.parent / "explanation/performance.md").read_text()
+    section = text.partition("## Goals that are missed")[2].partition("\n## ")[0]
+    told = re.findall(r"^\| (.+?) \| (.+?) \| (\S+)", section, re.MULTILINE)[2:]
+    assert told == [
+        (case, what, (ratio or ours).split()[0])
+        for case, what, ours, _, ratio, *_ in missed
+    ]
+
+
 def test_a_report_says_what_a_gigabyte_took_of_both_ends(tmp_path: Path) -> None:
     """Of each candidate in a row once; a process that is alone has one figure."""
     found = made(ours=0.5, theirs=1.0)
