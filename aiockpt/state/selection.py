@@ -62,7 +62,9 @@ class Selection:
     def __init__(self, select: Select | None) -> None:
         self._asks = select if callable(select) else None
         wanted = listed(select)
-        self._wanted = dict.fromkeys(wanted if isinstance(wanted, list) else (), False)
+        names = wanted if isinstance(wanted, list) else ()
+        self._names = {_spelled(name): name for name in names}
+        self._wanted = dict.fromkeys(self._names, False)
         # The lengths of the wanted paths: few, however many paths there are.
         self._sizes = sorted({*map(len, self._wanted)})
         self._above = {upper for each in self._wanted for upper in _upwards(each)}
@@ -76,6 +78,7 @@ class Selection:
         raise_if_cancelled()  # a peer may have sent 500,000 paths
         if not self._wanted:
             return self.everything
+        path = _spelled(path)
         found = [
             upper
             for size in self._sizes
@@ -93,24 +96,34 @@ class Selection:
         """Say whether a path, or something below it, may be selected."""
         if self.everything or self._asks is not None:
             return True
-        return path in self._above or self.takes(path)
+        return _spelled(path) in self._above or self.takes(path)
 
     def unmet(self) -> list[str]:
         """Return the selected names that matched no path."""
-        return [path for path, met in self._wanted.items() if not met]
+        return [self._names[path] for path, met in self._wanted.items() if not met]
+
+
+def _spelled(path: str) -> str:
+    """Return a path with a dot before each step, however it was written.
+
+    Errors and headers write ``state[0]`` for the int key that is ``state.0`` here.
+    """
+    if "[" not in path:  # most have none
+        return path
+    return path.replace("[", ".").replace("]", "").removeprefix(".")
 
 
 def _ends(path: str, size: int) -> bool:
     """Say whether a step of the path ends after ``size`` characters."""
-    return not size or size == len(path) or path[size : size + 1] in (".", "[")
+    return not size or size == len(path) or path[size : size + 1] == "."
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """Yield a path and all paths above it: each prefix before a dot or a bracket."""
+    """Yield a path and all paths above it: each prefix before a dot."""
     if path:
         yield ""
     for at, letter in enumerate(path):
-        if at and letter in ".[":
+        if at and letter == ".":
             yield path[:at]
     yield path
 
