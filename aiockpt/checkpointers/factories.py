@@ -189,6 +189,7 @@ def load(
         state_dict: Another name of ``into``.
         into: A template to fill in place.
         map_location: The device of tensors that have no place in the template.
+            A tensor that is also a part of a registered leaf stays on the CPU with it.
         strict: Raise if the checkpoint lacks a key of the template or of ``select``, or
             if a container is empty in the template and full in the checkpoint. Keys
             that only the checkpoint has never count.

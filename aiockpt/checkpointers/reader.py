@@ -98,6 +98,7 @@ class CheckpointReader:
                 template is returned (a new tuple for a tuple). None as a value accepts
                 any value.
             map_location: The device of tensors that have no place in the template.
+                A tensor that is also a part of a registered leaf stays on the CPU.
             strict: Raise before any tensor is read if a key of the template, or a path
                 of ``select``, is missing; or if a container is empty in the template
                 and full in the checkpoint. Otherwise a warning names them, and the
