@@ -61,6 +61,7 @@ __all__ = [
     "children_of",
     "decode_tree",
     "encode_tree",
+    "fault_of",
     "remedy_for",
     "unsupported",
 ]
@@ -827,6 +828,23 @@ def children_of(node: Any) -> Iterator[tuple[Path, Node]]:
                 yield (_ATTRIBUTES_STEP,), given
             case "node":
                 yield (), given
+
+
+def fault_of(root: Node) -> str:
+    """Return where a tree has a node of no form, if it has one, and what that is.
+
+    A tree without such a node may still be one that `decode_tree` refuses.
+    """
+    stack: list[tuple[Path, Any]] = [((), root)]
+    while stack:
+        raise_if_cancelled()
+        path, node = stack.pop()
+        if type(node) in _PLAIN:
+            continue
+        if _form_of(node) is None:
+            return f"malformed tree at {format_received(path)}: a node of no known form"
+        stack += (((*path, *steps), child) for steps, child in children_of(node))
+    return ""
 
 
 def _step_of(key: object) -> Step:

@@ -84,9 +84,11 @@ class Catalogue:
     Args:
         sources: The manifest of each source.
         limits: Bound the layouts of distributed tensors.
+        odd: The values without an encoding of a source in memory; see `Segment`.
 
     Attributes:
         sources: The manifest of each source.
+        odd: As the argument.
         tree: The united tree, whose tensor numbers are piece numbers.
         has_views: Whether a piece may be another one than the whole of its entry.
         codes: The safetensors code of each plain piece, whose elements are those of its
@@ -99,8 +101,10 @@ class Catalogue:
         StateDictError: two sources have different things at one path.
     """
 
-    def __init__(self, sources: Sequence[Manifest], *, limits: Limits) -> None:
-        self.sources = sources
+    def __init__(
+        self, sources: Sequence[Manifest], *, limits: Limits, odd: Sequence[object] = ()
+    ) -> None:
+        self.sources, self.odd = sources, odd
         self.layouts = LayoutReader(limits)
         counts = [source.tensor_count for source in sources]
         self._firsts = [*accumulate(counts, initial=0)]
@@ -260,6 +264,8 @@ def _is_long(key: object) -> bool:
 def _key_of(key: Node) -> object:
     """Return a key as a state dict has it; as a `Step` if it cannot be decoded here."""
     if not isinstance(key, list):
+        if isinstance(key, dict):  # JSON may have one
+            raise RemoteProtocolError("malformed tree: a key is a JSON object")
         return key
     with suppress(RemoteProtocolError, LimitExceededError, TypeError):
         types = registry({}, allow_pickle=False, travelled=_KEY_BYTES)

@@ -11,10 +11,9 @@ may be 100,000 of them, so none gets an object of its own: each is one line in c
 from __future__ import annotations
 
 from array import array
-from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import add, attrgetter, le, mul
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
@@ -40,7 +39,7 @@ from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused, is_programs
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.leaves import DTYPE_NAMES, extension
-from aiockpt.state.nodes import is_known, opened
+from aiockpt.state.nodes import Opened, is_known, opened
 from aiockpt.state.overlaps import (
     CODES,
     Group,
@@ -237,6 +236,8 @@ class Wanted:
         held: The memory of all tensors.
         wholes: The distributed tensors, by the `id` of each of their local tensors.
         odd: The values without an encoding, by index.
+        plain: The node of a plain dict or list with the same items, by the `id` of the
+            node of a pytree node that is a dict or list, too.
     """
 
     tree: Node
@@ -247,6 +248,7 @@ class Wanted:
     held: HeldMemory
     wholes: Mapping[int, torch.Tensor]
     odd: Sequence[object]
+    plain: Mapping[int, Node] = field(default_factory=dict)
 
 
 def wanted(template: object, *, limits: Limits) -> Wanted:
@@ -257,10 +259,12 @@ def wanted(template: object, *, limits: Limits) -> Wanted:
         StateDictError: reading a tensor or a registered type failed.
     """
     odd: list[object] = []
-    numbering = _Numbering(limits, allow_pickle=False, reading=False, odd=odd)
+    numbering = _Numbering(
+        limits, allow_pickle=False, reading=False, odd=odd, is_template=True
+    )
     with _looking():
         tree = numbering.encode(template)
-        tensors, wholes = numbering.tensors, numbering.wholes
+        tensors, wholes, plain = numbering.tensors, numbering.wholes, numbering.plain
         del numbering
         held = HeldMemory.of(tensors)
         codes, shapes, sizes = _looked_at(held, flags=False)
@@ -269,7 +273,7 @@ def wanted(template: object, *, limits: Limits) -> Wanted:
                 sizes[number] = 0 if tensors[number].is_meta else span(tensors[number])
         for number in overlapping(held.addresses, sizes):
             codes[number] = None
-    return Wanted(tree, tensors, codes, shapes, sizes, held, wholes, odd)
+    return Wanted(tree, tensors, codes, shapes, sizes, held, wholes, odd, plain)
 
 
 def survey(
@@ -279,6 +283,7 @@ def survey(
     allow_pickle: bool,
     writing: bool,
     reading: bool = False,
+    odd: list[object] | None = None,
 ) -> Survey:
     """Describe a state dict and its tensors without copying a byte of it.
 
@@ -290,13 +295,15 @@ def survey(
             way that a checkpoint cannot keep are then refused.
         reading: Whether the caller only looks for bytes to reuse. Tensors without
             memory are then left out instead of refused.
+        odd: Gets the values without an encoding, which are refused otherwise. Their
+            nodes are ``["ext", ODD, index]``.
 
     Raises:
         UnsupportedLeafError: leaves have no encoding; up to ten are named.
         LimitExceededError: too deep or too many nodes, also because of a cycle.
         StateDictError: reading a tensor or a registered type failed.
     """
-    numbering = _Numbering(limits, allow_pickle=allow_pickle, reading=reading)
+    numbering = _Numbering(limits, allow_pickle=allow_pickle, reading=reading, odd=odd)
     refused = Refusals()
     with _looking():
         tree: Node = None
@@ -376,7 +383,7 @@ class _Numbering:
     """Numbers tensors in the order of the tree codec; one object, one number.
 
     With ``reading``, a tensor without memory is left out. ``odd`` gets the values that
-    have no encoding, which are refused otherwise; then no leaf is encoded, either.
+    have no encoding, which are refused otherwise. No leaf of a template is encoded.
     """
 
     def __init__(
@@ -386,13 +393,15 @@ class _Numbering:
         allow_pickle: bool,
         reading: bool,
         odd: list[object] | None = None,
+        is_template: bool = False,
     ) -> None:
+        self.plain: dict[int, Node] = {}
         self.tensors: list[torch.Tensor] = []
         self.names: dict[str, None] = {}
         self.wholes: dict[int, torch.Tensor] = {}
         self.strangers: dict[str, Path] = {}
         self._reading = reading
-        self._odd = odd
+        self._odd, self._is_template = odd, is_template
         self._numbers: dict[int, int] = {}
         self._limits = limits
         self._allow_pickle = allow_pickle
@@ -401,14 +410,31 @@ class _Numbering:
         """Return the tree of a value at ``path``."""
         return encode_tree(
             value,
-            registry=REGISTRY if self._odd is None else _NO_LEAVES,
-            leaf=self._leaf if self._odd is None else self._wanted_leaf,
+            registry=_NO_LEAVES if self._is_template else REGISTRY,
+            leaf=self._wanted_leaf if self._is_template else self._leaf,
             limits=self._limits,
             row=self._row,
             path=path,
         )
 
     def _leaf(self, value: object, path: Path) -> Node:
+        """Return the node of a leaf; None if it is refused."""
+        if self._odd is None:
+            return self._encoded(value, path)
+        with suppress(UnsupportedLeafError):
+            is_meta = isinstance(value, torch.Tensor) and value.is_meta
+            node = None if is_meta else self._encoded(value, path)
+            if node is not None:
+                return node
+        return self._odd_one(value)
+
+    def _odd_one(self, value: object) -> Node:
+        """Return the node of a value that has no encoding."""
+        assert self._odd is not None
+        self._odd.append(value)
+        return ["ext", ODD, len(self._odd) - 1]
+
+    def _encoded(self, value: object, path: Path) -> Node:
         """Return the node of a leaf; None if it has no encoding."""
         if _is_dense_tensor(value):
             if self._reading and value.is_meta:
@@ -439,34 +465,56 @@ class _Numbering:
         codec, node = REGISTRY.by_type(type(value)), None
         if codec is None and _is_dense_tensor(value):  # most are
             return ["tensor", self._number(value, path)]
-        is_key = _is_key(value, path)  # keys are compared, so they are whole
-        if codec is not None and not codec.is_structure:
-            payload = self.encode(codec.encode(value), path) if is_key else None
-            if isinstance(value, dict | list):  # a checkpoint may have a plain one
-                plain = {**value} if isinstance(value, dict) else [*value]
-                payload = self.encode(plain, path)
-            return ["ext", codec.tag, payload]
         with suppress(UnsupportedLeafError):
-            if opened(value) is not None:
-                node = self._leaf(value, path)
+            if _is_key(value, path):  # keys are compared, so they are whole
+                node = self._key(value, path)
+            elif codec is not None and not codec.is_structure:
+                payload = None
+                if isinstance(value, dict | list):  # a checkpoint may have a plain one
+                    plain = {**value} if isinstance(value, dict) else [*value]
+                    payload = self.encode(plain, path)
+                node = ["ext", codec.tag, payload]
+            elif (inside := opened(value)) is not None:
+                node = ["ext", inside.tag, self.encode(inside.payload, path)]
+                self._note_plain(value, inside, node, path)
             elif isinstance(value, torch.Tensor):
                 if take_apart(value, path) is not None:
-                    node = self._leaf(value, path)
+                    node = self._encoded(value, path)
                 elif value.layout is torch.strided and not value.is_nested:
                     node = ["tensor", self._number(value, path)]
             elif type(value) is bytes:
-                whole = b64encode(value).decode() if is_key else ""
-                node = ["bytes", whole]
+                node = ["bytes", ""]
             elif isinstance(value, dict | list):  # a subclass
                 plain = {**value} if isinstance(value, dict) else [*value]
                 node = self.encode(plain, path)
             elif (found := extension(value, path, allow_pickle=False)) is not None:
-                payload = self.encode(found.payload, path) if is_key else None
+                is_scalar = found.tag == "numpy.scalar"  # its dtype says what fits
+                payload = self.encode(found.payload, path) if is_scalar else None
                 node = ["ext", found.tag, payload]
-        if node is None:
-            self._odd.append(value)
-            node = ["ext", ODD, len(self._odd) - 1]
-        return node
+        return self._odd_one(value) if node is None else node
+
+    def _key(self, value: object, path: Path) -> Node:
+        """Return the node of a key, as the sender of a checkpoint encodes it."""
+        sender = _Numbering(self._limits, allow_pickle=False, reading=False)
+        node = sender.encode(value, path)
+        return None if sender.tensors else node  # their numbers are others there
+
+    def _note_plain(
+        self, value: object, inside: Opened, node: list[Node], path: Path
+    ) -> None:
+        """Note the items of a pytree node that is a dict or list, too."""
+        match node, value:
+            case [_, _, ["tuple", [["list", [*nodes]], _]]], dict() | list():
+                of_child = dict(zip(map(id, inside.children), nodes, strict=True))
+            case _:
+                return
+        items = [*value.values()] if isinstance(value, dict) else value
+        if of_child.keys() >= {*map(id, items)}:
+            own = [of_child[id(each)] for each in items]
+            self.plain[id(node)] = ["list", own]
+            if isinstance(value, dict):
+                keys: Any = self.encode(dict.fromkeys(value), path)
+                self.plain[id(node)] = ["dict", keys[1], own]
 
     def _row(
         self, keys: Sequence[str], values: Sequence[object], path: Path
@@ -474,7 +522,8 @@ class _Numbering:
         """Number a sequence of dense tensors; most state dicts have long ones."""
         if not _are_dense_tensors(values):
             return None
-        if self._reading and any(tensor.is_meta for tensor in values):
+        is_skipped = self._reading or not (self._odd is None or self._is_template)
+        if is_skipped and any(tensor.is_meta for tensor in values):
             return None
         numbers: list[int] = []
         above = f"{format_path(path)}." if path else ""

@@ -30,6 +30,7 @@ __all__ = [
     "DTYPE_NAMES",
     "Extension",
     "extension",
+    "kind_of",
     "registry",
 ]
 
@@ -77,13 +78,16 @@ def extension(value: object, path: Path, *, allow_pickle: bool) -> Extension | N
 
 
 def _refused(tensor: torch.Tensor, path: Path) -> UnsupportedLeafError:
+    return UnsupportedLeafError(format_path(path), kind_of(tensor), _REMEDY)
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Return what a tensor is that has no encoding, for an error."""
     if tensor.is_nested:
-        kind = "nested tensor"
-    elif tensor.layout is not torch.strided:
-        kind = f"{str(tensor.layout).removeprefix('torch.')} tensor"
-    else:
-        kind = f"{_name_of(tensor.dtype)} tensor"
-    return UnsupportedLeafError(format_path(path), kind, _REMEDY)
+        return "nested tensor"
+    if tensor.layout is not torch.strided:
+        return f"{str(tensor.layout).removeprefix('torch.')} tensor"
+    return "meta tensor" if tensor.is_meta else f"{_name_of(tensor.dtype)} tensor"
 
 
 def _numpy_leaf(value: Any) -> Extension | None:

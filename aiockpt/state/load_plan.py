@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -29,10 +29,12 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
+from aiockpt.errors import UnsupportedLeafError
 from aiockpt.format.entries import Entries
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
-from aiockpt.format.references import mentions
+from aiockpt.format.paths import format_path
+from aiockpt.format.references import mentions, registered
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.copies import Backings, CopyPlan, Reaches, Spans, once
 from aiockpt.memory.device import PortFor
@@ -42,6 +44,7 @@ from aiockpt.state.catalogue import Catalogue
 from aiockpt.state.containers import Adoption
 from aiockpt.state.contents import Contents, entries_with
 from aiockpt.state.flatten import ODD, wanted
+from aiockpt.state.leaves import kind_of
 from aiockpt.state.match import LAX, LOAD, decode_hole, match
 from aiockpt.state.nodes import decoders_for
 from aiockpt.state.rebuild import (
@@ -337,7 +340,8 @@ class Selected:
         self._limits, self._allow_pickle = limits, allow_pickle
         self._template = template
         manifests = [each.manifest for each in segments]
-        self._catalogue = Catalogue(manifests, limits=limits)
+        odd = [*chain.from_iterable(each.odd for each in segments)]
+        self._catalogue = Catalogue(manifests, limits=limits, odd=odd)
         own = None if template is None else wanted(template, limits=limits)
         if callable(select):
             select = cache(select)  # the matcher may ask for a path again
@@ -454,9 +458,34 @@ class Selected:
             frame,
             self._tensors(),
             limits=self._limits,
-            allow_pickle=self._allow_pickle or is_own,
+            allow_pickle=self._allow_pickle,
             wholes=wholes,
-            nodes={**decoders_for(self._template), ODD: decode_hole},
+            nodes={**decoders_for(self._template), ODD: self._odd_decoder()},
+        )
+
+    def _odd_decoder(self) -> Callable[[object], object]:
+        """Return the decoder of values without an encoding, and of `HOLE`.
+
+        Tensors of the state dict go to the device.
+
+        Raises:
+            UnsupportedLeafError: torch cannot move one there.
+        """
+        odd: dict[object, Any] = dict(enumerate(self._catalogue.odd))
+        leaves = registered(self._found.tree) if odd and self._device else ()
+        for path, tag, number in leaves:
+            value = odd[number] if tag == ODD and number in range(len(odd)) else None
+            if isinstance(value, torch.Tensor):
+                try:
+                    odd[number] = value.to(self._device)
+                except (NotImplementedError, RuntimeError) as error:
+                    remedy = f"torch cannot move it to {self._device}"
+                    where, kind = format_path(path), kind_of(value)
+                    raise UnsupportedLeafError(where, kind, remedy) from error
+        return lambda payload: (
+            odd[payload]
+            if type(payload) is int and payload in odd
+            else decode_hole(payload)
         )
 
     def _tensors(self) -> Sequence[torch.Tensor]:

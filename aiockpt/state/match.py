@@ -41,7 +41,7 @@ from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, cast
 
@@ -59,9 +59,9 @@ from aiockpt.format.limits import raise_if_cancelled
 from aiockpt.format.paths import NAMED_TUPLE, PICKLE, PYTREE, Node
 from aiockpt.format.references import check_numbers, mentions, registered
 from aiockpt.format.registry import REGISTRY
-from aiockpt.format.tree import remedy_for, unsupported
+from aiockpt.format.tree import fault_of, remedy_for, unsupported
 from aiockpt.memory.held import HeldMemory
-from aiockpt.runtime.system import collector_paused, is_callers, is_programs
+from aiockpt.runtime.system import collector_paused, is_callers
 from aiockpt.state.catalogue import Catalogue, Items, items_of, keys_of
 from aiockpt.state.containers import STAYS, apart, left_empty, renamed
 from aiockpt.state.dispositions import (
@@ -74,6 +74,7 @@ from aiockpt.state.dispositions import (
 )
 from aiockpt.state.distributed import check_places, take_apart
 from aiockpt.state.flatten import ODD, Wanted
+from aiockpt.state.leaves import kind_of
 from aiockpt.state.selection import Select, Selection, below, item, pruned
 from aiockpt.state.sharding import LAYOUTS, Layout, is_filled
 
@@ -94,6 +95,17 @@ _TYPES: Final[dict[str, type]] = {
     "defaultdict": defaultdict,
     "blob": bytes,
 }
+_KINDS: Final[dict[str, type]] = {
+    "b": bool,
+    "i": int,
+    "u": int,
+    "f": float,
+    "c": complex,
+    "U": str,
+    "S": bytes,
+}
+"""What a scalar of numpy is, by the letter of its dtype."""
+
 _PARAMETER: Final = re.compile(r"param_groups\[[0-9]+\]\.params\[[0-9]+\]$")
 _NAMED: Final = (
     "optimizer.state_dict() numbers the parameters, and get_optimizer_state_dict() of "
@@ -228,9 +240,11 @@ def match(
         except AiockptError:
             raise
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            if is_callers(error) or is_programs(error):  # such as one of select=
+            if is_callers(error):  # such as one of select=
                 raise
-            raise RemoteProtocolError(f"malformed tree: {error}") from error
+            if any(why := fault_of(each.tree) for each in catalogue.sources):
+                raise RemoteProtocolError(why) from error
+            raise
         straight, copied = dispose(
             catalogue, own, walk.pairs, [*walk.new, *walk.values]
         )
@@ -315,9 +329,10 @@ class _Walk:
 
     def _pair(self, mine: Node, theirs: Node, path: str) -> Node:
         """Return what is taken at a path that both have."""
-        mine = _plain_of(mine, theirs)
+        own, mine = mine, self._plain_of(mine, theirs)
         if self._is_left_empty(mine, theirs, path):
-            return HOLE
+            # What makes the value around it may look at it, so it gets an equal one.
+            return _emptied(own, mine) if self._in_leaf else HOLE
         kinds = _tag(mine), _tag(theirs)
         is_open = kinds[0] in _DICTS or kinds[0] == "list"
         if not (is_open and _values(mine)) or (self._adopts and _values(theirs) == []):
@@ -347,6 +362,15 @@ class _Walk:
         if self._adopts and any(_first_tensor(each, path) for each in (mine, theirs)):
             raise self._unfit(mine, theirs, path, lengths=True)
         return self._taken(theirs)
+
+    def _plain_of(self, mine: Any, theirs: Node) -> Node:
+        """Return the plain container in a dict or list if theirs is a plain one."""
+        plain = (*_DICTS, "list")
+        if _tag(mine) != "ext" or _tag(theirs) not in plain:
+            return cast("Node", mine)
+        is_structure = mine[1].startswith((NAMED_TUPLE, PYTREE))
+        found = self._wanted.plain.get(id(mine), None if is_structure else mine[2])
+        return cast("Node", found if _tag(found) in plain else mine)
 
     def _pair_tensor(self, mine: Any, theirs: Any, path: str) -> Node:
         """Pair a tensor of the template, which may be distributed."""
@@ -433,6 +457,8 @@ class _Walk:
     def _attributes(self, mine: Any, theirs: Any, path: str) -> list[Node]:
         """Return what is taken of the attributes of two dicts: none or one node."""
         old, new = (each[3:] if each[0] == "odict" else [] for each in (mine, theirs))
+        if new and _tag(new[0]) not in _DICTS:
+            raise RemoteProtocolError(f"malformed tree: attributes of {path[:200]}")
         if old and new:
             return [self._pair_dicts(old[0], new[0], path)]
         if old and not self._unfilled:
@@ -616,13 +642,13 @@ class _Walk:
     def _is_alike(self, mine: Any, theirs: Any) -> bool:
         """Say whether a value of the sources may replace one of the template."""
         one, other = self._type_of(mine, own=True), self._type_of(theirs)
-        tags = [each[1:2] for each in (mine, theirs) if isinstance(each, list)]
-        if tags == [["numpy.scalar"]] and theirs is not None:
-            return True  # one is a scalar of numpy, the other one of Python
+        odd = [*self._odd(mine, own=True), *self._odd(theirs)]
+        if any(isinstance(each, torch.Tensor) for each in odd):
+            return False
         if _tag(theirs) == "ext" and theirs[1] == PICKLE:
             return True  # its type is known once it is unpickled
-        if _tag(mine) == _tag(theirs) == "ext" and mine[1] == theirs[1]:
-            return True
+        if _tag(mine) == _tag(theirs) == "ext" and mine[1] == theirs[1] != ODD:
+            return mine[1] != "numpy.scalar" or {one, other} <= _NUMBERS or one is other
         if one in _NUMBERS and other in _NUMBERS:
             return True
         return one is not None and other is not None and issubclass(one, other)
@@ -631,25 +657,37 @@ class _Walk:
         """Return the type of a value; None if this process does not know it."""
         if not isinstance(node, list):
             return type(node)
+        match node:
+            case ["ext", "numpy.scalar", ["tuple", [str(code), *_]]]:
+                return _KINDS.get(code.lstrip("<>|=")[:1])
+        for value in self._odd(node, own=own):
+            return type(value)
         tag = _tag(node)
-        if tag == "ext" and node[1] == ODD:
-            return type(self._wanted.odd[node[2]]) if own else None
         if tag == "ext":
             codec = REGISTRY.by_tag(node[1])
             return None if codec is None else codec.leaf_type
         return _TYPES.get(tag or "")
 
+    def _odd(self, node: Any, *, own: bool = False) -> Sequence[object]:
+        """Return the value of a node without an encoding, if it is one, in a list."""
+        match node:
+            case ["ext", tag, int(number)] if tag == ODD:
+                odd = self._wanted.odd if own else self._catalogue.odd
+                return odd[number : number + 1]
+        return ()
+
     def _unfit(
         self, mine: Any, theirs: Any, path: str, *, lengths: bool = False
     ) -> StateDictError:
         """Return the error that a value of the template does not fit."""
-        if _tag(mine) == "ext" and mine[1] == ODD:
-            value = self._wanted.odd[mine[2]]
+        odd = self._odd(mine, own=True), self._odd(theirs)
+        for value in odd[0]:
             if remedy := remedy_for(value):
                 return unsupported(value, path, remedy)
-            if isinstance(value, torch.Tensor) and _tag(theirs) == "tensor":
-                take_apart(value, (path,))  # says why it cannot be filled
-                return UnsupportedLeafError(path, f"{value.layout} tensor", NOT_FILLED)
+        tensors = [each for each in chain(*odd) if isinstance(each, torch.Tensor)]
+        if len(tensors) + [_tag(mine), _tag(theirs)].count("tensor") == 2 and tensors:
+            take_apart(tensors[0], (path,))  # says why it cannot be filled
+            return UnsupportedLeafError(path, kind_of(tensors[0]), NOT_FILLED)
         if _is_distributed(mine) != _is_distributed(theirs):
             nothing = "no distributed tensor"
             expected, actual = (
@@ -701,14 +739,14 @@ def _tag(node: Node) -> str | None:
     return None
 
 
-def _plain_of(mine: Any, theirs: Node) -> Node:
-    """Return the container in a registered dict or list if theirs is a plain one."""
-    plain = (*_DICTS, "list")
-    match mine:
-        case ["ext", tag, payload] if not tag.startswith((NAMED_TUPLE, PYTREE)):
-            if _tag(theirs) in plain and _tag(payload) in plain:
-                return cast("Node", payload)
-    return cast("Node", mine)
+def _emptied(own: Any, mine: Any) -> Node:
+    """Return a node of an equal empty container; see `Wanted` for both nodes."""
+    match own:
+        case ["ext", str(tag), _] if not tag.startswith((NAMED_TUPLE, PYTREE)):
+            return ["ext", tag, mine]
+        case ["odict", keys, values, _]:  # without its attributes, which stay
+            return ["odict", keys, values]
+    return cast("Node", own)
 
 
 def _values(node: Any) -> list[Node] | None:

@@ -27,9 +27,11 @@ class Segment:
 
     Attributes:
         tensors: The tensors by number, if a program has made them already.
+        odd: Its values that have no encoding, by the payload of `ODD`.
     """
 
     tensors: Sequence[torch.Tensor] | None = None
+    odd: Sequence[object] = ()
 
     def __init__(
         self, manifest: Manifest, *, arena: Arena | None = None, is_there: bool = False
@@ -44,11 +46,12 @@ class Segment:
         """Return the segment of a state dict, whose tensors stay where they are.
 
         Raises:
-            UnsupportedLeafError: the state dict has a tensor without memory.
             LimitExceededError: it is too deep, or has too many nodes.
         """
-        # A value without an encoding is pickled, and unpickled here again.
-        own = survey(state_dict, limits=limits, allow_pickle=True, writing=False)
+        odd: list[object] = []
+        own = survey(
+            state_dict, limits=limits, allow_pickle=False, writing=False, odd=odd
+        )
         found, numbers = own.described()
         manifest = Manifest(
             step=0,
@@ -63,6 +66,7 @@ class Segment:
             header_bytes=0,
         )
         segment = cls(manifest, arena=Arena(0), is_there=True)
+        segment.odd = odd
         segment.tensors = [torch.empty(0)] * manifest.tensor_count
         for number, tensor in zip(numbers, own.tensors, strict=True):
             segment.tensors[number] = tensor

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -11,10 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree
 
 import aiockpt
 from aiockpt.checkpointers.reader import CheckpointReader
-from aiockpt.errors import RemoteProtocolError, TemplateMismatchError
+from aiockpt.errors import (
+    MissingKeysError,
+    RemoteProtocolError,
+    TemplateMismatchError,
+    UnsupportedLeafError,
+)
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.state.template import Template
 from tests.support.states import LIMITS, staged
@@ -38,6 +46,57 @@ class Named(dict[str, Any]):
     """A registered dict."""
 
 
+class Output(OrderedDict[str, Any]):
+    """A dict that torch's pytree takes apart, as the outputs of transformers."""
+
+
+class Checked(dict[str, Any]):
+    """A pytree node that looks at its children, and counts how often."""
+
+    made = 0
+
+
+def checked(children: Any, keys: Any) -> Checked:
+    """Make a node again."""
+    items = dict(zip(keys, children, strict=True))
+    assert isinstance(items["w"], torch.Tensor)
+    assert isinstance(items["d"], dict)
+    assert isinstance(items["n"], Named)
+    Checked.made += 1
+    return Checked(items)
+
+
+class Chosen:
+    """A key that compares with its own kind only."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __hash__(self) -> int:
+        return 7
+
+    def __eq__(self, other: object) -> bool:
+        return self.name == other.name  # type: ignore[attr-defined]
+
+
+class Pair(NamedTuple):
+    """A key of several values."""
+
+    dtype: torch.dtype
+    more: Any
+
+
+_pytree.register_pytree_node(
+    Output,
+    lambda value: ([*value.values()], [*value]),
+    lambda children, keys: Output(zip(keys, children, strict=True)),
+)
+_pytree.register_pytree_node(
+    Checked, lambda value: ([*value.values()], [*value]), checked
+)
+aiockpt.register_leaf(
+    Chosen, tag="odd.Chosen", encode=lambda key: key.name, decode=Chosen
+)
 aiockpt.register_leaf(
     Summed, tag="odd.Summed", encode=lambda s: s.tensor, decode=Summed
 )
@@ -135,6 +194,23 @@ KEYS = (
 )
 
 
+STRUCTURED = (
+    Pair(torch.int8, torch.int16),
+    Pair(torch.int8, frozenset({torch.int8, torch.int16, (torch.int32,)})),
+    frozenset({Pair(torch.int8, 1), Pair(torch.int16, 2)}),
+    (Decimal(3), Pair(torch.int8, b"x")),
+)
+
+
+@pytest.mark.parametrize("number", range(len(STRUCTURED)))
+def test_keys_may_have_registered_values_inside(tmp_path: Path, number: int) -> None:
+    """At any depth, also in a named tuple, whose type only the template knows."""
+    key, own = STRUCTURED[number], zeros(2)
+    path = save(tmp_path, {"a": {key: torch.ones(2), 1: 2}})
+    assert aiockpt.load(path, {"a": {key: own}})["a"] == {key: own}
+    assert own.tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("number", range(len(KEYS)))
 def test_keys_are_equal_as_in_a_dict(tmp_path: Path, number: int) -> None:
     """However they are encoded; and a selection names them as text."""
@@ -217,6 +293,9 @@ def test_a_backing_ends_with_its_storage() -> None:
         assert each.parts or each.nbytes <= each.tensor.untyped_storage().nbytes()
 
 
+ATTRIBUTED = OrderedDict(b=1)
+ATTRIBUTED.t = zeros(2)  # type: ignore[attr-defined]
+
 FORGED: tuple[Any, ...] = (
     ["list"],
     ["ext"],
@@ -229,11 +308,16 @@ FORGED: tuple[Any, ...] = (
     ["dict", ["b", "b"], [5, 6]],
     ["dict", ["b"], [5, 6]],
     [],
+    ["odict", ["b"], [5], ["tensor", 0]],
+    ["tensors", [{}], [0]],
+    ["ext", "numpy.scalar", ["tuple", 1]],
 )
 
 
 @pytest.mark.parametrize("number", range(len(FORGED)))
-@pytest.mark.parametrize("own", [1, {"b": 1}, [1], object()], ids="idlo")
+@pytest.mark.parametrize(
+    "own", [1, {"b": 1}, [1], object(), ATTRIBUTED, np.float64(1)], ids="idloan"
+)
 def test_a_malformed_tree_is_an_error_of_ours(number: int, own: Any) -> None:
     """Never one of Python."""
     manifest, _ = staged({"w": torch.ones(2), "x": 1})
@@ -253,3 +337,144 @@ def test_keys_that_collide_are_refused() -> None:
     template = Template({"t": zeros(2)}, limits=LIMITS, allow_pickle=False)
     with pytest.raises(RemoteProtocolError, match="collide"):
         template.match(replace(manifest, tree=tree))
+
+
+def test_an_error_of_ours_is_no_malformed_tree(tmp_path: Path) -> None:
+    """Nor is one of a key of the caller's: the peer is not blamed."""
+    state = {"k": {Chosen("a"): 1}, "w": torch.ones(1)}
+    path = save(tmp_path, state)
+    with pytest.raises(AttributeError, match="name"):
+        aiockpt.load(path, {"k": {7: 1}, "w": zeros(1)})
+
+
+ODD: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(zeros(3), 0.1, 0, torch.quint8),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([zeros(2), zeros(3)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("many", [1, 20])
+def test_a_tensor_without_an_encoding_costs_who_asks(
+    tmp_path: Path, name: str, many: int
+) -> None:
+    """The other tensors of a file of torch are loaded as if it were not there."""
+    path, odd = tmp_path / "x.pt", ODD[name]()
+    some: dict[str, Any] = {f"w{n}": torch.full((2,), float(n)) for n in range(many)}
+    state: dict[str, Any] = {"v": {**some, "odd": odd}, "t": (odd, torch.ones(2))}
+    torch.save(state, path)
+    assert len(aiockpt.load(path, select=["v.w0"])["v"]) == 1
+    into = {"v": {"w0": torch.ones(2)}}
+    assert not aiockpt.load(path, into)["v"]["w0"].any()
+    for got in (
+        aiockpt.load(path, select=["v.odd"]),
+        aiockpt.load(path, {"v": {"w0": torch.ones(2), "odd": None}}),
+        aiockpt.load(path, {"v": None}),
+        aiockpt.load(path, map_location="cpu"),
+    ):
+        found = got["v"]["odd"]
+        kinds = [(e.dtype, e.layout, e.device, e.is_nested) for e in (found, odd)]
+        assert kinds[0] == kinds[1]
+    for own in (zeros(3), odd):
+        into = {"v": {"w0": torch.ones(2), "odd": own}}
+        with pytest.raises(UnsupportedLeafError, match=r"v\.odd .*put None in its"):
+            aiockpt.load(path, into)
+        assert into["v"]["w0"].all()
+    with pytest.raises(TemplateMismatchError, match=r"v\.odd"):
+        aiockpt.load(path, {"v": {"odd": 3}})
+    if name in ("quantized", "nested"):
+        with pytest.raises(UnsupportedLeafError, match=r"v\.odd .*move"):
+            aiockpt.load(path, select=["v"], map_location="meta")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("here", [Output, dict])
+async def test_a_node_that_is_a_dict_takes_a_plain_one(
+    tmp_path: Path, here: Any
+) -> None:
+    """Key by key; the other way round, an error names both types."""
+    state = {"v": {"a": torch.ones(2), "d": {"b": torch.ones(1)}}}
+    into = {"v": here(a=zeros(2), d=here(b=zeros(1)))}
+    own, inner = into["v"]["a"], into["v"]["d"]["b"]
+    aiockpt.load(save(tmp_path / "plain", state), into)
+    assert type(into["v"]) is type(into["v"]["d"]) is here
+    assert into["v"]["a"] is own
+    assert own.all()
+    assert into["v"]["d"]["b"] is inner
+    assert inner.all()
+    own.zero_()
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([1], 1, state)
+        await receive(sender, receiver, into=into)
+        assert own.all()
+    node = save(tmp_path / "node", {"v": Output(a=torch.ones(2))})
+    plain = {"v": {"a": zeros(2)}}
+    with pytest.raises(TemplateMismatchError, match=r"v: .*Output, .* a dict"):
+        aiockpt.load(node, plain)
+    assert aiockpt.load(node, {"v": Output(a=zeros(2))})["v"]["a"].all()
+
+
+def test_deep_nodes_are_described_once(tmp_path: Path) -> None:
+    """Not once as a node, and once more as a dict, at each of many depths."""
+    inner = Output(w=zeros(1))
+    for _ in range(40):
+        inner = Output(x=inner)
+    path = save(tmp_path, {"w": torch.ones(1)})
+    got = aiockpt.load(path, {"w": zeros(1), "v": inner}, strict=False)
+    assert got["v"] is inner
+
+
+def test_a_node_sees_no_stand_in(tmp_path: Path) -> None:
+    """A container that stays empty is given as the template has it."""
+    full = {"a": torch.ones(1)}
+    there = Checked(w=torch.ones(2), d=full, n=Named(a=1), o=OrderedDict(full), t=(1,))
+    path = save(tmp_path, {"v": there})
+    bare = OrderedDict[str, Any]()
+    bare.x = zeros(1)  # type: ignore[attr-defined]
+    own = Checked(w=zeros(2), d={}, n=Named(), o=bare, t=())
+    before, kept = Checked.made, dict(own)
+    got = aiockpt.load(path, {"v": own}, strict=False)["v"]
+    assert Checked.made > before
+    assert got["w"] is kept["w"]
+    assert got["w"].all()
+    assert got["d"] is kept["d"]
+    assert not got["d"]
+    assert got["o"] is bare
+    assert not bare
+    assert got["t"] == ()
+
+
+TEXTS = ((np.float64(1), "x"), ("x", np.float64(1)), (np.str_("x"), np.float64(1)))
+
+
+@pytest.mark.parametrize("number", range(len(TEXTS)))
+def test_a_number_of_numpy_is_no_text(tmp_path: Path, number: int) -> None:
+    """In either direction; a text of numpy is one."""
+    there, here = TEXTS[number]
+    path = save(tmp_path, {"v": there, "t": "y", "b": True})
+    with pytest.raises(TemplateMismatchError, match="v"):
+        aiockpt.load(path, {"v": here})
+    got = aiockpt.load(path, {"t": np.str_("z"), "b": np.float32(0)})
+    assert got == {"t": "y", "b": True}
+
+
+@pytest.mark.parametrize("path", ["o[0].a", "o.0.a", "l[1]", "l.1", "k[(1, 2)]"])
+def test_a_path_is_selected_as_an_error_writes_it(tmp_path: Path, path: str) -> None:
+    """With brackets or with dots; and what is missing is named as it was asked for."""
+    state = {"o": {0: {"a": 1, "b": 2}}, "l": [1, {"x": 2}], "k": {(1, 2): 3}}
+    place = save(tmp_path, state)
+    assert aiockpt.load(place, select=[path])
+    with pytest.raises(MissingKeysError, match=re.escape("o[7]")):
+        aiockpt.load(place, select=[path, "o[7]"])
+
+
+def test_a_tensor_of_a_leaf_stays_with_it(tmp_path: Path) -> None:
+    """On the CPU, as the docstring says; others go to the device."""
+    weight = torch.ones(2)
+    path = save(tmp_path, {"w": weight, "leaf": Summed(weight), "x": torch.ones(1)})
+    got = aiockpt.load(path, map_location="meta")
+    assert [got[key].device.type for key in "wx"] == ["cpu", "meta"]
