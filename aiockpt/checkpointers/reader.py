@@ -22,7 +22,8 @@ from aiockpt.memory.copies import mark_changed
 from aiockpt.memory.device import Marks, PortFor, completed, port_for
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.switching import switching_often
-from aiockpt.state.load_plan import Ranges, Selected, state_over
+from aiockpt.state.load_plan import Matching, Ranges, Template, state_over
+from aiockpt.state.match import LAX, LOAD
 from aiockpt.state.segment import Segment, check_memory
 from aiockpt.state.selection import Select, listed
 from aiockpt.storage.directory import StrPath
@@ -176,17 +177,17 @@ class CheckpointReader:
             segments = found.segments
             if not found.sources:
                 segments = [Segment.of(found.values, limits=self._limits)]
-            part = Selected(
+            into = state_dict is not None
+            part = Matching(
                 segments,
+                LOAD if strict else LAX,
                 limits=self._limits,
                 allow_pickle=self._allow_pickle,
                 select=select,
-                template=state_dict,
+                template=Template(state_dict, limits=self._limits) if into else None,
                 device=device,
-                strict=strict,
                 name=os.fspath(path),
             )
-            into = state_dict is not None
             state = _part(found, part, reading, self.ports, into=into)
             return state, _reported(part.missing, os.fspath(path))
 
@@ -215,7 +216,7 @@ def _whole(found: Found, how: Reading) -> object:
 
 
 def _part(
-    found: Found, part: Selected, how: Reading, ports: PortFor, *, into: bool
+    found: Found, part: Matching, how: Reading, ports: PortFor, *, into: bool
 ) -> object:
     """Read the requested values into the template, or into new memory."""
     # A file of torch is read already: it has a segment, but is no source to read.

@@ -32,7 +32,7 @@ from aiockpt.http.tokens import MAC_HEADER
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import Over, map_in_threads
-from aiockpt.state.template import Template
+from aiockpt.state.load_plan import Template
 from aiockpt.transfer.deltas import is_available
 from aiockpt.transfer.destination import Destination, Terms, destination_of
 from aiockpt.transfer.source import OnProgress, Target

@@ -484,45 +484,21 @@ class CopyPlan:
 
         The memory between the elements is not copied, so it reads as zeros.
         """
-        for entry in self._backings.parts:
-            start, stop = self._rows.starts[entry], self._rows.stops[entry]
-            ctypes.memset(self._arena.address + start, 0, stop - start)
-        pairs = (
-            once(host, tensor) for host, tensor in self._parts(self._backings.parts)
-        )
-        return self._move_parts(pairs, after)
-
-    def load_parts(self, entries: Iterable[int] | None, after: Fences) -> list[Event]:
-        """Copy parts back, for the given entries of `part_ranges` (None: all)."""
-        entries = self._backings.parts if entries is None else entries
-        pairs = (once(tensor, host) for host, tensor in self._parts(entries))
-        return self._move_parts(pairs, after)
-
-    def part_ranges(self) -> dict[int, tuple[int, int]]:
-        """Return the ranges of the entries that are copied element by element."""
-        starts, stops = self._rows.starts, self._rows.stops
-        return {entry: (starts[entry], stops[entry]) for entry in self._backings.parts}
-
-    def _move_parts(self, pairs: Iterable[Pair], after: Fences) -> list[Event]:
         remote: dict[torch.device, list[Pair]] = {}
-        for destination, source in pairs:
-            devices = {destination.device, source.device} & self.ports.keys()
-            if devices:
-                remote.setdefault(devices.pop(), []).append((destination, source))
-            else:
-                destination.copy_(source)
+        for entry, parts in self._backings.parts.items():
+            self._rows.check(entry, entry + 1)
+            start, stop = self._rows.starts[entry], self._rows.stops[entry]
+            place = self._host(start, stop - start).zero_()
+            for pair in part_pairs(parts, place):
+                host, tensor = once(*pair)
+                if tensor.device in self.ports:
+                    remote.setdefault(tensor.device, []).append((host, tensor))
+                else:
+                    host.copy_(tensor)
         return [
             self.ports[device].copy(there, after=after[device])
             for device, there in remote.items()
         ]
-
-    def _parts(self, entries: Iterable[int]) -> Iterator[Pair]:
-        """Yield pairs of each part's elements: in the arena, and in the state."""
-        for entry in entries:
-            self._rows.check(entry, entry + 1)
-            start, stop = self._rows.starts[entry], self._rows.stops[entry]
-            place = self._host(start, stop - start)
-            yield from part_pairs(self._backings.parts[entry], place)
 
     def discard(self) -> None:
         """Free the arena's pages of all entries that the state dict holds."""
@@ -541,7 +517,7 @@ class CopyPlan:
         """Return the segment as memory: the state's own memory where possible.
 
         The arena holds padding, the bytes of devices, and the parts that are copied
-        element by element. ``load_device`` and ``load_parts`` copy them to the state.
+        element by element. ``load_device`` copies the bytes of devices to the state.
         """
         return InPlace(self._backings, self._rows, self._arena)
 

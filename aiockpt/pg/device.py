@@ -29,7 +29,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from hashlib import shake_128
 from mmap import mmap
@@ -95,12 +94,12 @@ from aiockpt.pg.messages import (
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Description, describe
-from aiockpt.state.template import Template
+from aiockpt.state.load_plan import Template
 from aiockpt.transfer.destination import (
     Destination,
     Terms,
-    into_template,
-    new_tensors,
+    everything,
+    matched,
 )
 from aiockpt.transfer.remarks import Remarks
 
@@ -691,19 +690,19 @@ class DeviceMedium:
         Entries on the sender's device go to this device, or to a template's memory.
         """
         device, entries, bridge = self._device, manifest.entries, self._bridge
-        if template is None:
+        segment, rule = matched(manifest, template, terms)
+        if (backings := rule.backings) is None:
             share = _Share(device, entries, device.homes(entries, placement))
-            return new_tensors(manifest, terms, bridge, share=share)
-        match = template.match(manifest)
-        own = device.owned(match.backings)
-        there = in_state(match.backings, entries, own) if terms.direct else {}
+            return everything(segment, rule, terms, bridge, share=share)
+        own = device.owned(backings)
+        there = in_state(backings, entries, own) if terms.direct else {}
         copied = [entry for entry in own if entry not in there]
         # Tensors that the template lacks get new memory, on a device like the sender's.
-        values = [e for e in placement if not match.backings.tensors[e].numel()]
+        values = [e for e in placement if not backings.sizes[e]]
         homes = there | device.homes(entries, {*copied, *values})
-        share = _Share(device, entries, homes, match.backings, copied)
-        others = replace(match, backings=_without(match.backings, own))
-        return into_template(manifest, others, terms, bridge, share=share)
+        share = _Share(device, entries, homes, backings, copied)
+        rule.backings = _without(backings, own)
+        return everything(segment, rule, terms, bridge, share=share)
 
     def digests(
         self, memory: Memory, grid: ChunkGrid, on_chunk: OnChunk | None

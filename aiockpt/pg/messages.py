@@ -36,7 +36,7 @@ from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.memory.arena import Memory, view_of_address
 from aiockpt.memory.device import Marks, PortFor
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.state.template import Template
+from aiockpt.state.load_plan import Template
 from aiockpt.transfer.destination import Destination, Terms, destination_of
 from aiockpt.transfer.stager import Stager, StagerOptions
 

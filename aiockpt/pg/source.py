@@ -28,7 +28,7 @@ from aiockpt.pg.messages import Channel, Medium, messages_of
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.system import allocating
 from aiockpt.runtime.tasks import beside
-from aiockpt.state.template import Template
+from aiockpt.state.load_plan import Template
 from aiockpt.transfer.destination import Destination, Terms
 from aiockpt.transfer.source import OnProgress, Target
 

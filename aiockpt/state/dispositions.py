@@ -13,7 +13,8 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter, itemgetter, lt
@@ -21,8 +22,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
-from aiockpt.errors import TemplateMismatchError, UnsupportedLeafError
-from aiockpt.format.manifest import CONJ, NEG
+from aiockpt.errors import StateDictError, TemplateMismatchError, UnsupportedLeafError
+from aiockpt.format.manifest import COMPACTED, CONJ, NEG
 from aiockpt.state.catalogue import Catalogue, Piece
 from aiockpt.state.contents import PLAIN
 from aiockpt.state.flatten import Wanted
@@ -33,6 +34,7 @@ from aiockpt.state.selection import below
 NOT_FILLED: Final = "what it is made of cannot be filled; put None in its place"
 
 _SLICE: Final = 512  # tensors compared by one call; each of their numbers is an object
+_NOT_FILLED: Final = -1  # instead of the number of a pair
 
 
 class Fills(NamedTuple):
@@ -97,13 +99,72 @@ def dispose(
         return Fills(pieces, tensors), Fills((), ())
     spans = [*_spans(catalogue, wanted, pairs, odd)]
     _check_apart(spans)
-    copied = {*_copied(spans, map(catalogue.piece, others))}
-    straight = [at for at in range(len(pieces)) if at not in copied]
-    found = [
-        Fills([*map(pieces.__getitem__, some)], [*map(tensors.__getitem__, some)])
-        for some in (straight, sorted(copied))
-    ]
-    return found[0], found[1]
+    found = _copied(spans, map(catalogue.piece, others))
+    copied = {each.at for own, _ in found for each in own}
+    straight = (at for at in range(len(pieces)) if at not in copied)
+    return _fills(pairs, straight), _fills(pairs, sorted(copied))
+
+
+def near(
+    catalogue: Catalogue,
+    wanted: Wanted,
+    pairs: Pairs,
+    others: Sequence[int],
+    wholes: Sequence[Sequence[int]],
+) -> tuple[Fills, Fills, list[int]]:
+    """Return what goes straight, what is copied, and the pieces of all other pairs.
+
+    A tensor of the template that shares memory with one that is not filled is not
+    filled either. The result has one tensor for each piece, with the strides that were
+    sent. So two tensors are not filled by one, and only a strided tensor that was sent
+    as a dense copy is copied. Of a distributed tensor, all pieces are filled or none.
+
+    Args:
+        catalogue: What the sources hold.
+        wanted: The template.
+        pairs: The tensors that both have.
+        others: The pieces that new tensors or other values are made of.
+        wholes: The pieces of each distributed tensor.
+    """
+    pieces, tensors = pairs.pieces, pairs.tensors
+    spans: list[_Span] = []
+    lost: set[int] = set()
+    for at in _odd_ones(catalogue, wanted, pairs, others):
+        try:
+            spans += _spans(catalogue, wanted, pairs, [at])
+        except StateDictError:
+            lost.add(at)
+    crowd = [_member_of(each) for each in spans]
+    filled = {*tensors}
+    for number, code in enumerate(wanted.codes):
+        if code is None and number not in filled:
+            with suppress(UnsupportedLeafError):  # it has no memory
+                crowd.append(Member(wanted.tensors[number], "", _NOT_FILLED))
+    shifts = {each.at: each.shift for each in spans}
+    lost.update(each.number for pair in _clashes(crowd, shifts) for each in pair)
+    lost.discard(_NOT_FILLED)
+    copied: set[int] = set()
+    while True:
+        gone = {*others, *map(pieces.__getitem__, lost)}
+        kept = [each for each in spans if each.at not in lost]
+        unlike = [*_copied(kept, map(catalogue.piece, gone))]
+        copied = {own[0].at for own, alone in unlike if alone and own[0].is_dense_copy}
+        more = {each.at for own, _ in unlike for each in own} - copied
+        broken = {*chain(*(each for each in wholes if not gone.isdisjoint(each)))}
+        every = enumerate(pieces if broken else ())
+        more.update(at for at, piece in every if piece in broken)
+        if more <= lost:
+            break
+        lost |= more
+    straight = (at for at in range(len(pieces)) if at not in lost | copied)
+    made = sorted({pieces[at] for at in lost})
+    return _fills(pairs, straight), _fills(pairs, sorted(copied)), made
+
+
+def _fills(pairs: Pairs, some: Iterable[int]) -> Fills:
+    chosen = [*some]
+    columns = pairs.pieces, pairs.tensors
+    return Fills(*([*map(each.__getitem__, chosen)] for each in columns))
 
 
 def check(tensor: torch.Tensor, piece: Piece, path: str) -> None:
@@ -194,6 +255,13 @@ class _Span:
     is_same: bool
 
     @property
+    def is_dense_copy(self) -> bool:
+        """Whether the piece is a dense copy of a strided tensor such as this one."""
+        flags = bool(self.piece.flags & CONJ), bool(self.piece.flags & NEG)
+        same = flags == (self.tensor.is_conj(), self.tensor.is_neg())
+        return same and bool(self.piece.flags & COMPACTED)
+
+    @property
     def shift(self) -> tuple[object, ...]:
         """A key that is equal for two spans that agree on the bytes they share."""
         home = self.piece.source, self.tensor.device
@@ -238,48 +306,63 @@ def _steps(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     return [step for size, step in zip(shape, stride, strict=True) if size > 1]
 
 
-def _check_apart(spans: Iterable[_Span]) -> None:
-    """Refuse two pieces for the same memory: one of them would be lost.
+def _member_of(span: _Span) -> Member:
+    return Member(span.tensor, span.path, span.at)
+
+
+def _check_apart(spans: Sequence[_Span]) -> None:
+    """Refuse two pieces for the same memory: one of them would be lost."""
+    shifts = {each.at: each.shift for each in spans}
+    for pair in _clashes(map(_member_of, spans), shifts):
+        first, second = sorted(pair, key=attrgetter("number"))
+        raise TemplateMismatchError(
+            second.name,
+            expected="memory of its own",
+            actual=f"memory shared with {first.name}",
+        )
+
+
+def _clashes(
+    members: Iterable[Member], shifts: Mapping[int, tuple[object, ...]]
+) -> Iterator[tuple[Member, Member]]:
+    """Yield the pairs of members that share elements, and get different bytes there.
 
     Spans of the same shift get the same bytes, so they may overlap.
     """
     by_device: dict[torch.device, list[Member]] = {}
-    shifts: dict[int, tuple[object, ...]] = {}
-    for each in spans:
-        shifts[each.at] = each.shift
-        member = Member(each.tensor, each.path, each.at)
-        by_device.setdefault(each.tensor.device, []).append(member)
+    for each in members:
+        by_device.setdefault(each.tensor.device, []).append(each)
     for run in chain.from_iterable(map(runs, by_device.values())):
-        if len({shifts[each.number] for each in run}) == 1:
+        keys = [shifts.get(each.number) for each in run]
+        if len({*keys}) == 1:
             continue
         for n, one in enumerate(run):
-            for other in run[:n]:
-                differ = shifts[one.number] != shifts[other.number]
-                if differ and share_elements([other], one):
-                    first, second = sorted((one, other), key=attrgetter("number"))
-                    raise TemplateMismatchError(
-                        second.name,
-                        expected="memory of its own",
-                        actual=f"memory shared with {first.name}",
-                    )
+            for at, other in enumerate(run[:n]):
+                if keys[n] != keys[at] and share_elements([other], one):
+                    yield one, other
 
 
 _End: TypeAlias = "tuple[int, int, int, _Span | None]"
 
 
-def _copied(spans: Iterable[_Span], others: Iterable[Piece]) -> Iterator[int]:
-    """Yield the pairs whose bytes do not go straight to the template's memory.
+def _copied(
+    spans: Iterable[_Span], others: Iterable[Piece]
+) -> Iterator[tuple[list[_Span], bool]]:
+    """Yield the spans whose bytes do not go straight to the template's memory.
 
     Spans go there together if they overlap in the same way on both sides, and leave no
-    byte between them to other tensors.
+    byte between them to other tensors. Those that meet here come in one list, with the
+    answer to whether it is one span, whose bytes nobody else gets.
     """
     ends: list[_End] = [(x.source, x.start, x.stop, None) for x in others]
     ends += ((x.piece.source, x.piece.start, x.piece.stop, x) for x in spans)
     for cluster in _clusters(ends):
         own = [each for *_, each in cluster if each is not None]
+        if not own:
+            continue
         alone = len(own) == len(cluster) and len({each.shift for each in own}) == 1
         if not (alone and all(each.is_same for each in own) and _is_full(own)):
-            yield from (each.at for each in own)
+            yield own, len(cluster) == 1
 
 
 def _clusters(ends: Iterable[_End]) -> Iterator[list[_End]]:

@@ -1,18 +1,16 @@
 """Plans which bytes of a checkpoint go into which memory.
 
-A `LoadPlan` is the plan for one data segment. One of three rules makes it:
+`Matching` makes a `LoadPlan` for each data segment: of everything, of selected paths,
+or of what a template wants. It asks the matcher which tensors of the sources go to
+which of the template. The bytes of most of them go straight there. All other bytes
+arrive in the arena of their data segment. The template's part of them is copied after
+everything has been read.
 
-* `EverythingNew` makes new tensors over an arena.
-* `IntoTemplate` fills a template that the checkpoint must fit, tensor by tensor.
-* `Selected` loads selected paths, or the keys of a template, or both.
+A whole receive reads everything, and plans for each entry of its segment. A load plans
+for the byte ranges that it needs. Its values that are no tensors are read and made
+first, because they may turn out to be malformed.
 
-`Selected` asks the matcher which tensors of the sources go to which of the template.
-The bytes of most of them go straight there. All other bytes arrive in the arena of
-their data segment. The template's part of them is copied after everything has been
-read. The values that are no tensors are read and made first, because they may turn out
-to be malformed.
-
-Nothing is read here, and nothing is changed before `Rule.finish`.
+Nothing is read here, and nothing is changed before `Matching.finish`.
 """
 
 from __future__ import annotations
@@ -20,51 +18,48 @@ from __future__ import annotations
 import logging
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import chain
-from operator import itemgetter
-from typing import Any, Final, Protocol, TypeAlias
+from functools import cache
+from itertools import chain, islice
+from operator import itemgetter, lt
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from aiockpt.errors import UnsupportedLeafError
 from aiockpt.format.entries import Entries
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest
 from aiockpt.format.paths import format_path
-from aiockpt.format.references import mentions, registered
+from aiockpt.format.references import mentions, references, registered
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.copies import Backings, CopyPlan, Reaches, Spans, once
 from aiockpt.memory.device import PortFor
 from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused
+from aiockpt.state import match
 from aiockpt.state.catalogue import Catalogue
 from aiockpt.state.containers import Adoption
-from aiockpt.state.contents import Contents, entries_with
-from aiockpt.state.flatten import ODD, wanted
+from aiockpt.state.contents import Contents, entries_of, entries_with
+from aiockpt.state.distributed import has_version
+from aiockpt.state.flatten import ODD, Wanted, wanted
 from aiockpt.state.leaves import kind_of
-from aiockpt.state.match import LAX, LOAD, decode_hole, match
 from aiockpt.state.nodes import decoders_for
 from aiockpt.state.rebuild import (
     Frame,
-    OnDevice,
     assemble,
     parts_over,
     tensors_over,
 )
 from aiockpt.state.segment import Segment
 from aiockpt.state.selection import Select
-from aiockpt.state.template import Match, changed_of, ids_of
 
 __all__ = [
-    "EverythingNew",
-    "IntoTemplate",
     "LoadPlan",
+    "Matching",
     "Ranges",
-    "Rule",
-    "Selected",
+    "Template",
     "state_over",
 ]
 
@@ -103,257 +98,108 @@ class LoadPlan:
         return CopyPlan(self.backings, self.reaches, arena=arena, port_for=ports)
 
 
-class Rule(Protocol):
-    """How a data segment becomes a state dict."""
-
-    @property
-    def values(self) -> Ranges:
-        """The bytes that must be read before `plan` is called."""
-
-    @property
-    def uses_arena(self) -> bool:
-        """Whether the state dict uses memory of the arena."""
-
-    @property
-    def missing(self) -> Sequence[str]:
-        """The paths that were wanted and not found; known after `plan`."""
-
-    def plan(self) -> LoadPlan:
-        """Return where the bytes go."""
-
-    def changed(self) -> Iterable[torch.Tensor]:
-        """Return the tensors of the template that have other elements once filled."""
-
-    def check(self) -> None:
-        """Check that the template is as it was; call it right before it is filled.
-
-        Raises:
-            LocalProtocolError: a tensor of it has other memory, or was replaced.
-        """
-
-    def assemble(self) -> object:
-        """Return the state dict after its bytes were read; `finish` completes it.
-
-        Raises:
-            RemoteProtocolError: the tree is malformed, or has a leaf type that this
-                process has not registered.
-        """
-
-    def finish(self) -> None:
-        """Complete the template: after a last check, put in what is no tensor.
-
-        Raises:
-            LocalProtocolError: as `check`; a tensor that left took its bytes along.
-        """
-
-
-class EverythingNew:
-    """The rule for a new state dict, whose tensors lie over the arena.
-
-    The tensors exist before their bytes arrive. The rule keeps no reference to
-    ``manifest``.
+class Template:
+    """A state dict to fill, described before the checkpoint is known.
 
     Args:
-        manifest: The manifest of the checkpoint.
-        buffer: The memory of the arena.
-        limits: Bound the tree.
-        allow_pickle: Accept leaves that only pickle can encode.
-        on_device: Entries whose memory is on a device.
+        state_dict: The state dict.
+        limits: Bound its size and depth.
+        watched: Whether anything that changes in it, from now on until it is filled, is
+            an error. If not, `Matching` notes what it fills.
+
+    Attributes:
+        state_dict: The state dict.
+        wanted: Its tree and tensors.
+        nodes: Make named tuples and pytree nodes of its types.
+        contents: What it had; None if nobody has noted it.
 
     Raises:
-        RemoteProtocolError: torch has no such tensor.
+        LimitExceededError: it is too deep, or has too many nodes.
+        StateDictError: reading a tensor or a registered type failed.
     """
 
-    values: Ranges = ()
-    missing: Sequence[str] = ()
-    uses_arena = True
+    contents: Contents | None = None
 
     def __init__(
-        self,
-        manifest: Manifest,
-        buffer: memoryview,
-        *,
-        limits: Limits,
-        allow_pickle: bool,
-        on_device: OnDevice | None = None,
+        self, state_dict: object, *, limits: Limits, watched: bool = False
     ) -> None:
-        self._limits, self._allow_pickle = limits, allow_pickle
-        self._tensors = tensors_over(manifest, buffer, on_device=on_device)
-        self._frame = Frame.of(manifest)
-        self._whole = (0, manifest.segment_bytes)
+        self.state_dict, self.nodes = state_dict, decoders_for(state_dict)
+        self.wanted = wanted(state_dict, limits=limits)
+        if watched:
+            held, shapes = self.wanted.held, self.wanted.shapes
+            with collector_paused():
+                self.contents = Contents(entries_of(state_dict), held, shapes)
 
-    def plan(self) -> LoadPlan:
-        """Return a plan that reads everything."""
-        return LoadPlan([self._whole], Entries())
-
-    def changed(self) -> Iterable[torch.Tensor]:
-        """Return nothing: there is no template."""
-        return ()
-
-    def check(self) -> None:
-        """Do nothing: there is no template."""
-
-    def assemble(self) -> object:
-        """Put the tensors into the tree."""
-        return assemble(
-            self._frame,
-            self._tensors,
-            limits=self._limits,
-            allow_pickle=self._allow_pickle,
-        )
-
-    def finish(self) -> None:
-        """Do nothing: all bytes are in their final memory."""
+    def __repr__(self) -> str:
+        return f"<Template tensors={len(self.wanted.tensors)}>"
 
 
-class IntoTemplate:
-    """The rule for a template that a checkpoint fits.
-
-    Args:
-        manifest: The manifest of the checkpoint.
-        match: The pairs of the template's tensors and the checkpoint's.
-        buffer: The memory of the arena.
-        limits: Bound the tree.
-        allow_pickle: Accept leaves that only pickle can encode.
-        on_device: Entries whose memory is on a device.
-    """
-
-    values: Ranges = ()
-    missing: Sequence[str] = ()
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        match: Match,
-        buffer: memoryview,
-        *,
-        limits: Limits,
-        allow_pickle: bool,
-        on_device: OnDevice | None = None,
-    ) -> None:
-        self._match, self._buffer, self._on_device = match, buffer, on_device
-        self._limits, self._allow_pickle = limits, allow_pickle
-        self._frame = Frame.of(manifest)
-        if match.tree is not None:
-            self._frame = replace(self._frame, tree=match.tree)
-        self._whole = (0, manifest.segment_bytes)
-        self._entries = manifest.entries
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Only a rule that makes tensors needs the rest of the manifest.
-        makes = match.parts or match.blobs or match.fresh or match.copied
-        self._manifest = manifest if makes else None
-        self.uses_arena = bool(match.fresh)
-
-    def plan(self) -> LoadPlan:
-        """Return a plan that reads everything, mostly into the template. Call once."""
-        entries, self._entries = self._entries, Entries()  # frees much memory
-        return LoadPlan([self._whole], entries, self._match.backings)
-
-    def changed(self) -> Iterable[torch.Tensor]:
-        """Return the tensors of the template."""
-        return self._match.changed
-
-    def check(self) -> None:
-        """Check that the template is as it was."""
-        if self._match.contents is not None:
-            self._match.contents.check()
-
-    def assemble(self) -> object:
-        """Return the template, once `finish` has put the values into it."""
-        match, values = self._match, dict[int, torch.Tensor]()
-        if self._manifest is not None:
-            make = partial(
-                parts_over, self._manifest, self._buffer, on_device=self._on_device
-            )
-            values = make(parts=match.parts, blobs=match.blobs, fresh=match.fresh)
-            copied = {piece for piece, _ in match.copied}
-            there = make(parts=frozenset(), blobs=frozenset(), fresh=copied)
-            self._copies = [(target, there[piece]) for piece, target in match.copied]
-        state = assemble(
-            self._frame,
-            match.tensors.beside(values),
-            limits=self._limits,
-            allow_pickle=self._allow_pickle,
-            wholes=match.wholes,
-            nodes=match.nodes,
-        )
-        return state if match.adoption is None else match.adoption.plan(state)
-
-    def finish(self) -> None:
-        """Copy the tensors that have no backing; put the values into the template."""
-        for target, source in self._copies:
-            _copy_elements(target, source)
-        self._copies = []  # they keep the arena
-        if self._match.contents is not None:
-            self._match.contents.check_filled()
-        if self._match.adoption is not None:
-            self._match.adoption.finish()
-
-
-class Selected:
-    """The rule for selected paths, for the keys of a template, or for both.
+class Matching:
+    """What is taken of a checkpoint, and where it goes.
 
     A value that is not selected costs nothing. Its bytes are not read, and its type
     need not be registered.
 
+    Its methods are called in the order of their definition, between the reads:
+    `value_ranges`, `plans`, `check`, `assemble`, `finish`.
+
     Args:
-        segments: The data segments; several are shards of flat dicts.
+        segments: The data segments; several are shards of flat dicts. A whole receive
+            has one. It gets its memory after this call, since `backings` says how much
+            is needed.
+        rule: Which differences between the template and the checkpoint are errors.
         limits: Bound the trees.
         allow_pickle: Accept leaves that only pickle can encode.
         select: The selected paths; None: all of them.
         template: The state dict to fill; None: the result is new.
         device: The device for tensors that the template lacks; None: they stay in the
             memory of their segment.
-        strict: Whether the checkpoint must have every wanted path, the template every
-            selected one, and no container may be empty here and full there. Keys that
-            only the checkpoint has never count.
         name: The name of the checkpoint, for errors.
 
     Attributes:
         missing: The wanted paths that the checkpoint or the template lacks.
+        backings: The template's memory of each entry, of a whole receive into one.
 
     Raises:
-        TemplateMismatchError: a value of the template has another type, shape or
-            dtype; or the rule is strict and the template lacks a selected path, or
-            has an empty container for a full one.
-        MissingKeysError: the checkpoint lacks every key of the template; or the rule is
-            strict and it lacks a selected path, or a key of the template.
-        UnsupportedLeafError: a tensor of the template cannot be filled.
+        TemplateMismatchError, MissingKeysError, UnsupportedLeafError: the template does
+            not fit; see `aiockpt.state.match`.
+        DeviceMeshError: this process has no mesh for a new distributed tensor.
         RemoteProtocolError: the tree of a segment is malformed.
     """
 
-    uses_arena = True
+    backings: Backings | None = None
+    _ready: Sequence[torch.Tensor] | None = None
 
     def __init__(
         self,
         segments: Sequence[Segment],
+        rule: match.Rule,
         *,
         limits: Limits,
         allow_pickle: bool,
         select: Select | None = None,
-        template: object | None = None,
+        template: Template | None = None,
         device: torch.device | None = None,
-        strict: bool = False,
         name: str = "",
     ) -> None:
-        self._segments, self._device = segments, device
+        self._segments, self._device, self._rule = segments, device, rule
         self._limits, self._allow_pickle = limits, allow_pickle
-        self._template = template
         manifests = [each.manifest for each in segments]
-        odd = [*chain.from_iterable(each.odd for each in segments)]
+        odd = self._odd = [*chain.from_iterable(each.odd for each in segments)]
         self._catalogue = Catalogue(manifests, limits=limits, odd=odd)
-        own = None if template is None else wanted(template, limits=limits)
+        own = self._own = None if template is None else template.wanted
         if callable(select):
             select = cache(select)  # the matcher may ask for a path again
-        rule = LOAD if strict else LAX
-        found = match(self._catalogue, own, rule, select=select, name=name)
+        with collector_paused():
+            found = match.match(self._catalogue, own, rule, select=select, name=name)
+            found.check_meshes(self._catalogue)
         for warning in found.warnings:
             logger.warning("%s: %s", name, warning)
-        self.missing = found.missing
-        self._own, self._found = own, found
-        fills = zip(*found.straight, strict=True), zip(*found.copied, strict=True)
-        self._straight = [*fills[0]]
-        self._copied = [*fills[1]]  # a piece, and a tensor of the template
+        self.missing, self._found = found.missing, found
+        self._nodes = {} if template is None else template.nodes
+        self._late = [*zip(*found.copied, strict=True)]  # pieces, and tensors
+        if any(each.tensors is not None for each in segments):  # nothing is read
+            self._late += zip(*found.straight, strict=True)
         self._result: object = None
         self._adoption: Adoption | None = None
         self._contents: Contents | None = None
@@ -363,21 +209,66 @@ class Selected:
         self._bases: list[dict[int, torch.Tensor]] = [{} for _ in segments]
         self._replicas: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._copies: list[tuple[int, torch.Tensor]] = []  # to a tensor of the template
-        if own is not None:
-            self._note(every=select is None)
+        is_own = any(each.tensors is not None for each in segments)
+        nbytes = sys.maxsize if is_own else sum(each.total_bytes for each in manifests)
+        counts = len(manifests[0].entries), len(self._catalogue)
+        self._frame = Frame(found.tree, *counts, nbytes)
+        if template is not None:
+            self._note(template, every=select is None)
+        if rule.is_whole and own is not None:
+            self.backings, late = _by_entry(self._catalogue, own, found)
+            self._late += late
+        if own is not None:  # the rest is large
+            self._own = replace(own, tree=None, codes=(), shapes=(), sizes=array("Q"))
 
     def __repr__(self) -> str:
-        return f"<Selected {self._catalogue}>"
+        return f"<Matching tensors={self._frame.tensors}>"
 
-    def _note(self, *, every: bool) -> None:
+    def _note(self, template: Template, *, every: bool) -> None:
         """Note what is filled of the template, and what it has now."""
-        assert self._own is not None
-        self._changed = changed_of(self._own, self._found)
-        fills = chain(self._straight, self._copied)
-        filled = ids_of(self._own, (number for _, number in fills))
-        entries = entries_with(self._template, filled, every=every)
-        self._contents = Contents(entries)
-        self._adoption = Adoption(self._template, filled)
+        own, found = template.wanted, self._found
+        numbers = [*found.straight.tensors, *found.copied.tensors]
+        self._changed = changed_of(own, numbers)
+        if self._rule is match.NEAR:  # the result is another state dict
+            self._report_new()
+            return
+        self._contents = template.contents
+        if self._contents is None:
+            filled = ids_of(own, numbers)
+            entries = entries_with(template.state_dict, filled, every=every)
+            self._contents = Contents(entries)
+        self._adoption = Adoption(template.state_dict, ids_of(own, self._doubtful()))
+
+    def _report_new(self) -> None:
+        new = {*self._found.new}
+        if first := next(
+            (e for e in references(self._found.tree) if e.number in new), None
+        ):
+            logger.info(
+                "%d of %d tensors get new memory: the template lacks them or they "
+                "differ, first %s",
+                *(len(new), self._frame.tensors, format_path(first.path)),
+            )
+
+    def _doubtful(self) -> Iterator[int]:
+        """Yield the tensors for which the result may have another one.
+
+        Their pieces are also those of other tensors, or of what is made anew.
+        """
+        found = self._found
+        made = {*found.new, *found.values}
+        pieces = array("q", found.straight.pieces)
+        pieces.extend(found.copied.pieces)
+        if _has_repeated(pieces) or not made.isdisjoint(pieces):
+            count = Counter(pieces)
+            for piece, number in self._fills():
+                if count[piece] > 1 or piece in made:
+                    yield number
+
+    def _fills(self) -> Iterator[tuple[int, int]]:
+        """Yield the pieces that go to the template, and the tensors that they fill."""
+        yield from zip(*self._found.straight, strict=True)
+        yield from zip(*self._found.copied, strict=True)
 
     def _new_for_device(self) -> set[int]:
         """Return the new pieces that go to the device: no parts of other values."""
@@ -414,8 +305,19 @@ class Selected:
         (found,) = self.value_ranges()
         return found
 
+    @property
+    def uses_arena(self) -> bool:
+        """Whether new tensors may lie over the arena."""
+        return not self._rule.is_whole or bool(len(self._found.new))
+
     def value_ranges(self) -> list[Ranges]:
-        """Return the byte ranges of each segment's values that are not tensors."""
+        """Return the byte ranges to read before `plans` is called, of each segment.
+
+        Values that are no tensors are made first, because they may be malformed. In a
+        whole receive they arrive with everything else, before the template is filled.
+        """
+        if self._rule.is_whole:
+            return [()]
         found: list[list[tuple[int, int]]] = [[] for _ in self._segments]
         for piece in self._found.values:
             source, start, stop = self._catalogue.reach(piece)
@@ -432,36 +334,36 @@ class Selected:
 
         Raises:
             RemoteProtocolError: a value is malformed, or of an unregistered type.
-            DeviceMeshError: this process has no mesh for a new distributed tensor.
         """
         with collector_paused():  # there may be 100,000 tensors
-            state = self._decoded()
-            if self._adoption is not None:
-                state = self._adoption.plan(state)
-            self._result = state
+            if self._rule.is_whole:
+                return [self._whole_plan()]
+            self._result = self._decoded()
             return self._plans()
+
+    def _whole_plan(self) -> LoadPlan:
+        (manifest,) = self._catalogue.sources
+        entries, found = manifest.entries, self._found
+        if self._own is None:
+            self._ready, entries = self._tensors(), Entries()
+        if self._own is None or not (self._late or len(found.new) or len(found.values)):
+            self._segments = ()  # nothing more is made of it, and it is large
+            del self._catalogue
+        return LoadPlan([(0, manifest.segment_bytes)], entries, self.backings)
 
     def _decoded(self) -> object:
         """Return what is taken, made of the template's tensors and of new ones."""
-        own, tree, manifests = self._own, self._found.tree, self._catalogue.sources
-        wholes = {} if own is None else own.wholes
-        self._found.check_meshes(self._catalogue)
-        is_own = any(each.tensors is not None for each in self._segments)
-        travelled = sum(each.total_bytes for each in manifests)
-        frame = Frame(
-            tree,
-            len(manifests[0].entries),
-            len(self._catalogue),
-            sys.maxsize if is_own else travelled,
-        )
-        return assemble(
-            frame,
-            self._tensors(),
+        state = assemble(
+            self._frame,
+            self._tensors() if self._ready is None else self._ready,
             limits=self._limits,
             allow_pickle=self._allow_pickle,
-            wholes=wholes,
-            nodes={**decoders_for(self._template), ODD: self._odd_decoder()},
+            wholes={} if self._own is None else self._own.wholes,
+            nodes={**self._nodes, ODD: self._odd_decoder()},
         )
+        made = dict(self._made({piece for piece, _ in self._late}))
+        self._copies = [(number, made[piece]) for piece, number in self._late]
+        return state if self._adoption is None else self._adoption.plan(state)
 
     def _odd_decoder(self) -> Callable[[object], object]:
         """Return the decoder of values without an encoding, and of `HOLE`.
@@ -471,7 +373,7 @@ class Selected:
         Raises:
             UnsupportedLeafError: torch cannot move one there.
         """
-        odd: dict[object, Any] = dict(enumerate(self._catalogue.odd))
+        odd: dict[object, Any] = dict(enumerate(self._odd))
         leaves = registered(self._found.tree) if odd and self._device else ()
         for path, tag, number in leaves:
             value = odd[number] if tag == ODD and number in range(len(odd)) else None
@@ -485,18 +387,18 @@ class Selected:
         return lambda payload: (
             odd[payload]
             if type(payload) is int and payload in odd
-            else decode_hole(payload)
+            else match.decode_hole(payload)
         )
 
     def _tensors(self) -> Sequence[torch.Tensor]:
         """Return a tensor for each number that the tree mentions."""
         found, segments = self._found, self._segments
-        is_most = 2 * len(found.new) >= len(self._catalogue)
+        is_most = self._rule.is_whole or 2 * len(found.new) >= self._frame.tensors
         if self._own is None and self._device is None and is_most:
             return [*chain.from_iterable(map(_all_of, segments))]
-        tensors = [_UNUSED] * len(self._catalogue)
+        tensors = [_UNUSED] * self._frame.tensors
         if self._own is not None:
-            for piece, number in chain(self._straight, self._copied):
+            for piece, number in self._fills():
                 tensors[piece] = self._own.tensors[number]
         values, blobs = {*found.values}, found.blobs()
         stay = {*found.new} - self._moved
@@ -536,7 +438,7 @@ class Selected:
                     fresh=own[0],
                     parts=own[1],
                     blobs=own[2],
-                    on_device=self._bases[source] if moved else None,
+                    on_device=self._bases[source] if moved else segment.on_device,
                 )
             yield from ((first + each, tensor) for each, tensor in made.items())
 
@@ -574,12 +476,9 @@ class Selected:
         """Plan where the bytes go, and what is copied in `finish`."""
         rows: list[list[_Row]] = [[] for _ in self._segments]
         kept: list[list[tuple[int, int]]] = [[] for _ in self._segments]
-        copied = [*self._copied]
-        for piece, number in self._straight:
+        for piece, number in zip(*self._found.straight, strict=True):
             source, start, stop = self._catalogue.reach(piece)
-            if self._segments[source].tensors is not None:
-                copied.append((piece, number))
-            elif start < stop:
+            if start < stop and self._segments[source].tensors is None:
                 rows[source].append((start, stop, number))
         targets = [] if self._own is None else [*self._own.tensors]
         bases: list[torch.Tensor] = []
@@ -593,11 +492,9 @@ class Selected:
         arrive = {*self._found.new} - self._straight_there
         if self._device is not None and self._device.type == "meta":
             arrive -= self._moved
-        for piece in chain(arrive, map(itemgetter(0), copied)):
+        for piece in chain(arrive, map(itemgetter(0), self._late)):
             source, start, stop = self._catalogue.reach(piece)
             kept[source].append((start, stop))
-        made = dict(self._made({piece for piece, _ in copied}))
-        self._copies = [(number, made[piece]) for piece, number in copied]
         held = HeldMemory.of(bases)
         if self._own is not None:
             held = self._own.held.beside(held)
@@ -639,12 +536,16 @@ class Selected:
             self._contents.check()
 
     def assemble(self) -> object:
-        """Return the state dict, which `plans` has made."""
+        """Return the state dict, which `finish` completes."""
+        if self._rule.is_whole:
+            self._result = self._decoded()
         return self._result
 
-    def finish(self) -> None:
+    def finish(self) -> Set[torch.device]:
         """Copy the tensors that arrived elsewhere; put values into the template."""
-        self.check()
+        if not self._rule.is_whole:  # its owner had much time to change it
+            self.check()
+        devices = {base.device for base, _ in self._replicas.values()}
         for base, raw in self._replicas.values():
             base.copy_(raw)
         own = self._own
@@ -653,10 +554,13 @@ class Selected:
             assert own is not None
             own.held.check(names.__getitem__, number, number + 1)
             _copy_elements(own.tensors[number], source)
-        if self._copies and self._contents is not None:
+            devices.add(own.tensors[number].device)
+        self._copies = []  # they keep the arena
+        if self._contents is not None:
             self._contents.check_filled()
         if self._adoption is not None:
             self._adoption.finish()
+        return devices
 
 
 _Row: TypeAlias = tuple[int, int, int]
@@ -715,7 +619,9 @@ def _all_of(segment: Segment) -> Sequence[torch.Tensor]:
     """Return all tensors of a segment, over its memory."""
     if segment.tensors is not None:
         return segment.tensors
-    return tensors_over(segment.manifest, segment.arena.buffer)
+    return tensors_over(
+        segment.manifest, segment.arena.buffer, on_device=segment.on_device
+    )
 
 
 def _like(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -735,6 +641,93 @@ def _like(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     return replica.requires_grad_() if tensor.requires_grad else replica
 
 
+def changed_of(own: Wanted, numbers: Iterable[int]) -> list[torch.Tensor]:
+    """Return those tensors of a template that have other elements once filled.
+
+    A distributed tensor that counts its own writes is one of them, too.
+    """
+    tensors = [*map(own.tensors.__getitem__, numbers)]
+    wholes = map(own.wholes.get, map(id, tensors if own.wholes else ()))
+    counting = {id(each): each for each in wholes if each is not None}
+    changed = [each for each in tensors if each.numel()]
+    return [*changed, *filter(has_version, counting.values())]
+
+
+def ids_of(own: Wanted, numbers: Iterable[int]) -> set[int]:
+    """Return the `id` of tensors of a template, and of what they are parts of."""
+    found = {id(own.tensors[number]) for number in numbers}
+    return found.union(id(own.wholes[each]) for each in found & own.wholes.keys())
+
+
+def _by_entry(
+    catalogue: Catalogue, own: Wanted, found: match.Matched
+) -> tuple[Backings, list[tuple[int, int]]]:
+    """Return the memory of each entry, and the fills that are copied in the end.
+
+    An entry has memory if all of it goes straight there. Then its tensors overlap or
+    meet in the same way on both sides.
+    """
+    entries, straight = catalogue.sources[0].entries, found.straight
+    order, sizes = array("q", [-1]) * len(entries), array("Q", [0]) * len(entries)
+    late: list[tuple[int, int]] = []
+    if not (catalogue.has_views or _has_repeated(straight.pieces)):  # most have none
+        for piece, number in zip(*straight, strict=True):
+            order[piece], sizes[piece] = number, own.sizes[number]
+    else:
+        others = chain(found.new, found.values, found.copied.pieces)
+        busy = {*map(catalogue.whole_entry, others)}
+        homes: dict[int, list[_Fill]] = {}
+        for piece, number in zip(*straight, strict=True):
+            _, start, stop = catalogue.reach(piece)
+            if start < stop:
+                fill = _Fill(start, stop, own.held.addresses[number], piece, number)
+                homes.setdefault(catalogue.whole_entry(piece), []).append(fill)
+        for entry, fills in homes.items():
+            fills.sort()
+            first = fills[0]
+            nbytes = 0 if entry in busy else _joint(entries.starts[entry], fills)
+            if nbytes and _holds(own, first.number, nbytes):
+                order[entry], sizes[entry] = first.number, nbytes
+            else:
+                late += ((each.piece, each.number) for each in fills)
+    held = own.held.taken(order)
+    return Backings(held, held.addresses, sizes, {}, {}), late
+
+
+class _Fill(NamedTuple):
+    """The bytes of a piece, and the address of the tensor that gets them."""
+
+    start: int
+    stop: int
+    address: int
+    piece: int
+    number: int
+
+
+def _joint(start: int, fills: Sequence[_Fill]) -> int:
+    """Return the bytes of fills that are an entry together; 0 if they are not."""
+    reach, shift = start, fills[0].address - fills[0].start
+    for each in fills:
+        if each.address - each.start != shift or each.start > reach:
+            return 0
+        reach = max(reach, each.stop)
+    return reach - start
+
+
+def _holds(own: Wanted, number: int, nbytes: int) -> bool:
+    """Say whether the storage of a tensor goes on for so many bytes."""
+    tensor = own.tensors[number]
+    offset = tensor.storage_offset() * tensor.itemsize
+    return offset + nbytes <= own.held.storage_sizes[number]
+
+
+def _has_repeated(pieces: Sequence[int]) -> bool:
+    """Say whether a piece is there twice; a set of all of them takes much memory."""
+    return not all(map(lt, pieces, islice(pieces, 1, None))) and (
+        len({*pieces}) < len(pieces)
+    )
+
+
 def state_over(
     segments: Sequence[Segment], *, limits: Limits, allow_pickle: bool
 ) -> object:
@@ -744,6 +737,6 @@ def state_over(
         RemoteProtocolError: a tree is malformed, or has a leaf of an unregistered type.
         DeviceMeshError: this process has no mesh for a distributed tensor.
     """
-    rule = Selected(segments, limits=limits, allow_pickle=allow_pickle)
+    rule = Matching(segments, match.LOAD, limits=limits, allow_pickle=allow_pickle)
     rule.plans()
     return rule.assemble()

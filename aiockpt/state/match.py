@@ -10,7 +10,7 @@ only the sources have a path             `Rule.extra` says whether the template 
 a container is empty in the template     an error, or it stays empty, by both of these
 None in the template                     what is there is taken as it is: *new* tensors
 a meta tensor in the template            *new*, or an error by `Rule.extra`
-another dtype or shape                   an error: nothing is cast
+another dtype or shape                   an error, by `Rule.extra`: nothing is cast
 another mesh or other placements         an error, by `Rule.layout`
 other strides; conjugated or negated     *copy*: elements, not bytes
 on one side only
@@ -70,6 +70,7 @@ from aiockpt.state.dispositions import (
     Pairs,
     check,
     dispose,
+    near,
     words_of,
 )
 from aiockpt.state.distributed import check_places, take_apart
@@ -141,13 +142,20 @@ class Rule(NamedTuple):
         missing: What the sources may not lack: any path of the template (``all``), only
             its ``tensors``, or ``none``, since the template keeps what it has.
         extra: What the template may not lack: ``tensors``, for which it has no memory,
-            while other values are added to it; or ``none``, since it gets nothing.
+            while other values are added to it; or ``none``, since it gets nothing. With
+            ``new``, no difference is an error: a tensor becomes a new one unless the
+            template has memory for it, in which nobody else has a part.
         layout: Which distributed tensors fit: those of the ``same`` layout.
     """
 
     missing: Literal["all", "tensors", "none"]
-    extra: Literal["tensors", "none"]
+    extra: Literal["tensors", "none", "new"]
     layout: Literal["same"] = "same"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything is taken that the sources have."""
+        return self.extra != "none"
 
 
 RECEIVE: Final = Rule(missing="tensors", extra="tensors")
@@ -158,6 +166,9 @@ LOAD: Final = Rule(missing="all", extra="none")
 
 LAX: Final = Rule(missing="none", extra="none")
 """As `LOAD`, as far as the sources have them."""
+
+NEAR: Final = Rule(missing="none", extra="new")
+"""Everything is received, and the memory is the template's wherever it fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +256,13 @@ def match(
             if any(why := fault_of(each.tree) for each in catalogue.sources):
                 raise RemoteProtocolError(why) from error
             raise
-        straight, copied = dispose(
-            catalogue, own, walk.pairs, [*walk.new, *walk.values]
-        )
+        others = [*walk.new, *walk.values]
+        if rule.extra == "new":
+            wholes = walk.wholes()
+            straight, copied, made = near(catalogue, own, walk.pairs, others, wholes)
+            walk.new.extend(made)
+        else:
+            straight, copied = dispose(catalogue, own, walk.pairs, others)
     return Matched(tree, straight, copied, walk.new, walk.values, missing, warnings)
 
 
@@ -273,7 +288,7 @@ class _Walk:
         self.pairs, self.new, self.values = Pairs(), array("q"), array("q")
         self._catalogue, self._wanted, self._rule = catalogue, wanted, rule
         self._selection = Selection(select)
-        self._adopts = rule.extra == "tensors"
+        self._adopts, self._is_near = rule.is_whole, rule.extra == "new"
         self._missing: list[str] = []
         self._empty: list[TemplateMismatchError] = []
         self._extra = ""  # the first tensor for which the template has no memory
@@ -297,6 +312,8 @@ class _Walk:
 
     def checked(self, name: str) -> tuple[list[str], list[str]]:
         """Return the missing paths and the warnings, unless the rule refuses them."""
+        if self._is_near:
+            return [], []
         if self._extra:
             more = f", but {self._unfilled}, which the checkpoint lacks"
             actual = "nothing" + more * bool(self._unfilled)
@@ -325,10 +342,24 @@ class _Walk:
             raise self._empty[0]
         return missing, [*self._differ, *map(str, self._empty)]
 
+    def wholes(self) -> list[list[int]]:
+        """Return the pieces of each distributed tensor."""
+        read = self._catalogue.layouts.read
+        found = registered(self._catalogue.tree)
+        return [read(*each)[0] for each in found if each[1] in LAYOUTS]
+
     # ---------------------------------------------------------------- what both have
 
     def _pair(self, mine: Node, theirs: Node, path: str) -> Node:
         """Return what is taken at a path that both have."""
+        try:
+            return self._fitting(mine, theirs, path)
+        except (TemplateMismatchError, UnsupportedLeafError):
+            if not self._is_near:
+                raise
+            return self._taken(theirs)
+
+    def _fitting(self, mine: Node, theirs: Node, path: str) -> Node:
         own, mine = mine, self._plain_of(mine, theirs)
         if self._is_left_empty(mine, theirs, path):
             # What makes the value around it may look at it, so it gets an equal one.
@@ -450,7 +481,8 @@ class _Walk:
         for key, new in right.items() if self._adopts else ():
             if key not in left:
                 taken[key] = self._added(new, below(path, key), path, left, right)
-        taken = {key: each for key, each in taken.items() if each is not HOLE}
+        order = right if self._is_near else taken  # the result is a new dict then
+        taken = {key: taken[key] for key in order if taken.get(key, HOLE) is not HOLE}
         beside = self._attributes(mine, theirs, path) if self._adopts else []
         return self._dict_of(theirs, taken, beside)
 
@@ -493,6 +525,8 @@ class _Walk:
 
     def _pair_lists(self, mine: Any, theirs: Any, path: str) -> Node:
         old, new = mine[1], theirs[1]
+        if self._is_near:
+            old = old[: len(new)]
         if len(old) > len(new):
             expected, actual = (f"a list of {len(each)}" for each in (new, old))
             raise _mismatch_of(path, expected, actual)
@@ -514,6 +548,8 @@ class _Walk:
         self, old: Node, where: str, path: str, left: Items, right: Items
     ) -> None:
         """Note what the sources lack."""
+        if self._is_near:
+            return
         match old:
             case ["ext", tag, int(number)] if tag == ODD and self._adopts:
                 value = self._wanted.odd[number]
@@ -533,7 +569,7 @@ class _Walk:
         self, new: Node, where: str, path: str, left: Items, right: Items
     ) -> Node:
         """Return a value that the template lacks, and gets; refuse tensors."""
-        if not (first := _first_tensor(new, where)):
+        if self._is_near or not (first := _first_tensor(new, where)):
             return self._taken(new)
         if not self._extra:
             self._extra = first
@@ -543,7 +579,7 @@ class _Walk:
     def _is_left_empty(self, mine: Any, theirs: Any, path: str) -> bool:
         """Say whether a container is empty here, and full there, and stays so."""
         kind = _TYPES.get(_tag(mine) or "")
-        if kind is None or _values(mine) != [] or not _values(theirs):
+        if self._is_near or kind is None or _values(mine) != [] or not _values(theirs):
             return False
         dicts = _tag(mine) in _DICTS and _tag(theirs) in _DICTS
         if not (dicts or _tag(mine) == _tag(theirs)):

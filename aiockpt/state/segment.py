@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -28,10 +29,12 @@ class Segment:
     Attributes:
         tensors: The tensors by number, if a program has made them already.
         odd: Its values that have no encoding, by the payload of `ODD`.
+        on_device: The bytes of the entries that a device receives by itself.
     """
 
     tensors: Sequence[torch.Tensor] | None = None
     odd: Sequence[object] = ()
+    on_device: Mapping[int, torch.Tensor] = MappingProxyType({})
 
     def __init__(
         self, manifest: Manifest, *, arena: Arena | None = None, is_there: bool = False

@@ -1,6 +1,6 @@
 """The destination of a receive: memory for the data segment, and the load from it.
 
-A `Rule` of `aiockpt.state.load_plan` decides what to receive, and into which memory.
+`Matching` of `aiockpt.state.load_plan` decides what to receive, and into which memory.
 Everything that a peer can cause to fail happens before `Destination.load`. Only
 `load` writes to a template (unless ``direct`` has let bytes into it already).
 """
@@ -8,8 +8,7 @@ Everything that a peer can cause to fail happens before `Destination.load`. Only
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,10 +36,10 @@ from aiockpt.memory.device import (
 from aiockpt.runtime.bridge import Bridge, share_out
 from aiockpt.runtime.switching import python_is_busy, switching_often
 from aiockpt.runtime.tasks import beside
-from aiockpt.state.load_plan import EverythingNew, IntoTemplate, Rule, Selected
-from aiockpt.state.rebuild import Frame, OnDevice, check_meshes
+from aiockpt.state.load_plan import Matching, Template
+from aiockpt.state.match import NEAR, RECEIVE
+from aiockpt.state.rebuild import OnDevice
 from aiockpt.state.segment import Segment, check_memory
-from aiockpt.state.template import Match, Template
 from aiockpt.transfer.source import Patch, Prepare
 
 __all__ = [
@@ -48,8 +47,8 @@ __all__ = [
     "Share",
     "Terms",
     "destination_of",
-    "into_template",
-    "new_tensors",
+    "everything",
+    "matched",
     "selected",
 ]
 
@@ -119,63 +118,48 @@ def destination_of(
         RemoteProtocolError: torch has no such tensor.
         DeviceMeshError: this process has no mesh for a distributed tensor.
     """
-    if template is None:
-        return new_tensors(manifest, terms, bridge, arena=arena)
-    return into_template(manifest, template.match(manifest), terms, bridge, arena=arena)
+    segment, rule = matched(manifest, template, terms)
+    return everything(segment, rule, terms, bridge, arena=arena)
 
 
-def new_tensors(
-    manifest: Manifest,
-    terms: Terms,
-    bridge: Bridge,
-    *,
-    share: Share | None = None,
-    arena: Arena | None = None,
-) -> Destination:
-    """Return new tensors over an arena and a device's share; see `destination_of`."""
-    check_meshes(Frame.of(manifest), limits=terms.limits)
-    on_device = None if share is None else share.on_device
-    used = manifest.segment_bytes - _nbytes_of(on_device)
-    loan = Loan(arena) if arena else _allocate(manifest, used, terms)
-    rule = EverythingNew(
-        manifest,
-        loan.buffer,
+def matched(
+    manifest: Manifest, template: Template | None, terms: Terms
+) -> tuple[Segment, Matching]:
+    """Return the data segment, without memory yet, and what is taken of it."""
+    segment = Segment(manifest, arena=Arena(0))
+    rule = Matching(
+        [segment],
+        RECEIVE if template is None or template.contents is not None else NEAR,
         limits=terms.limits,
         allow_pickle=terms.allow_pickle,
-        on_device=on_device,
+        template=template,
     )
-    return Destination(
-        manifest.grid, rule, loan, terms, bridge, owns=arena is None, share=share
-    )
+    return segment, rule
 
 
-def into_template(
-    manifest: Manifest,
-    match: Match,
+def everything(
+    segment: Segment,
+    rule: Matching,
     terms: Terms,
     bridge: Bridge,
     *,
     share: Share | None = None,
     arena: Arena | None = None,
 ) -> Destination:
-    """Return the tensors of a template; see `destination_of`.
+    """Return the memory of what is `matched`; see `destination_of`.
 
-    ``match`` has zero bytes for the entries of a device's share.
+    The backings have no memory for the entries of a device's share.
     """
-    on_device = None if share is None else share.on_device
-    used = manifest.segment_bytes - _nbytes_of(on_device)
-    if terms.direct:
-        used -= _nbytes_in_place(match.backings, terms.ports)
+    manifest = segment.manifest
+    used = manifest.segment_bytes
+    if share is not None:
+        segment.on_device = share.on_device
+        used -= _nbytes_of(share.on_device)
+    if terms.direct and rule.backings is not None:
+        used -= _nbytes_in_place(rule.backings, terms.ports)
     loan = Loan(arena) if arena else _allocate(manifest, used, terms)
-    rule = IntoTemplate(
-        manifest,
-        match,
-        loan.buffer,
-        limits=terms.limits,
-        allow_pickle=terms.allow_pickle,
-        on_device=on_device,
-    )
-    pays = terms.later or terms.warm is not None
+    segment.arena = loan.arena
+    pays = rule.backings is not None and (terms.later or terms.warm is not None)
     pinned = not arena and pays and used >= _USED * manifest.segment_bytes
     return Destination(
         manifest.grid,
@@ -190,7 +174,7 @@ def into_template(
 
 
 def selected(
-    segment: Segment, rule: Selected, terms: Terms, bridge: Bridge, *, owns: bool
+    segment: Segment, rule: Matching, terms: Terms, bridge: Bridge, *, owns: bool
 ) -> Destination:
     """Return the destination of a selection: new tensors, or those of a template.
 
@@ -246,7 +230,7 @@ class Destination:
     def __init__(
         self,
         grid: ChunkGrid,
-        rule: Rule,
+        rule: Matching,
         loan: Loan,
         terms: Terms,
         bridge: Bridge,
@@ -277,7 +261,7 @@ class Destination:
         """Return the chunks to receive in addition to ``values``. For a thread.
 
         Raises:
-            StateDictError: the template does not fit the selection; see `Selected`.
+            StateDictError: the template does not fit the selection; see `Matching`.
             LimitExceededError: the checkpoint needs more memory than is allowed.
         """
         if self.values:
@@ -482,8 +466,8 @@ class Destination:
         if self._share is not None:
             made = self._terms.marks.events
             events += self._share.load(self._share.fences(made))
-        self._rule.finish()
-        return events
+        ports = map(self._terms.ports, self._rule.finish())
+        return events + [port.fence() for port in ports if port is not None]
 
     @property
     def _is_single_use(self) -> bool:
@@ -511,13 +495,11 @@ def _allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
 
 def _nbytes_in_place(backings: Backings, ports: PortFor) -> int:
     """Return how many bytes need no arena in a direct receive."""
-    sizes, parts = backings.sizes, backings.parts
-    accelerators = {each for each in backings.devices() if ports(each) is not None}
-    nbytes = sum(sizes) - sum(sizes[entry] for entry in parts)
-    for entry, tensor in enumerate(backings.tensors if accelerators else ()):
-        if tensor.device in accelerators and entry not in parts:
-            nbytes -= sizes[entry]
-    return nbytes
+    away = {each for each in backings.devices() if ports(each) is not None}
+    if not away:
+        return sum(backings.sizes)
+    pairs = zip(backings.tensors, backings.sizes, strict=True)
+    return sum(size for tensor, size in pairs if tensor.device not in away)
 
 
 class _Loading:
@@ -552,7 +534,6 @@ class _Loading:
         self._copies, self._grid, self._bridge = copies, grid, bridge
         self._loaded, self._direct, self._pinned = loaded, direct, pinned
         self._marks, self._fences = marks, fences
-        self._parts: _Unfinished | None = None
         self._verified: asyncio.Queue[int | None] = asyncio.Queue()
         self.has_sent = False
 
@@ -588,8 +569,6 @@ class _Loading:
         """
         fences = self._fences
         self.has_sent = self.has_sent or bool(fences)
-        left = None if self._parts is None else self._parts.left()
-        self._copies.load_parts(left, fences)
         early = {*before}
         rest = [each for each in (*before, *chunks) if each not in self._loaded]
         host = [each for each in rest if not self._direct or each in early]
@@ -608,40 +587,10 @@ class _Loading:
             await self._bridge.run(self._send, chunk)
 
     def _prepare(self) -> None:
-        self._parts = _Unfinished(self._copies.part_ranges(), self._grid)
         if self._pinned:
             self._copies.pin()
 
     def _send(self, chunk: int) -> None:
         self.has_sent, fences = True, self._fences
         self._copies.load_device(*self._grid.range(chunk), fences)
-        assert self._parts is not None
-        self._copies.load_parts(self._parts.add(chunk), fences)
         self._loaded.add(chunk)
-
-
-class _Unfinished:
-    """The entries of which not all chunks have arrived."""
-
-    def __init__(self, ranges: Mapping[int, tuple[int, int]], grid: ChunkGrid) -> None:
-        self._lacking: dict[int, int] = {}
-        self._within: dict[int, list[int]] = defaultdict(list)
-        for entry, reach in ranges.items():
-            chunks = chunks_over(grid, [reach])
-            self._lacking[entry] = len(chunks)
-            for chunk in chunks:
-                self._within[chunk].append(entry)
-
-    def add(self, chunk: int) -> list[int]:
-        """Note that a chunk has arrived; return the entries that it completes."""
-        done = []
-        for entry in self._within.pop(chunk, ()):
-            self._lacking[entry] -= 1
-            if not self._lacking[entry]:
-                del self._lacking[entry]
-                done.append(entry)
-        return done
-
-    def left(self) -> Iterable[int]:
-        """Return the incomplete entries."""
-        return [*self._lacking]

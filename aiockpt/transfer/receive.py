@@ -25,10 +25,10 @@ from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.distributed import has_version
 from aiockpt.state.flatten import Survey, survey
-from aiockpt.state.load_plan import Selected
+from aiockpt.state.load_plan import Matching, Template
+from aiockpt.state.match import LAX, LOAD
 from aiockpt.state.segment import Segment
 from aiockpt.state.selection import Select
-from aiockpt.state.template import Template
 from aiockpt.transfer.deltas import is_available
 from aiockpt.transfer.destination import Destination, Terms, selected
 from aiockpt.transfer.prepared import Prepared
@@ -216,12 +216,8 @@ def _describe(options: ReceiveOptions, into: object | None) -> _Known:
     """Describe the template and the state dict that the receiver has."""
     terms, template = options.terms, None
     if into is not None and options.is_whole:
-        template = Template(
-            into,
-            limits=terms.limits,
-            allow_pickle=terms.allow_pickle,
-            exact=options.into is not None,
-        )
+        watched = options.into is not None
+        template = Template(into, limits=terms.limits, watched=watched)
     if options.have is None:
         return _Known(template)
     try:
@@ -258,14 +254,15 @@ def _make_room(
     else:
         terms, arena = options.terms, source.arena
         segment = Segment(manifest, arena=arena)
-        rule = Selected(
+        into, limits = options.into, terms.limits
+        rule = Matching(
             [segment],
-            limits=terms.limits,
+            LOAD if options.strict else LAX,
+            limits=limits,
             allow_pickle=terms.allow_pickle,
             select=options.select,
-            template=options.into,
+            template=None if into is None else Template(into, limits=limits),
             device=options.device,
-            strict=options.strict,
             name=source.name,
         )
         goal = selected(segment, rule, terms, bridge, owns=arena is None)

@@ -11,7 +11,7 @@ from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.memory.arena import Arena, Memory
 
 if TYPE_CHECKING:  # a fetch into a file does without torch
-    from aiockpt.state.template import Template
+    from aiockpt.state.load_plan import Template
     from aiockpt.transfer.destination import Destination, Terms
 
 __all__ = [

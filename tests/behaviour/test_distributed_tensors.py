@@ -28,9 +28,8 @@ from aiockpt.errors import (
 from aiockpt.state.distributed import ranks_of
 from aiockpt.state.flatten import describe
 from aiockpt.state.rebuild import Frame, assemble, check_meshes, tensors_over
-from aiockpt.state.template import Template
 from aiockpt.testing import assert_same
-from tests.support.states import LIMITS, match, staged
+from tests.support.states import LIMITS, match, matching, staged
 from tests.support.transports import pair, receive
 
 if TYPE_CHECKING:
@@ -282,7 +281,7 @@ class TestHostile:
         with pytest.raises(RemoteProtocolError, match=r"(at|refused) w:"):
             rebuilt(manifest, bytes(manifest.segment_bytes))
         with pytest.raises((RemoteProtocolError, TemplateMismatchError)):
-            Template(state, limits=LIMITS, allow_pickle=False).match(manifest)
+            matching(manifest, state)
 
     def test_a_root_that_lies(self, mesh: DeviceMesh) -> None:
         """A mesh that its root does not contain is looked for by itself."""

@@ -102,7 +102,7 @@ def shared(tied: bool) -> State:
     return {"a": one, "b": one if tied else one.clone(), "c": torch.zeros(3)}
 
 
-BUFFER = torch.zeros(20)
+BUFFER, OVERLAP = torch.zeros(27), torch.zeros(27)
 PARTIAL: dict[str, tuple[State, State, str]] = {
     # what the template has, what is sent, and the names that stay the template's
     "another shape": ({"w": torch.zeros(3, 2)}, {"w": torch.ones(2, 3)}, ""),
@@ -122,9 +122,14 @@ PARTIAL: dict[str, tuple[State, State, str]] = {
     ),
     "tied in both": (shared(True), shared(True), "abc"),
     "tied there only": (shared(False), shared(True), "c"),
+    "other tensors between its elements": (
+        {"w": BUFFER[::9], "v": BUFFER[1::9], "c": torch.zeros(3)},
+        {"w": torch.ones(27)[::9], "c": torch.ones(3)},
+        "wc",
+    ),
     "other tensors in its memory": (
-        {"w": BUFFER[::2], "v": BUFFER[1::2], "c": torch.zeros(3)},
-        {"w": torch.ones(20)[::2], "c": torch.ones(3)},
+        {"w": OVERLAP[:12], "v": OVERLAP[11:], "c": torch.zeros(3)},
+        {"w": torch.ones(12), "c": torch.ones(3)},
         "c",
     ),
     "no memory": (

@@ -105,6 +105,10 @@ async def test_what_is_unusual_is_no_error(timeout: float) -> None:
         await sender.send_checkpoint([], 1, sample())
 
 
+DEEP: list[Any] = []
+for _ in range(200):
+    DEEP = [DEEP]
+
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "another step": ({"wanted": 5}, StepNotFoundError),
     "misfit": ({"into": {"w0": torch.ones(3)}}, TemplateMismatchError),
@@ -114,7 +118,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "header": ({"limits": Limits(max_header_bytes=64)}, LimitExceededError),
     "bytes": ({"limits": Limits(max_bytes=10)}, LimitExceededError),
     "own raises": ({"state_dict": raises}, KeyError),
-    "own is none": ({"state_dict": lambda: {"w0": object()}}, UnsupportedLeafError),
+    "own is deep": ({"state_dict": lambda: {"w0": DEEP}}, LimitExceededError),
 }
 
 

@@ -24,8 +24,7 @@ from aiockpt.errors import (
     UnsupportedLeafError,
 )
 from aiockpt.format.limits import FILE_LIMITS
-from aiockpt.state.template import Template
-from tests.support.states import LIMITS, staged
+from tests.support.states import backings_of, matching, staged
 from tests.support.transports import pair, receive
 
 
@@ -288,9 +287,8 @@ def test_a_backing_ends_with_its_storage() -> None:
     manifest, _ = staged({"a": base[:4], "b": base[4:]})
     memory = np.zeros(8, dtype=np.float32)
     apart = {"a": torch.from_numpy(memory[:4]), "b": torch.from_numpy(memory[4:])}
-    found = Template(apart, limits=LIMITS, allow_pickle=False).match(manifest)
-    for each in found.backings:
-        assert each.parts or each.nbytes <= each.tensor.untyped_storage().nbytes()
+    for each in backings_of(matching(manifest, apart)):
+        assert each.nbytes <= each.tensor.untyped_storage().nbytes()
 
 
 ATTRIBUTED = OrderedDict(b=1)
@@ -322,9 +320,8 @@ def test_a_malformed_tree_is_an_error_of_ours(number: int, own: Any) -> None:
     """Never one of Python."""
     manifest, _ = staged({"w": torch.ones(2), "x": 1})
     tree: Any = ["dict", ["w", "x"], [["tensor", 0], FORGED[number]]]
-    template = Template({"w": zeros(2), "x": own}, limits=LIMITS, allow_pickle=False)
     try:
-        template.match(replace(manifest, tree=tree))
+        matching(replace(manifest, tree=tree), {"w": zeros(2), "x": own})
     except (RemoteProtocolError, TemplateMismatchError):
         return
 
@@ -334,9 +331,8 @@ def test_keys_that_collide_are_refused() -> None:
     manifest, _ = staged({"t": torch.ones(2)})
     keys = ["t", *(["int", f"{n * (2**61 - 1):x}"] for n in range(1, 3000))]
     tree: Any = ["dict", keys, [["tensor", 0], *[0] * (len(keys) - 1)]]
-    template = Template({"t": zeros(2)}, limits=LIMITS, allow_pickle=False)
     with pytest.raises(RemoteProtocolError, match="collide"):
-        template.match(replace(manifest, tree=tree))
+        matching(replace(manifest, tree=tree), {"t": zeros(2)})
 
 
 def test_an_error_of_ours_is_no_malformed_tree(tmp_path: Path) -> None:

@@ -15,10 +15,8 @@ import torch
 
 from aiockpt import Progress
 from aiockpt.errors import RemoteProtocolError, TransferTimeoutError
-from aiockpt.format.chunks import ChunkGrid
 from aiockpt.memory.device import Event, Pair
 from aiockpt.testing import FaultProxy, FlipBit, assert_same
-from aiockpt.transfer.destination import _Unfinished
 from tests.support.accelerators import FakeAccelerator
 from tests.support.servers import settle
 from tests.support.transports import (
@@ -147,17 +145,6 @@ async def test_the_first_chunk_is_copied_before_the_last_one_comes(
         await receiving.released(device)
     assert_same(receiving.template, make(1.0))
     assert device.copied == nbytes(make(1.0))
-
-
-async def test_what_is_strided_is_copied_with_its_last_chunk(device) -> None:
-    """Not in parts, and not at the end either."""
-    device.held = False
-    async with held(strided, direct=True) as receiving:
-        await settle(lambda: bool(receiving.template["columns"].all()))
-        assert not receiving.task.done()
-        await receiving.released(device)
-    assert_same(receiving.template, strided(1.0))
-    assert device.copied == nbytes(strided(1.0))
 
 
 async def test_without_direct_nothing_is_copied_early(device) -> None:
@@ -465,17 +452,3 @@ async def test_wherever_it_comes_from(device, how: str) -> None:
             await receiver.recv_checkpoint(0, where, 1, into=template, direct=True)
     assert_same(template, many(1.0))
     assert device.copied == nbytes(template)
-
-
-@pytest.mark.parametrize(
-    ("reach", "chunks"),
-    [((0, 10), [0]), ((5, 25), [0, 1, 2]), ((10, 30), [2, 1]), ((30, 31), [3])],
-)
-async def test_an_entry_is_finished_with_its_last_chunk(reach, chunks) -> None:
-    """In whatever order they come."""
-    unfinished = _Unfinished({7: reach}, ChunkGrid(35, 10))
-    for chunk in chunks[:-1]:
-        assert unfinished.add(chunk) == []
-        assert [*unfinished.left()] == [7]
-    assert unfinished.add(chunks[-1]) == [7]
-    assert [*unfinished.left()] == []

@@ -23,6 +23,7 @@ from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkGrid, chunks_over
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.state import load_plan
+from aiockpt.state.match import LAX
 from aiockpt.state.segment import Segment
 from aiockpt.state.selection import Selection, pruned
 from aiockpt.testing import assert_same
@@ -106,12 +107,14 @@ PATHS = [
 def as_a_load(state: dict[str, Any], select: Any, template: Any = None) -> Any:
     """Return what the checkpointers' rules make of a state that is here already."""
     segment = Segment.of(state, limits=FILE_LIMITS)
-    rule = load_plan.Selected(
+    own = load_plan.Template(template, limits=FILE_LIMITS) if template else None
+    rule = load_plan.Matching(
         [segment],
+        LAX,
         limits=FILE_LIMITS,
         allow_pickle=False,
         select=select,
-        template=template,
+        template=own,
     )
     rule.plans()
     rule.finish()

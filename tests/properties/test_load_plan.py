@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from aiockpt.checkpointers import make_sync_checkpointer
 from aiockpt.errors import TemplateMismatchError
 from aiockpt.format.limits import FILE_LIMITS
-from aiockpt.state.load_plan import LoadPlan, Selected
+from aiockpt.state.load_plan import LoadPlan, Matching, Template
+from aiockpt.state.match import LAX
 from aiockpt.state.selection import Select
 from aiockpt.storage.checkpoint_file import opened
 from aiockpt.storage.directory import checkpoint_at
@@ -40,12 +41,14 @@ def planned(file: Path, template: Any, select: Select | None = None) -> LoadPlan
             manifest_of_file(file, fd, limits=FILE_LIMITS),
             mapped=False,
         )
-        return Selected(
+        own = None if template is None else Template(template, limits=FILE_LIMITS)
+        return Matching(
             [source.segment],
+            LAX,
             limits=FILE_LIMITS,
             allow_pickle=False,
             select=select,
-            template=template,
+            template=own,
         ).plan()
 
 

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aiockpt.errors import MissingKeysError, TemplateMismatchError
-from aiockpt.state.load_plan import Selected
+from aiockpt.state.load_plan import Matching, Template
+from aiockpt.state.match import LAX, LOAD
 from aiockpt.state.segment import Segment
 from tests.support.states import LIMITS
 
@@ -109,12 +110,12 @@ def test_a_template_gets_what_is_there_or_nothing(
     own = dict(paths(template))
     before = {path: tensor.clone() for path, tensor in own.items()}
     try:
-        rule = Selected(
+        rule = Matching(
             [Segment.of(state, limits=LIMITS)],
+            LOAD if strict else LAX,
             limits=LIMITS,
             allow_pickle=False,
-            template=template,
-            strict=strict,
+            template=Template(template, limits=LIMITS),
         )
         rule.plans()
     except (TemplateMismatchError, MissingKeysError):

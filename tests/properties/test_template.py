@@ -20,10 +20,20 @@ from aiockpt.memory.arena import Arena
 from aiockpt.memory.copies import CopyPlan
 from aiockpt.state.equality import elements
 from aiockpt.state.flatten import register_leaf
-from aiockpt.state.load_plan import IntoTemplate
-from aiockpt.state.template import Template
+from aiockpt.state.load_plan import Matching, Template
+from aiockpt.state.match import RECEIVE
+from aiockpt.state.segment import Segment
 from aiockpt.testing import assert_same
-from tests.support.states import LIMITS, State, host_only, match, staged, states
+from tests.support.states import (
+    LIMITS,
+    State,
+    backings_of,
+    host_only,
+    match,
+    matching,
+    staged,
+    states,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,11 +42,9 @@ if TYPE_CHECKING:
 def fill(state: object, template: object, *, direct: bool) -> None:
     """Fill a template as a receive does."""
     manifest, segment = staged(state)
-    found = Template(template, limits=LIMITS, allow_pickle=False).match(manifest)
-    arena = Arena(len(segment))
-    rule = IntoTemplate(
-        manifest, found, memoryview(arena.buffer), limits=LIMITS, allow_pickle=False
-    )
+    rule, arena = matching(manifest, template), Arena(len(segment))
+    (home,) = rule._segments
+    home.arena = arena
     plan = rule.plan().copies(arena, host_only)
     assert plan is not None
     memory = plan.in_place() if direct else arena
@@ -44,7 +52,6 @@ def fill(state: object, template: object, *, direct: bool) -> None:
         view[:] = segment[: view.nbytes]
         segment = segment[view.nbytes :]
     rule.assemble()
-    plan.load_parts(None, {})
     if not direct:
         plan.load_host(0, manifest.segment_bytes)
     rule.finish()
@@ -94,35 +101,33 @@ class TestMatch:
         self, theirs: dict[str, Any], own: dict[str, Any]
     ) -> None:
         """Plain values, flags, strides that step over nothing, and holes."""
-        assert [*match(theirs, own).tensors.values()] == [own["w"]]
+        rule = match(theirs, own)
+        assert all(each is own["w"] for each in rule.changed())
+        assert len([*rule.changed()]) == bool(own["w"].numel())
 
     def test_only_the_path_counts(self) -> None:
         """Whatever containers lead there, and whatever else is beside it."""
         own = [torch.zeros(1), torch.zeros(2)]
-        found = match(
+        fill(
             {"x": {0: torch.ones(1), 1: torch.ones(2)}, "y": "new"},
             {"y": "", "x": {1: own[1], 0: own[0]}},
+            direct=True,
         )
-        assert [found.tensors[number] is own[number] for number in (0, 1)] == [True] * 2
+        assert [each.tolist() for each in own] == [[1], [1, 1]]
 
     def test_trees_that_part_midway_still_fit(self) -> None:
         """What was paired before is not looked for again."""
         theirs = {"a": {"x": torch.ones(1)}, "b": torch.ones(2), "c": torch.ones(3)}
         x, b, c = tensors = [torch.zeros(size) for size in (1, 2, 3)]
         found = match(theirs, {"a": {"x": x}, "c": c, "b": b})
-        shapes = [found.tensors[number].shape for number in range(3)]
-        assert shapes == [tensor.shape for tensor in tensors]
-        assert [backing.address for backing in found.backings] == [
+        assert [backing.address for backing in backings_of(found)] == [
             tensor.data_ptr() for tensor in tensors
         ]
 
-    def test_what_is_no_tensor_of_the_template_is_not_among_them(self) -> None:
-        """The tensors are a mapping like any other."""
+    def test_what_is_no_tensor_has_no_memory(self) -> None:
+        """It arrives elsewhere."""
         found = match({"w": torch.ones(1), "x": bytes(5000)}, {"w": torch.zeros(1)})
-        (blob,) = found.blobs
-        assert (len(found.tensors), blob in found.tensors) == (1, False)
-        assert list(found.tensors) == [1 - blob]
-        assert [backing.nbytes for backing in found.backings] in ([4, 0], [0, 4])
+        assert [backing.nbytes for backing in backings_of(found)] in ([4, 0], [0, 4])
 
 
 class TestMismatch:
@@ -204,12 +209,17 @@ def test_many_tensors_take_little_memory() -> None:
 
     tracemalloc.start()
     try:
-        template = Template(state, limits=LIMITS, allow_pickle=False)
-        found = template.match(manifest)  # whatever is made once is made
-        assert takes(
-            280, 480, lambda: Template(state, limits=LIMITS, allow_pickle=False)
-        )
-        assert takes(80, 150, lambda: template.match(manifest))
+        template = Template(state, limits=LIMITS, watched=True)
+
+        def matched() -> object:
+            segment = Segment(manifest, arena=arena)
+            return Matching(
+                [segment], RECEIVE, limits=LIMITS, allow_pickle=False, template=template
+            )
+
+        found: Any = matched()  # whatever is made once is made
+        assert takes(280, 480, lambda: Template(state, limits=LIMITS, watched=True))
+        assert takes(80, 150, matched)
         assert takes(
             50,
             60,
@@ -327,8 +337,7 @@ class TestValues:
     def test_registered_leaves_are_values(self) -> None:
         """Even those that are made of tensors: nothing of the template's is filled."""
         found = match({"x": Holder(torch.ones(2)), "w": torch.ones(1)}, {"w": WEIGHT})
-        assert list(found.tensors.values()) == [WEIGHT]
-        assert len(found.parts) == 1
+        assert [*found.changed()] == [WEIGHT]
 
     @pytest.mark.parametrize("shared", ["values", "bytes"])
     def test_a_value_in_the_memory_of_a_tensor(self, shared: str) -> None:
@@ -338,19 +347,16 @@ class TestValues:
         manifest, _ = staged({"w": torch.ones(2), "x": None})
         tree: Any = ["dict", ["w", "x"], [["tensor", 0], trees[shared]]]
         own = {"w": torch.ones(2), "x": None}
-        template = Template(own, limits=LIMITS, allow_pickle=False)
-        found = template.match(replace(manifest, tree=tree))
-        assert [each.nbytes for each in found.backings] == [0]
-        assert [*found.backings.parts] == [0]
+        found = matching(replace(manifest, tree=tree), own)
+        assert [each.nbytes for each in backings_of(found)] == [0]
 
     @pytest.mark.parametrize("number", [-1, 1, 1 << 40])
     def test_a_number_of_no_tensor(self, number: int) -> None:
         """The sender's fault."""
         manifest, _ = staged({"w": torch.ones(2)})
         tree: list[Any] = ["dict", ["w"], [["tensor", number]]]
-        template = Template({"w": torch.ones(2)}, limits=LIMITS, allow_pickle=False)
         with pytest.raises(RemoteProtocolError, match="names tensor"):
-            template.match(replace(manifest, tree=tree))
+            matching(replace(manifest, tree=tree), {"w": torch.ones(2)})
 
     def test_a_leaf_that_is_made_of_tensors(self) -> None:
         """It is made anew: its parts need not fit."""

@@ -27,13 +27,16 @@ from aiockpt.format.header import build_manifest, decode_header, header_length
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, TensorSpec
 from aiockpt.format.paths import Node
-from aiockpt.memory.copies import CopyPlan
+from aiockpt.memory.arena import Arena
+from aiockpt.memory.copies import Backings, CopyPlan
 from aiockpt.memory.device import Port, PortFor
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.equality import elements
 from aiockpt.state.flatten import describe
+from aiockpt.state.load_plan import Matching, Template
+from aiockpt.state.match import RECEIVE
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
-from aiockpt.state.template import Match, Template
+from aiockpt.state.segment import Segment
 from aiockpt.transfer.stager import Snapshot, Stager, StagerOptions
 from tests.support.headers import entries_of
 
@@ -267,10 +270,23 @@ def staged(state: object) -> tuple[Manifest, bytes]:
     return asyncio.run(stage())
 
 
-def match(state: object, template: object) -> Match:
+def match(state: object, template: object) -> Matching:
     """Match a template with a checkpoint of ``state``."""
     manifest, _ = staged(state)
-    return Template(template, limits=LIMITS, allow_pickle=False).match(manifest)
+    return matching(manifest, template)
+
+
+def matching(manifest: Manifest, template: object) -> Matching:
+    """Match a template with a checkpoint, as a receive does."""
+    segment = Segment(manifest, arena=Arena(manifest.segment_bytes))
+    own = Template(template, limits=LIMITS, watched=True)
+    return Matching([segment], RECEIVE, limits=LIMITS, allow_pickle=False, template=own)
+
+
+def backings_of(found: Matching) -> Backings:
+    """Return the template's memory of each entry."""
+    assert found.backings is not None
+    return found.backings
 
 
 def described(state: object) -> Manifest:

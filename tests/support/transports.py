@@ -25,7 +25,7 @@ from aiockpt import (
     add_hook,
 )
 from aiockpt.memory.arena import Arena
-from aiockpt.state.load_plan import EverythingNew
+from aiockpt.state.load_plan import Matching
 from aiockpt.testing import Fault, FaultProxy
 from aiockpt.testing.faults import Pipe
 from aiockpt.transfer.destination import Destination
@@ -275,7 +275,7 @@ _HELD = [f"w{n}" for n in range(COUNT // 2)]
 Places = tuple[tuple[Any, str], ...]
 FILLING: Places = ((Destination, "_load"),)
 """Where a template is filled, which is one call in a thread."""
-SHARING: Places = ((EverythingNew, "assemble"),)
+SHARING: Places = ((Matching, "assemble"),)
 """Where a state dict is made, for which the memory is there by then."""
 
 
