@@ -219,15 +219,15 @@ def _part(
     found: Found, part: Matching, how: Reading, ports: PortFor, *, into: bool
 ) -> object:
     """Read the requested values into the template, or into new memory."""
-    # A file of torch is read already: it has a segment, but is no source to read.
-    for source, ranges in zip(found.sources, part.value_ranges(), strict=False):
-        if ranges and source.segment.is_there:
-            _verify(source, ranges, how)
-        elif ranges:
-            values = Placement(source.segment, ranges)
-            source.read(values, verify=how.verify, on_bytes=how.on_bytes)
     touched = False
     try:
+        # A file of torch is read already: it has a segment, but is no source to read.
+        for source, ranges in zip(found.sources, part.value_ranges(), strict=False):
+            if ranges and source.segment.is_there:
+                _verify(source, ranges, how)
+            elif ranges:
+                values = Placement(source.segment, ranges)
+                source.read(values, verify=how.verify, on_bytes=how.on_bytes)
         plans = part.plans()
         pairs = [*zip(found.sources, plans, strict=False)]
         read = (plan.ranges for each, plan in pairs if not each.segment.is_there)

@@ -566,8 +566,7 @@ class HTTPTransport(CheckpointTransport[T]):
             select: The dotted paths to receive, each with everything below it; or a
                 function that is called with each path and returns a bool. Chunks
                 without selected bytes are not fetched. With ``into``, only the selected
-                parts are filled, and the template may have more or fewer keys. It is
-                then checked as soon as the values that are no tensors have arrived.
+                parts are filled, and the template may have more or fewer keys.
             share: Return tensors in the memory of the sender, if it is a process of the
                 same user on this host and was made with ``same_host=True``. Only pages
                 that you write to are copied. The sender stages nothing into it again,

@@ -52,6 +52,7 @@ __all__ = [
     "numbers",
     "once",
     "part_pairs",
+    "physical",
     "raw_bytes",
 ]
 
@@ -225,7 +226,7 @@ def column(found: torch.Tensor, typecode: str = "q") -> array[int]:
     return own
 
 
-def _physical(tensor: torch.Tensor) -> torch.Tensor:
+def physical(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of the memory as words that torch can copy."""
     tensor = tensor.detach()
     if tensor.is_conj():
@@ -238,7 +239,7 @@ def _physical(tensor: torch.Tensor) -> torch.Tensor:
 def part_pairs(parts: Iterable[Part], place: torch.Tensor) -> Iterator[Pair]:
     """Yield each part's elements as a pair: in the entry's bytes, in the state dict."""
     for part in parts:
-        tensor = _physical(part.tensor)
+        tensor = physical(part.tensor)
         there = place.view(tensor.dtype)
         first = int(there.storage_offset()) + part.offset
         yield there.as_strided(tensor.shape, part.stride, first), tensor

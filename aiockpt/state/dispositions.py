@@ -34,7 +34,7 @@ from aiockpt.state.selection import below
 NOT_FILLED: Final = "what it is made of cannot be filled; put None in its place"
 
 _SLICE: Final = 512  # tensors compared by one call; each of their numbers is an object
-_NOT_FILLED: Final = -1  # instead of the number of a pair
+_NO_PAIR: Final = -1
 
 
 class Fills(NamedTuple):
@@ -139,10 +139,10 @@ def near(
     for number, code in enumerate(wanted.codes):
         if code is None and number not in filled:
             with suppress(UnsupportedLeafError):  # it has no memory
-                crowd.append(Member(wanted.tensors[number], "", _NOT_FILLED))
+                crowd.append(Member(wanted.tensors[number], "", _NO_PAIR))
     shifts = {each.at: each.shift for each in spans}
     lost.update(each.number for pair in _clashes(crowd, shifts) for each in pair)
-    lost.discard(_NOT_FILLED)
+    lost.discard(_NO_PAIR)
     copied: set[int] = set()
     while True:
         gone = {*others, *map(pieces.__getitem__, lost)}
@@ -202,8 +202,8 @@ def _odd_ones(
     crowded = _repeated(tensors)
     columns = catalogue.codes, catalogue.shapes, wanted.codes, wanted.shapes
     for start in range(0, len(pieces), _SLICE):
-        near = slice(start, start + _SLICE)
-        some, mine, homes = pieces[near], tensors[near], entries[near]
+        window = slice(start, start + _SLICE)
+        some, mine, homes = pieces[window], tensors[window], entries[window]
         there, here = itemgetter(0, *some), itemgetter(0, *mine)
         codes, shapes, own, own_shapes = (
             at(column)[1:]

@@ -34,7 +34,14 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.paths import format_path
 from aiockpt.format.references import mentions, references, registered
 from aiockpt.memory.arena import Arena
-from aiockpt.memory.copies import Backings, CopyPlan, Reaches, Spans, once
+from aiockpt.memory.copies import (
+    Backings,
+    CopyPlan,
+    Reaches,
+    Spans,
+    once,
+    physical,
+)
 from aiockpt.memory.device import PortFor
 from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused
@@ -140,8 +147,9 @@ class Matching:
     A value that is not selected costs nothing. Its bytes are not read, and its type
     need not be registered.
 
-    Its methods are called in the order of their definition, between the reads:
-    `value_ranges`, `plans`, `check`, `assemble`, `finish`.
+    A load reads `value_ranges`, calls `plans`, reads what they say, and calls `finish`.
+    A whole receive calls `plans` first, reads everything, and calls `assemble` before
+    it touches the template; then `check`, and `finish` in the end.
 
     Args:
         segments: The data segments; several are shards of flat dicts. A whole receive
@@ -593,6 +601,9 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    lazy = [(each.is_conj(), each.is_neg()) for each in (target, source)]
+    if lazy[0] == lazy[1]:  # words keep every bit, of a NaN, too
+        target, source = physical(target), physical(source)
     destination, origin = once(target, source)
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         destination.copy_(origin)

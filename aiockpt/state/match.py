@@ -10,8 +10,8 @@ only the sources have a path             `Rule.extra` says whether the template 
 a container is empty in the template     an error, or it stays empty, by both of these
 None in the template                     what is there is taken as it is: *new* tensors
 a meta tensor in the template            *new*, or an error by `Rule.extra`
-another dtype or shape                   an error, by `Rule.extra`: nothing is cast
-another mesh or other placements         an error, by `Rule.layout`
+another dtype or shape                   an error: nothing is cast
+another mesh or other placements         an error
 other strides; conjugated or negated     *copy*: elements, not bytes
 on one side only
 tied in the sources only                 *copy*: each tensor of the template is filled
@@ -21,8 +21,10 @@ tied in both                             *straight*, if the same bytes are share
 a registered leaf                        made anew, also if it is made of tensors
 another kind of value or container       an error, but a number is a number
 lists of other lengths                   items that the template lacks are extra; too
-                                         many in the template are an error
+                                         many (selected) ones in it are an error
 =======================================  ==============================================
+
+With `NEAR`, none of these is an error: what does not fit is *new*.
 
 Each tensor that goes to the template's memory is *straight* (the bytes of its piece are
 the bytes of that memory) or *copy* (they arrive in an arena, and their elements are
@@ -41,7 +43,7 @@ from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, cast
 
@@ -145,12 +147,10 @@ class Rule(NamedTuple):
             while other values are added to it; or ``none``, since it gets nothing. With
             ``new``, no difference is an error: a tensor becomes a new one unless the
             template has memory for it, in which nobody else has a part.
-        layout: Which distributed tensors fit: those of the ``same`` layout.
     """
 
     missing: Literal["all", "tensors", "none"]
     extra: Literal["tensors", "none", "new"]
-    layout: Literal["same"] = "same"
 
     @property
     def is_whole(self) -> bool:
@@ -525,9 +525,12 @@ class _Walk:
 
     def _pair_lists(self, mine: Any, theirs: Any, path: str) -> Node:
         old, new = mine[1], theirs[1]
+        stay: list[Node] = []  # the items that only the template has
         if self._is_near:
             old = old[: len(new)]
-        if len(old) > len(new):
+        elif len(old) > len(new) and not self._selects(mine, path, len(new)):
+            old, stay = old[: len(new)], [HOLE] * (len(old) - len(new))
+        elif len(old) > len(new):
             expected, actual = (f"a list of {len(each)}" for each in (new, old))
             raise _mismatch_of(path, expected, actual)
         taken: list[Node] = [HOLE] * len(old)
@@ -540,7 +543,7 @@ class _Walk:
                 # The list grows up to its last selected item only.
                 taken += [None] * (at + 1 - len(taken))
                 taken[at] = self._pair(one, other, where)
-        return ["list", taken]
+        return ["list", [*taken, *stay]]
 
     # ------------------------------------------------------------ what only one has
 
@@ -615,12 +618,19 @@ class _Walk:
             return self._selection.enters(path)
         return self._selection.takes_leaf(path)
 
-    def _selects(self, theirs: Node, path: str) -> bool:
-        """Say whether something at or below a path is selected."""
+    def _selects(self, node: Node, path: str, first: int = 0) -> bool:
+        """Say whether something at or below a path is selected.
+
+        Args:
+            node: A node of either side.
+            path: Its path.
+            first: The first item to look at.
+        """
         if self._in_leaf or self._selection.takes(path):
             return True
-        if (inside := _opened(theirs, path)) is not None:
-            return any(self._selects(each, where) for _, each, where in inside)
+        if (inside := _opened(node, path)) is not None:
+            rest = islice(inside, first, None)
+            return any(self._selects(each, where) for _, each, where in rest)
         return self._selection.takes_leaf(path)
 
     def _anew(self, theirs: Node, path: str) -> Node:

@@ -209,7 +209,7 @@ def assemble(
     """Return the state dict of a checkpoint, made of its tree and tensors.
 
     Only registered leaves read the tensors' bytes. The values made of these bytes take
-    no more memory than the checkpoint. ``wholes`` and ``nodes`` come from a `Match`.
+    no more memory than the checkpoint. ``wholes`` and ``nodes`` come from a template.
     ``by_name`` is for what this user's own process has staged: see `decoder_by_name`.
 
     Raises:

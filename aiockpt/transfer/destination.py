@@ -261,7 +261,7 @@ class Destination:
         """Return the chunks to receive in addition to ``values``. For a thread.
 
         Raises:
-            StateDictError: the template does not fit the selection; see `Matching`.
+            RemoteProtocolError: a value is malformed, or of an unregistered type.
             LimitExceededError: the checkpoint needs more memory than is allowed.
         """
         if self.values:

@@ -18,6 +18,7 @@ from torch.utils import _pytree
 import aiockpt
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.errors import (
+    IntegrityError,
     MissingKeysError,
     RemoteProtocolError,
     TemplateMismatchError,
@@ -474,3 +475,27 @@ def test_a_tensor_of_a_leaf_stays_with_it(tmp_path: Path) -> None:
     path = save(tmp_path, {"w": weight, "leaf": Summed(weight), "x": torch.ones(1)})
     got = aiockpt.load(path, map_location="meta")
     assert [got[key].device.type for key in "wx"] == ["cpu", "meta"]
+
+
+def test_a_longer_list_is_filled_where_it_is_selected(tmp_path: Path) -> None:
+    """Its other items stay as they are."""
+    path = save(tmp_path, {"a": [torch.ones(1), torch.ones(1)]})
+    into = {"a": [zeros(1), zeros(1), zeros(1)]}
+    aiockpt.load(path, into, select=["a[0]"])
+    assert [each.tolist() for each in into["a"]] == [[1], [0], [0]]
+    for select in (["a[2]"], ["a"], None):
+        with pytest.raises(TemplateMismatchError, match="a list of 2"):
+            aiockpt.load(path, into, select=select)
+
+
+def test_a_damaged_value_is_read_before_the_template_is_touched(tmp_path: Path) -> None:
+    """And the error says so."""
+    state = {"n": np.arange(50_000), "w": torch.ones(1)}
+    path = save(tmp_path, state)
+    (file,) = path.glob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size - 1000)
+        opened.write(b"\xff" * 8)
+    with pytest.raises(IntegrityError) as caught:
+        aiockpt.load(path, {"n": None, "w": zeros(1)})
+    assert caught.value.__notes__ == ["the template was not modified"]

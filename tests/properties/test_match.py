@@ -126,7 +126,7 @@ def test_a_template_gets_what_is_there_or_nothing(
     for path, tensor in paths(rule.assemble()):
         if path in there:
             assert torch.equal(tensor, there[path])
-        else:
+        elif not any(tensor is own.get(other) for other in there):  # not tied to one
             assert torch.equal(tensor, before[path])
         # A tuple of a template is made anew, with the tensors that it had.
         assert path not in own or tensor is own[path]
