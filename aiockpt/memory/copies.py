@@ -501,14 +501,12 @@ class CopyPlan:
             for device, there in remote.items()
         ]
 
-    def discard(self) -> None:
-        """Free the arena's pages of all entries that the state dict holds."""
+    def discard(self, kept: Sequence[int]) -> None:
+        """Free the arena's pages, but for those of the ``kept`` entries."""
         first = last = 0
-        rows = zip(
-            self._rows.starts, self._rows.stops, self._backings.sizes, strict=True
-        )
-        for start, stop, size in rows:
-            if not size:
+        rows = zip(self._rows.starts, self._rows.stops, kept, strict=True)
+        for start, stop, stays in rows:
+            if stays:
                 self._arena.discard(first, start)
                 first = stop
             last = stop

@@ -97,7 +97,8 @@ def dispose(
     odd = [*_odd_ones(catalogue, wanted, pairs, others)] if pieces else []
     if not odd:  # most state dicts have no others
         return Fills(pieces, tensors), Fills((), ())
-    spans = [*_spans(catalogue, wanted, pairs, odd)]
+    found_spans = (_span_of(catalogue, wanted, pairs, at) for at in odd)
+    spans = [each for each in found_spans if each is not None]
     _check_apart(spans)
     found = _copied(spans, map(catalogue.piece, others))
     copied = {each.at for own, _ in found for each in own}
@@ -116,8 +117,9 @@ def near(
 
     A tensor of the template that shares memory with one that is not filled is not
     filled either. The result has one tensor for each piece, with the strides that were
-    sent. So two tensors are not filled by one, and only a strided tensor that was sent
-    as a dense copy is copied. Of a distributed tensor, all pieces are filled or none.
+    sent. So two tensors are not filled by one, and of those with other strides only
+    what was sent as a dense copy is filled. Of a distributed tensor, all pieces are
+    filled or none.
 
     Args:
         catalogue: What the sources hold.
@@ -127,36 +129,43 @@ def near(
         wholes: The pieces of each distributed tensor.
     """
     pieces, tensors = pairs.pieces, pairs.tensors
-    spans: list[_Span] = []
+    spans: dict[int, _Span] = {}
     lost: set[int] = set()
     for at in _odd_ones(catalogue, wanted, pairs, others):
         try:
-            spans += _spans(catalogue, wanted, pairs, [at])
+            if (span := _span_of(catalogue, wanted, pairs, at)) is not None:
+                spans[at] = span
         except StateDictError:
             lost.add(at)
-    crowd = [_member_of(each) for each in spans]
-    filled = {*tensors}
+    crowd = [*map(_member_of, spans.values())]
+    filled = {tensors[at] for at in range(len(pieces)) if at not in lost}
     for number, code in enumerate(wanted.codes):
         if code is None and number not in filled:
             with suppress(UnsupportedLeafError):  # it has no memory
                 crowd.append(Member(wanted.tensors[number], "", _NO_PAIR))
-    shifts = {each.at: each.shift for each in spans}
+    shifts = {at: each.shift for at, each in spans.items()}
     lost.update(each.number for pair in _clashes(crowd, shifts) for each in pair)
     lost.discard(_NO_PAIR)
-    copied: set[int] = set()
+    elsewhere = [*map(catalogue.piece, others)]
     while True:
         gone = {*others, *map(pieces.__getitem__, lost)}
-        kept = [each for each in spans if each.at not in lost]
-        unlike = [*_copied(kept, map(catalogue.piece, gone))]
-        copied = {own[0].at for own, alone in unlike if alone and own[0].is_dense_copy}
-        more = {each.at for own, _ in unlike for each in own} - copied
+        new = (
+            spans[at].piece if at in spans else catalogue.piece(pieces[at])
+            for at in lost
+        )
+        kept = [each for at, each in spans.items() if at not in lost]
+        copied, more = set[int](), set[int]()
+        for own, alone in _copied(kept, chain(elsewhere, new)):
+            fits = alone and all(each.is_same or each.is_dense_copy for each in own)
+            (copied if fits else more).update(each.at for each in own)
         broken = {*chain(*(each for each in wholes if not gone.isdisjoint(each)))}
         every = enumerate(pieces if broken else ())
         more.update(at for at, piece in every if piece in broken)
         if more <= lost:
             break
         lost |= more
-    straight = (at for at in range(len(pieces)) if at not in lost | copied)
+    away = lost | copied
+    straight = (at for at in range(len(pieces)) if at not in away)
     made = sorted({pieces[at] for at in lost})
     return _fills(pairs, straight), _fills(pairs, sorted(copied)), made
 
@@ -271,34 +280,37 @@ class _Span:
         return *home, self.address, self.piece, self.tensor.stride(), lazy
 
 
-def _spans(
-    catalogue: Catalogue, wanted: Wanted, pairs: Pairs, odd: Iterable[int]
-) -> Iterator[_Span]:
-    """Yield the spans of some pairs that fit, and have elements."""
-    for at in odd:
-        number, path = pairs.tensors[at], pairs.path_of(at)
-        tensor, piece = wanted.tensors[number], catalogue.piece(pairs.pieces[at])
-        check(tensor, piece, path)
-        if piece.start == piece.stop:
-            continue
-        stop = tensor.storage_offset() * tensor.itemsize + wanted.sizes[number]
-        # A sharded module frees the storage of a parameter that it has gathered.
-        if stop > wanted.held.storage_sizes[number]:
-            raise UnsupportedLeafError(path, "tensor", "its memory has been freed")
-        steps = _steps(tensor.shape, tensor.stride())
-        is_same = steps == _steps(piece.shape, piece.stride)
-        if not is_same and repeats(tensor):
-            raise TemplateMismatchError(
-                path,
-                expected=f"{piece.dtype} {[*piece.shape]}, all elements apart",
-                actual=f"elements that share memory: stride {[*tensor.stride()]}",
-                detail="put a copy by contiguous() there",
-            )
-        flags = bool(piece.flags & CONJ), bool(piece.flags & NEG)
-        is_same = is_same and (tensor.is_conj(), tensor.is_neg()) == flags
-        is_same = is_same and type(tensor) in PLAIN
-        address = wanted.held.addresses[number]
-        yield _Span(at, path, piece, tensor, address, is_same)
+def _span_of(
+    catalogue: Catalogue, wanted: Wanted, pairs: Pairs, at: int
+) -> _Span | None:
+    """Return the span of a pair; None if it has no elements.
+
+    Raises:
+        TemplateMismatchError, UnsupportedLeafError: the two do not fit.
+    """
+    number, path = pairs.tensors[at], pairs.path_of(at)
+    tensor, piece = wanted.tensors[number], catalogue.piece(pairs.pieces[at])
+    check(tensor, piece, path)
+    if piece.start == piece.stop:
+        return None
+    stop = tensor.storage_offset() * tensor.itemsize + wanted.sizes[number]
+    # A sharded module frees the storage of a parameter that it has gathered.
+    if stop > wanted.held.storage_sizes[number]:
+        raise UnsupportedLeafError(path, "tensor", "its memory has been freed")
+    steps = _steps(tensor.shape, tensor.stride())
+    is_same = steps == _steps(piece.shape, piece.stride)
+    if not is_same and repeats(tensor):
+        raise TemplateMismatchError(
+            path,
+            expected=f"{piece.dtype} {[*piece.shape]}, all elements apart",
+            actual=f"elements that share memory: stride {[*tensor.stride()]}",
+            detail="put a copy by contiguous() there",
+        )
+    flags = bool(piece.flags & CONJ), bool(piece.flags & NEG)
+    is_same = is_same and (tensor.is_conj(), tensor.is_neg()) == flags
+    is_same = is_same and type(tensor) in PLAIN
+    address = wanted.held.addresses[number]
+    return _Span(at, path, piece, tensor, address, is_same)
 
 
 def _steps(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
@@ -352,7 +364,7 @@ def _copied(
 
     Spans go there together if they overlap in the same way on both sides, and leave no
     byte between them to other tensors. Those that meet here come in one list, with the
-    answer to whether it is one span, whose bytes nobody else gets.
+    answer to whether they agree on their bytes, and nobody else gets them.
     """
     ends: list[_End] = [(x.source, x.start, x.stop, None) for x in others]
     ends += ((x.piece.source, x.piece.start, x.piece.stop, x) for x in spans)
@@ -362,7 +374,7 @@ def _copied(
             continue
         alone = len(own) == len(cluster) and len({each.shift for each in own}) == 1
         if not (alone and all(each.is_same for each in own) and _is_full(own)):
-            yield own, len(cluster) == 1
+            yield own, alone
 
 
 def _clusters(ends: Iterable[_End]) -> Iterator[list[_End]]:

@@ -87,7 +87,8 @@ class LoadPlan:
         reaches: The entries of the segment, or other ranges of it.
         backings: The memory that the bytes of each reach go to directly; zero bytes for
             one that has none. None: all bytes stay in the arena.
-        kept: For each reach, whether its bytes stay in the arena.
+        kept: For each reach, whether its bytes stay in the arena; empty without
+            backings.
         allocated: Whether the plan has allocated memory on a device, so that copies to
             it must wait for this thread's current stream.
     """
@@ -237,15 +238,17 @@ class Matching:
         own, found = template.wanted, self._found
         numbers = [*found.straight.tensors, *found.copied.tensors]
         self._changed = changed_of(own, numbers)
-        if self._rule is match.NEAR:  # the result is another state dict
-            self._report_new()
-            return
         self._contents = template.contents
         if self._contents is None:
             filled = ids_of(own, numbers)
+            every = every and self._rule is not match.NEAR
             entries = entries_with(template.state_dict, filled, every=every)
             self._contents = Contents(entries)
-        self._adoption = Adoption(template.state_dict, ids_of(own, self._doubtful()))
+        if self._rule is match.NEAR:  # the result is another state dict
+            self._report_new()
+        else:
+            filled = ids_of(own, self._doubtful())
+            self._adoption = Adoption(template.state_dict, filled)
 
     def _report_new(self) -> None:
         new = {*self._found.new}
@@ -352,12 +355,14 @@ class Matching:
     def _whole_plan(self) -> LoadPlan:
         (manifest,) = self._catalogue.sources
         entries, found = manifest.entries, self._found
+        stay = {*map(self._catalogue.whole_entry, chain(found.new, found.values))}
         if self._own is None:
             self._ready, entries = self._tensors(), Entries()
-        if self._own is None or not (self._late or len(found.new) or len(found.values)):
+        if self._own is None or not (self._late or stay):
             self._segments = ()  # nothing more is made of it, and it is large
             del self._catalogue
-        return LoadPlan([(0, manifest.segment_bytes)], entries, self.backings)
+        kept = bytes(entry in stay for entry in range(len(entries)))
+        return LoadPlan([(0, manifest.segment_bytes)], entries, self.backings, kept)
 
     def _decoded(self) -> object:
         """Return what is taken, made of the template's tensors and of new ones."""
@@ -550,10 +555,14 @@ class Matching:
         return self._result
 
     def finish(self) -> Set[torch.device]:
-        """Copy the tensors that arrived elsewhere; put values into the template."""
+        """Copy the tensors that arrived elsewhere; put values into the template.
+
+        Return the devices that this thread's current stream has copied to.
+        """
         if not self._rule.is_whole:  # its owner had much time to change it
             self.check()
-        devices = {base.device for base, _ in self._replicas.values()}
+        bases = (base for base, _ in self._replicas.values())
+        devices = {base.device for base in bases if not base.is_meta}
         for base, raw in self._replicas.values():
             base.copy_(raw)
         own = self._own

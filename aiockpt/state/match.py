@@ -211,7 +211,7 @@ class Matched:
         for path, tag, node in registered(self.tree) if new else ():
             if tag in LAYOUTS:
                 numbers, layout = catalogue.layouts.read(path, tag, node)
-                if not new.isdisjoint(numbers):
+                if not (numbers and new.isdisjoint(numbers)):
                     found[path] = layout
         check_places(found)
 

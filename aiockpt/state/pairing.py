@@ -2,17 +2,18 @@
 
 In this module, "theirs" are the tensors and entries of the checkpoint's manifest, and
 "ours" are those of a local state dict. Both are known by number. Tensors are paired if
-they have the same path, dtype, shape and strides. What differs is no error here, and a
-wrong pair does no harm, because the reader of that memory compares digests.
+they have the same path, dtype and shape. What differs is no error here, and a wrong
+pair does no harm, because the reader of that memory compares digests.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Final
 
+from aiockpt.format.entries import Entries
 from aiockpt.format.manifest import (
     COMPACTED,
     PARAMETER,
@@ -23,7 +24,7 @@ from aiockpt.format.manifest import (
 )
 from aiockpt.format.paths import Node, Path
 from aiockpt.format.references import Mention, check_numbers, mentions
-from aiockpt.memory.copies import Backings
+from aiockpt.memory.copies import Backings, Part
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.flatten import Drafts, Survey
 from aiockpt.state.leaves import DTYPE_NAMES
@@ -52,37 +53,78 @@ def alike(manifest: Manifest, own: Survey) -> Backings:
         for mention in mentions(manifest.tree):
             check_numbers(mention.numbers, manifest.tensor_count)
             places.add(mention)
-        there = array("q", [_NONE]) * len(manifest.entries)
+        found = _Found(manifest, own)
         for start in range(0, len(places.own), _SLICE):
-            near = slice(start, start + _SLICE)
-            _pair(manifest, own, places.theirs[near], places.own[near], there)
-    order = array("q", _fitting(manifest, own.drafts, there))
-    return own.drafts.backings.taken(order)
+            some = slice(start, start + _SLICE)
+            found.add(places.theirs[some], places.own[some])
+        return found.backings()
 
 
-def _pair(
-    manifest: Manifest,
-    own: Survey,
-    theirs: Sequence[int],
-    mine: Sequence[int],
-    there: array[int],
-) -> None:
-    """Note our entry for each entry of these tensors of theirs that are like ours."""
-    entries, drafts = manifest.entries, own.drafts
-    # A plain tensor has the number of its entry, on either side. Most are plain.
-    plain = max(theirs) < len(entries)
-    if plain:
-        at, here = itemgetter(*theirs), itemgetter(*mine)
-        plain = at(entries.dtypes) == here(drafts.codes) and (
-            at(entries.shapes) == here(drafts.shapes)
-        )
-    for number, other in zip(theirs, mine, strict=True):
-        if plain:
-            there[number] = other
-            continue
-        one, two = manifest.tensor(number), _spec(own, other)
-        if _comparable(one) == _comparable(two):
-            there[one.storage] = two.storage
+class _Found:
+    """The memory that was found so far.
+
+    Attributes:
+        there: Our entry for each entry of theirs, or -1.
+        parts: Our tensors with other strides, by their entry: the number of each, and
+            where its elements lie in the entry.
+    """
+
+    def __init__(self, manifest: Manifest, own: Survey) -> None:
+        self._manifest, self._own = manifest, own
+        self.there = array("q", [_NONE]) * len(manifest.entries)
+        self.parts: dict[int, list[tuple[int, Part]]] = {}
+
+    def add(self, theirs: Sequence[int], mine: Sequence[int]) -> None:
+        """Note our entry for each entry of tensors of theirs that are like ours."""
+        entries, drafts = self._manifest.entries, self._own.drafts
+        # A plain tensor has the number of its entry, on either side. Most are plain.
+        if max(theirs) < len(entries):
+            at, here = itemgetter(*theirs), itemgetter(*mine)
+            if (at(entries.dtypes), at(entries.shapes)) == (
+                here(drafts.codes),
+                here(drafts.shapes),
+            ):
+                for number, other in zip(theirs, mine, strict=True):
+                    self.there[number] = other
+                return
+        for number, other in zip(theirs, mine, strict=True):
+            one, two = self._manifest.tensor(number), _spec(self._own, other)
+            if _comparable(one) == _comparable(two):
+                self.there[one.storage] = two.storage
+            elif _elements(one) == _elements(two):
+                tensor = self._own.tensors[other]
+                part = Part(tensor, tuple(one.stride), one.offset)
+                self.parts.setdefault(one.storage, []).append((other, part))
+
+    def backings(self) -> Backings:
+        """Return the memory of each entry of theirs."""
+        entries, drafts = self._manifest.entries, self._own.drafts
+        order = array("q", _fitting(self._manifest, drafts, self.there))
+        whole = drafts.backings.taken(order)
+        some = {
+            entry: each
+            for entry, each in self.parts.items()
+            if order[entry] == _NONE and _are_words(entries, entry, each)
+        }
+        firsts = array("q", [_NONE]) * len(order)
+        sizes = array("Q", [0]) * len(order)
+        for entry, each in some.items():
+            firsts[entry] = each[0][0]
+            sizes[entry] = entries.stops[entry] - entries.starts[entry]
+        held = drafts.held.taken(firsts)
+        parts = {entry: (*(part for _, part in each),) for entry, each in some.items()}
+        inner = {
+            entry: drafts.held.taken([number for number, _ in each])
+            for entry, each in some.items()
+        }
+        strided = Backings(held, held.addresses, sizes, parts, inner)
+        return whole.filled(some, strided) if some else whole
+
+
+def _are_words(entries: Entries, entry: int, parts: Iterable[tuple[int, Part]]) -> bool:
+    """Say whether torch can see an entry as words of the size of its parts."""
+    ends = entries.starts[entry], entries.stops[entry]
+    return not any(end % part.tensor.itemsize for _, part in parts for end in ends)
 
 
 def _spec(own: Survey, number: int) -> TensorSpec:
@@ -98,6 +140,11 @@ def _spec(own: Survey, number: int) -> TensorSpec:
     return TensorSpec(entry, name, shape, dense_stride(shape), 0, 0)
 
 
+def _elements(spec: TensorSpec) -> tuple[object, ...]:
+    """Return what must be equal for the same elements, wherever they lie."""
+    return spec.dtype, spec.shape, spec.flags & ~_LOCAL_FLAGS
+
+
 def _comparable(spec: TensorSpec) -> tuple[object, ...]:
     """Return what must be equal; strides of one-element dimensions are left out."""
     stride: tuple[int, ...] = ()
@@ -105,7 +152,7 @@ def _comparable(spec: TensorSpec) -> tuple[object, ...]:
         stride = tuple(
             step for size, step in zip(spec.shape, spec.stride, strict=True) if size > 1
         )
-    return spec.dtype, spec.shape, stride, spec.offset, spec.flags & ~_LOCAL_FLAGS
+    return *_elements(spec), stride, spec.offset
 
 
 class _Places:

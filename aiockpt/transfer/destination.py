@@ -249,6 +249,8 @@ class Destination:
         self.loaded: set[int] = set()
         self._chunks: Sequence[int] = ()
         self._loading: _Loading | None = None
+        self._kept: Sequence[int] = ()
+        self._sent: list[Event] = []  # of the copies that `_load` has enqueued
         self.values: Sequence[int] = chunks_over(grid, rule.values)
         self._check_memory(self.values)
         if not self.values:
@@ -275,7 +277,7 @@ class Destination:
         wanted = chunks_over(self._grid, plan.ranges)
         self._chunks = [chunk for chunk in wanted if chunk not in values]
         self._check_memory([*self._chunks, *values])
-        self.backings = plan.backings
+        self.backings, self._kept = plan.backings, plan.kept
         self.copies = plan.copies(self.arena, self._terms.ports)
         if self.copies is not None:
             # This thread has just allocated new tensors on its own current stream.
@@ -427,7 +429,7 @@ class Destination:
         """
         if self.touched:
             mark_changed(self._rule.changed())
-        if self._loading is not None and self._loading.has_sent:
+        if self._has_sent:
             keep_until(self._drain)
 
     def discard(self, *, late: bool) -> None:
@@ -436,19 +438,27 @@ class Destination:
         The caller knows that nothing writes to the memory any more. A device that still
         copies to it (``late``) needs its addresses, but not its contents.
         """
-        sent = self._loading is not None and self._loading.has_sent
-        gone = self._owns and not (self._loan.finished or sent)
+        gone = self._owns and not (self._loan.finished or self._has_sent)
         del self._loan, self._rule
         if gone:
             self._bridge.post(self.arena.empty)
             if not late:
                 self._bridge.post(self.arena.close)  # an existing view prevents that
 
+    @property
+    def _has_sent(self) -> bool:
+        """Whether devices may copy from the arena, or have done so."""
+        return self._loading is not None and (
+            self._loading.has_sent or bool(self._sent)
+        )
+
     def _drain(self) -> None:
         assert self.copies is not None
         if self._share is not None:
             self._share.drain()
         self.copies.drain()
+        for event in self._sent:
+            event.synchronize()
 
     def _load(self) -> list[Event]:
         """Fill the tensors, then put the values into the template, without a break.
@@ -467,7 +477,9 @@ class Destination:
             made = self._terms.marks.events
             events += self._share.load(self._share.fences(made))
         ports = map(self._terms.ports, self._rule.finish())
-        return events + [port.fence() for port in ports if port is not None]
+        events += [port.fence() for port in ports if port is not None]
+        self._sent = events
+        return events
 
     @property
     def _is_single_use(self) -> bool:
@@ -478,7 +490,7 @@ class Destination:
         used = self._rule.uses_arena
         # Values may be made of the bytes that a template's tensor got, too.
         if used and self.copies is not None and self._owns and not self.values:
-            self.copies.discard()  # pages that the state dict does not use
+            self.copies.discard(self._kept)  # pages that the state dict does not use
         self.arena.close()
 
 

@@ -20,7 +20,7 @@ from torch import distributed, nn
 
 import aiockpt
 from aiockpt import IntegrityError, TemplateMismatchError
-from aiockpt.errors import PeerFailedError
+from aiockpt.errors import LocalProtocolError, PeerFailedError
 from aiockpt.testing import assert_same
 from tests.support.groups import both, flip_bits, moved, transports
 from tests.support.transports import weights
@@ -103,6 +103,7 @@ def shared(tied: bool) -> State:
 
 
 BUFFER, OVERLAP = torch.zeros(27), torch.zeros(27)
+FUSED, SENT = torch.zeros(3, 5), torch.ones(3, 5)
 PARTIAL: dict[str, tuple[State, State, str]] = {
     # what the template has, what is sent, and the names that stay the template's
     "another shape": ({"w": torch.zeros(3, 2)}, {"w": torch.ones(2, 3)}, ""),
@@ -131,6 +132,21 @@ PARTIAL: dict[str, tuple[State, State, str]] = {
         {"w": OVERLAP[:12], "v": OVERLAP[11:], "c": torch.zeros(3)},
         {"w": torch.ones(12), "c": torch.ones(3)},
         "c",
+    ),
+    "a misfit in its memory": (
+        {"w": OVERLAP[12:20], "v": OVERLAP[12:], "c": torch.zeros(3)},
+        {"w": torch.ones(8), "v": torch.ones(15).double(), "c": torch.ones(3)},
+        "c",
+    ),
+    "interleaved on both sides": (
+        {"w": torch.zeros(4, 2)[:, 0], "v": torch.zeros(4, 2)[:, 1]},
+        {"w": torch.ones(4, 2)[:, 0], "v": torch.ones(4, 2)[:, 1]},
+        "wv",
+    ),
+    "columns of one buffer": (
+        {"w": FUSED[:, :2], "v": FUSED[:, 2:]},
+        {"w": SENT[:, :2], "v": SENT[:, 2:]},
+        "wv",
     ),
     "no memory": (
         {"w": torch.empty(4, device="meta"), "b": torch.zeros(2)},
@@ -314,3 +330,23 @@ async def test_nothing_is_kept_alive() -> None:
             while any(each() is not None for each in gone):
                 gc.collect()
                 await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("name", ["a", "z"])
+async def test_a_template_that_changes_meanwhile(direct: bool, name: str) -> None:
+    """No tensor is filled, whether its bytes go straight or are copied in the end."""
+    own = {"a": torch.zeros(27)[::9], "z": torch.zeros(6)}
+
+    def changed(progress: Any) -> None:
+        if progress.stop == "rebuild":
+            own[name].data = own[name].data[:1]
+
+    state = {"a": torch.ones(27)[::9], "z": torch.ones(6)}
+    options = {"state_dict": lambda: own}
+    async with transports(receiver=options) as (sender, receiver):
+        _, got = await both(sender, receiver, state, direct=direct, progress=changed)
+    assert isinstance(got, LocalProtocolError)
+    assert str(got).startswith(f"{name} ")
+    if not direct:
+        assert not any(each.any() for each in own.values())

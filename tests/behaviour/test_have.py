@@ -164,6 +164,27 @@ async def test_ties_that_are_none_here_may_differ() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(
+    "view", [lambda: torch.zeros(256, 512).t(), lambda: torch.zeros(512, 512)[:, ::2]]
+)
+async def test_a_template_with_other_strides_has_its_bytes(
+    direct: bool, view: Callable[[], torch.Tensor]
+) -> None:
+    """They are compared in the order in which they were sent."""
+    state = {"w": torch.arange(512.0 * 256).view(512, 256), "b": torch.ones(8)}
+    into = {"w": view(), "b": torch.zeros(8)}
+    async with pair(chunk_bytes=CHUNK) as (sender, receiver):
+        for step in range(3):
+            state["b"] += 1
+            await sender.send_checkpoint([], step, state)
+            options = {"into": into, "have": True, "direct": direct}
+            _, nbytes = await counted(sender, receiver, **options)
+            assert all(torch.equal(into[key], state[key]) for key in state)
+            assert nbytes <= CHUNK or not step
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("have", [{}, [], {"w0": 5, "other": torch.ones(3)}])
 async def test_a_first_receive_may_have_nothing(have: Any) -> None:
     """It is a receive like any other then."""

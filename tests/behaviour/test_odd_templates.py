@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -499,3 +501,16 @@ def test_a_damaged_value_is_read_before_the_template_is_touched(tmp_path: Path) 
     with pytest.raises(IntegrityError) as caught:
         aiockpt.load(path, {"n": None, "w": zeros(1)})
     assert caught.value.__notes__ == ["the template was not modified"]
+
+
+@pytest.mark.asyncio
+async def test_new_views_of_a_peer_on_the_meta_device() -> None:
+    """They have no memory there, so nothing is copied and waited for."""
+    base = torch.arange(10.0)
+    async with pair() as (sender, _):
+        await sender.send_checkpoint([], 1, {"a": base[:6], "b": base[4:]})
+        into = {"a": zeros(6), "b": None}
+        load = functools.partial(aiockpt.load, sender.metadata(), into)
+        got = await asyncio.to_thread(load, map_location="meta")
+    assert torch.equal(got["a"], base[:6])
+    assert got["b"].is_meta
