@@ -447,7 +447,7 @@ class Matching:
             else:
                 made = parts_over(
                     segment.manifest,
-                    segment.arena.buffer,
+                    segment.buffer,
                     fresh=own[0],
                     parts=own[1],
                     blobs=own[2],
@@ -639,9 +639,7 @@ def _all_of(segment: Segment) -> Sequence[torch.Tensor]:
     """Return all tensors of a segment, over its memory."""
     if segment.tensors is not None:
         return segment.tensors
-    return tensors_over(
-        segment.manifest, segment.arena.buffer, on_device=segment.on_device
-    )
+    return tensors_over(segment.manifest, segment.buffer, on_device=segment.on_device)
 
 
 def _like(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

@@ -30,11 +30,14 @@ class Segment:
         tensors: The tensors by number, if a program has made them already.
         odd: Its values that have no encoding, by the payload of `ODD`.
         on_device: The bytes of the entries that a device receives by itself.
+        lent: The view through which a pool lends the memory of the arena, if one does;
+            it sees by that view whether the memory is still in use.
     """
 
     tensors: Sequence[torch.Tensor] | None = None
     odd: Sequence[object] = ()
     on_device: Mapping[int, torch.Tensor] = MappingProxyType({})
+    lent: memoryview | None = None
 
     def __init__(
         self, manifest: Manifest, *, arena: Arena | None = None, is_there: bool = False
@@ -77,6 +80,11 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"<Segment {self.manifest}>"
+
+    @property
+    def buffer(self) -> memoryview:
+        """The memory, for tensors to lie over."""
+        return self.arena.buffer if self.lent is None else self.lent
 
 
 def check_memory(ranges: Iterable[tuple[int, int]], limits: Limits) -> None:

@@ -35,6 +35,7 @@ from aiockpt.memory.device import (
 )
 from aiockpt.runtime.bridge import Bridge, share_out
 from aiockpt.runtime.switching import python_is_busy, switching_often
+from aiockpt.runtime.system import allocating
 from aiockpt.runtime.tasks import beside
 from aiockpt.state.load_plan import Matching, Template
 from aiockpt.state.match import NEAR, RECEIVE
@@ -126,7 +127,8 @@ def matched(
     manifest: Manifest, template: Template | None, terms: Terms
 ) -> tuple[Segment, Matching]:
     """Return the data segment, without memory yet, and what is taken of it."""
-    segment = Segment(manifest, arena=Arena(0))
+    with allocating("a checkpoint", manifest.segment_bytes):
+        segment = Segment(manifest, arena=Arena(0))
     rule = Matching(
         [segment],
         RECEIVE if template is None or template.contents is not None else NEAR,
@@ -158,7 +160,7 @@ def everything(
     if terms.direct and rule.backings is not None:
         used -= _nbytes_in_place(rule.backings, terms.ports)
     loan = Loan(arena) if arena else _allocate(manifest, used, terms)
-    segment.arena = loan.arena
+    segment.arena, segment.lent = loan.arena, loan.buffer
     pays = rule.backings is not None and (terms.later or terms.warm is not None)
     pinned = not arena and pays and used >= _USED * manifest.segment_bytes
     return Destination(
