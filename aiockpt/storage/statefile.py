@@ -7,6 +7,7 @@ import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -23,7 +24,7 @@ from aiockpt.storage.files import named, unchanged
 from aiockpt.storage.placement import Placement
 from aiockpt.storage.read import FileSource, manifest_of_file
 
-__all__ = ["StateFile", "is_torch_file", "load_torch", "read_state_file"]
+__all__ = ["StateFile", "is_torch_file", "load_torch", "read_state_file", "unpickled"]
 
 _ZIP = b"PK\x03\x04"
 _OPENING_BRACE = 8  # where the JSON of a safetensors header starts
@@ -102,16 +103,30 @@ def _loaded(path: Path, fd: int, *, mapped: bool) -> object:
     is_zip = _start_of(path, fd).startswith(_ZIP)
     if is_zip:
         _check_zip(path, fd)
+    # By its descriptor: another file may have got the name meanwhile.
+    return unpickled(path, f"/proc/self/fd/{fd}", mapped=is_zip and mapped)
+
+
+def unpickled(
+    path: Path, source: str | IO[bytes], *, mapped: bool, what: str = "it"
+) -> object:
+    """Return what ``torch.save`` wrote. It must not be compressed.
+
+    Args:
+        path: The name of the file, for errors.
+        source: The file, or its bytes.
+        mapped: Whether tensors lie over a mapping of the file.
+        what: What is read, for errors.
+
+    Raises:
+        StorageError: it is damaged, or reading it would run code.
+    """
     try:
-        # By its descriptor: another file may have got the name meanwhile.
         return torch.load(  # noqa: TID251 - weights_only unpickles no code
-            f"/proc/self/fd/{fd}",
-            map_location="cpu",
-            mmap=is_zip and mapped,
-            weights_only=True,
+            source, map_location="cpu", mmap=mapped, weights_only=True
         )
     except Exception as error:  # a damaged file makes torch raise anything
-        raise StorageError(str(path), _reason(str(error))) from error
+        raise StorageError(str(path), _reason(what, str(error))) from error
 
 
 def _check_zip(path: Path, fd: int) -> None:
@@ -128,14 +143,14 @@ def _check_zip(path: Path, fd: int) -> None:
         raise StorageError(str(path), "it is compressed, as no file of torch is")
 
 
-def _reason(text: str) -> str:
+def _reason(what: str, text: str) -> str:
     """Return the part of torch's long message that says what is wrong."""
     if found := re.search(r"GLOBAL (\S+)", text):
         return (
-            f"it holds a {found[1]}, which only running pickled code brings back; "
+            f"{what} holds a {found[1]}, which only running pickled code brings back; "
             "save tensors and plain values"
         )
     # Torch begins with advice to unpickle without weights_only.
     found = re.search(r"WeightsUnpickler error:\s*(\S.*)", text)
     lines = [found[1]] if found else text.strip().splitlines()
-    return f"torch cannot read it: {lines[0] if lines else '?'}"
+    return f"torch cannot read {what}: {lines[0] if lines else '?'}"
