@@ -349,7 +349,7 @@ class Matching:
         with collector_paused():  # there may be 100,000 tensors
             if self._rule.is_whole:
                 return [self._whole_plan()]
-            self._result = self._decoded()
+            self._result = self.decoded()
             return self._plans()
 
     def _whole_plan(self) -> LoadPlan:
@@ -364,7 +364,7 @@ class Matching:
         kept = bytes(entry in stay for entry in range(len(entries)))
         return LoadPlan([(0, manifest.segment_bytes)], entries, self.backings, kept)
 
-    def _decoded(self) -> object:
+    def decoded(self) -> object:
         """Return what is taken, made of the template's tensors and of new ones."""
         state = assemble(
             self._frame,
@@ -551,7 +551,7 @@ class Matching:
     def assemble(self) -> object:
         """Return the state dict, which `finish` completes."""
         if self._rule.is_whole:
-            self._result = self._decoded()
+            self._result = self.decoded()
         return self._result
 
     def finish(self) -> Set[torch.device]:
@@ -756,5 +756,5 @@ def state_over(
         DeviceMeshError: this process has no mesh for a distributed tensor.
     """
     rule = Matching(segments, match.LOAD, limits=limits, allow_pickle=allow_pickle)
-    rule.plans()
-    return rule.assemble()
+    with collector_paused():  # there may be 100,000 tensors
+        return rule.decoded()
