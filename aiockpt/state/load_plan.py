@@ -207,7 +207,8 @@ class Matching:
         self.missing, self._found = found.missing, found
         self._nodes = {} if template is None else template.nodes
         self._late = [*zip(*found.copied, strict=True)]  # pieces, and tensors
-        if any(each.tensors is not None for each in segments):  # nothing is read
+        is_own = any(each.tensors is not None for each in segments)
+        if is_own:  # nothing is read
             self._late += zip(*found.straight, strict=True)
         self._result: object = None
         self._adoption: Adoption | None = None
@@ -218,7 +219,6 @@ class Matching:
         self._bases: list[dict[int, torch.Tensor]] = [{} for _ in segments]
         self._replicas: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._copies: list[tuple[int, torch.Tensor]] = []  # to a tensor of the template
-        is_own = any(each.tensors is not None for each in segments)
         nbytes = sys.maxsize if is_own else sum(each.total_bytes for each in manifests)
         counts = len(manifests[0].entries), len(self._catalogue)
         self._frame = Frame(found.tree, *counts, nbytes)
@@ -355,9 +355,12 @@ class Matching:
     def _whole_plan(self) -> LoadPlan:
         (manifest,) = self._catalogue.sources
         entries, found = manifest.entries, self._found
-        stay = {*map(self._catalogue.whole_entry, chain(found.new, found.values))}
+        stay: set[int] = set()
         if self._own is None:
             self._ready, entries = self._tensors(), Entries()
+        else:
+            others = chain(found.new, found.values)
+            stay.update(map(self._catalogue.whole_entry, others))
         if self._own is None or not (self._late or stay):
             self._segments = ()  # nothing more is made of it, and it is large
             del self._catalogue
