@@ -18,11 +18,11 @@ from aiockpt.errors import (
     StorageError,
     WorldSizeMismatchError,
 )
-from aiockpt.format.limits import Limits, enforce
+from aiockpt.format.limits import Limits
 from aiockpt.format.references import references
 from aiockpt.state.segment import Segment
 from aiockpt.state.sharding import LAYOUTS
-from aiockpt.storage.checkpoint_file import blaming_file, opened
+from aiockpt.storage.checkpoint_file import blaming_file, contents, opened
 from aiockpt.storage.directory import (
     MARKER,
     StrPath,
@@ -33,7 +33,7 @@ from aiockpt.storage.directory import (
     resolve_target,
     text_of,
 )
-from aiockpt.storage.files import named, read_at
+from aiockpt.storage.files import named
 from aiockpt.storage.read import FileSource, OnBytes, Verify, manifest_of_file
 from aiockpt.storage.statefile import is_torch_file, load_torch
 
@@ -233,11 +233,7 @@ class _Index(msgspec.Struct):
 
 
 def _listed(index: Path, limits: Limits) -> dict[str, str]:
-    with opened(index) as fd, named(index):
-        size = os.fstat(fd).st_size
-        enforce(f"the size of {index}", size, limits.max_header_bytes)
-        text = bytearray(size)
-        read_at(index, fd, [memoryview(text)], 0)
+    text = contents(index, limits=limits)
     try:
         return msgspec.json.decode(text, type=_Index).weight_map
     except (msgspec.MsgspecError, UnicodeError) as error:

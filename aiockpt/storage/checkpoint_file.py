@@ -19,14 +19,16 @@ from aiockpt.errors import (
 )
 from aiockpt.format.chunks import digest
 from aiockpt.format.header import LENGTH_BYTES, decode_header, header_length
-from aiockpt.format.limits import OF_A_FILE, Limits, advising
+from aiockpt.format.limits import OF_A_FILE, Limits, advising, enforce
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.format.tree import UnknownLeafError
 from aiockpt.runtime.words import command_line
 from aiockpt.storage.files import named, open_regular, read_at
 
 __all__ = [
+    "bytes_at",
     "chunk_errors",
+    "contents",
     "digest_of",
     "header_of",
     "is_of_torch",
@@ -62,6 +64,31 @@ def opened(path: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def contents(path: Path, *, limits: Limits) -> bytes:
+    """Return the bytes of a file that describes others.
+
+    Raises:
+        StorageError: there is no such file, or it cannot be read.
+        LimitExceededError: it is larger than a header may be.
+    """
+    with opened(path) as fd:
+        size, limit = os.fstat(fd).st_size, limits.max_header_bytes
+        enforce(f"the size of {path}", size, limit, "max_header_bytes")
+        return bytes_at(path, fd, 0, size)
+
+
+def bytes_at(path: Path, fd: int, at: int, size: int) -> bytes:
+    """Return bytes of an open file, all of them.
+
+    Raises:
+        StorageError: it ends too early, or cannot be read.
+    """
+    found = bytearray(size)
+    with named(path):
+        read_at(path, fd, [memoryview(found)] if size else [], at)
+    return bytes(found)
 
 
 @contextmanager

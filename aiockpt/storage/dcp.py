@@ -21,6 +21,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -30,8 +31,8 @@ from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.limits import OF_A_FILE, Limits, advising, enforce
 from aiockpt.format.pickles import PERSISTENT, Global, Made, PickledDict, read_pickle
 from aiockpt.runtime.words import clipped, command_line
-from aiockpt.storage.checkpoint_file import opened
-from aiockpt.storage.files import named, read_at
+from aiockpt.storage.checkpoint_file import bytes_at, contents
+from aiockpt.storage.files import named
 from aiockpt.storage.statefile import unpickled
 
 METADATA: Final = ".metadata"
@@ -87,7 +88,7 @@ _MAX_NUMBER: Final = 2**63 - 1
 _MAX_ELEMENTS: Final = 2**56
 _PRIME: Final = 2**127 - 1
 _SHOWN: Final = 200
-_TAIL_BYTES: Final = 64 << 10  # the list of a zip file's records, of which there are 7
+_EDGE_BYTES: Final = 4 << 10  # torch's seven records without the elements, and a list
 _RECORD_BYTES: Final = 64 << 10  # of a tensor without its elements, at most
 
 
@@ -217,7 +218,7 @@ def read_dcp(directory: Path, *, limits: Limits) -> DcpCheckpoint:
         raise CheckpointNotFoundError(str(directory), detail)
     path = _file_in(root, METADATA)
     with _blaming(path, root):
-        found = read_pickle(_contents(path, limits), _IN_METADATA, limits=limits)
+        found = read_pickle(contents(path, limits=limits), _IN_METADATA, limits=limits)
         metadata = _fields(found, _METADATA)
         stored = _stored(metadata.get("storage_data"))
         paths = _paths(metadata.get("planner_data"), limits)
@@ -253,20 +254,6 @@ def _blaming(path: Path, directory: Path) -> Iterator[None]:
             f"code, {tool} {command_line(str(directory))} FILE.pt makes a file to load"
         )
         raise StorageError(str(path), detail) from error
-
-
-def _contents(path: Path, limits: Limits) -> bytes:
-    with opened(path) as fd:
-        size, limit = os.fstat(fd).st_size, limits.max_header_bytes
-        enforce(f"the size of {path}", size, limit, "max_header_bytes")
-        return _bytes_at(path, fd, 0, size)
-
-
-def _bytes_at(path: Path, fd: int, at: int, size: int) -> bytes:
-    found = bytearray(size)
-    with named(path):
-        read_at(path, fd, [memoryview(found)] if size else [], at)
-    return bytes(found)
 
 
 def _file_in(root: Path, name: str, size: int = 0) -> Path:
@@ -389,7 +376,7 @@ def _leaves(
             continue
         facts = _fields(value, _TENSOR)
         chunks, shape = facts.get("chunks"), _numbers(facts.get("size"))
-        if type(chunks) is not list or prod(shape) >= _MAX_ELEMENTS:
+        if type(chunks) is not list or prod(n or 1 for n in shape) >= _MAX_ELEMENTS:
             raise RemoteProtocolError(f"{_quoted(name)} is no tensor")
         count += len(chunks)  # one list may be that of many tensors
         enforce("the number of shards", count, limits.max_nodes, "max_nodes")
@@ -526,8 +513,8 @@ def elements_of(path: Path, fd: int, tensor: DcpTensor, shard: DcpShard) -> DcpE
     """
     with _naming(path, f"{_quoted(tensor.name)} at {shard.offsets}"):
         archive = _OpenArchive(path, fd, shard.archive)
-        found = read_pickle(archive.content("data.pkl"), _IN_ARCHIVE, limits=Limits())
-        key, dtype, count, first, stride = _storage_of(found, shard.sizes)
+        pickled = archive.content("data.pkl")
+        key, dtype, count, first, stride = _storage_of(pickled, shard.sizes)
         if dtype != tensor.dtype:
             raise RemoteProtocolError(f"its dtype there is {dtype}, not {tensor.dtype}")
         if archive.content("byteorder", b"little") != b"little":
@@ -535,7 +522,7 @@ def elements_of(path: Path, fd: int, tensor: DcpTensor, shard: DcpShard) -> DcpE
         at, size = archive.find(f"data/{key}")
         steps = (step * (n - 1) for step, n in zip(stride, shard.sizes, strict=True))
         last, itemsize = first + sum(steps) + 1, DTYPES[dtype][0]
-        if size != count * itemsize or last > count:
+        if size != count * itemsize or max(last, prod(shard.sizes)) > count:
             raise RemoteProtocolError(f"{size} bytes do not hold its elements")
     base = shard.archive.start + at
     return DcpElements(base + first * itemsize, base + last * itemsize, stride)
@@ -561,7 +548,7 @@ def value_of(path: Path, fd: int, value: DcpValue, *, limits: Limits) -> Any:
         enforce(f"the size of {what}", archive.nbytes, limit, "max_header_bytes")
     with _naming(path, what):
         _OpenArchive(path, fd, archive)  # refuses what is compressed
-    data = io.BytesIO(_bytes_at(path, fd, archive.start, archive.nbytes))
+    data = io.BytesIO(bytes_at(path, fd, archive.start, archive.nbytes))
     return unpickled(path, data, mapped=False, what=what)
 
 
@@ -585,13 +572,17 @@ class _Storage(NamedTuple):
     stride: tuple[int, ...]
 
 
-def _storage_of(found: Any, sizes: tuple[int, ...]) -> _Storage:
+@lru_cache(maxsize=64)
+def _storage_of(pickled: bytes, sizes: tuple[int, ...]) -> _Storage:
     """Return what a pickled tensor says of its storage.
 
+    It is remembered, since the shards of a layer in all layers and ranks, and those of
+    an optimizer's moments, have equal pickles.
+
     Raises:
-        RemoteProtocolError: it is no dense tensor of these sizes.
+        RemoteProtocolError, LimitExceededError: it is no dense tensor of these sizes.
     """
-    match found:
+    match read_pickle(pickled, _IN_ARCHIVE, limits=Limits()):
         case Made(
             name=rebuild,
             args=(
@@ -628,9 +619,12 @@ class _OpenArchive:
 
     def __init__(self, path: Path, fd: int, archive: DcpArchive) -> None:
         self._path, self._fd, self._archive = path, fd, archive
-        self._base = max(archive.nbytes - _TAIL_BYTES, 0)
-        size = archive.nbytes - self._base
-        self._tail = _bytes_at(path, fd, archive.start + self._base, size)
+        size = min(archive.nbytes, _EDGE_BYTES)
+        self._base = archive.nbytes - size
+        # All that is read of a large archive, if torch wrote it.
+        self._head = self._tail = bytes_at(path, fd, archive.start, size)
+        if self._base:
+            self._tail = bytes_at(path, fd, archive.start + self._base, size)
         self._records: dict[str, tuple[int, int]] = {}
         for name, header, length in self._listed():
             # The name without that of the archive, which is its first directory.
@@ -653,17 +647,18 @@ class _OpenArchive:
         """Return a short record; the default if there is none."""
         if default is not None and name not in self._records:
             return default
-        at, size = self.find(name)
-        if size > _RECORD_BYTES:
-            raise RemoteProtocolError(f"the record {name} has {size} bytes")
-        return self._read(at, size)
+        return self._read(*self.find(name))
 
     def _read(self, at: int, size: int) -> bytes:
         if not 0 <= at <= self._archive.nbytes - size:
             raise RemoteProtocolError("a record is not in the archive")
-        if at >= self._base:  # a small archive is there as a whole
+        if size > _RECORD_BYTES:
+            raise RemoteProtocolError(f"a record has {size} bytes")
+        if at + size <= len(self._head):
+            return self._head[at : at + size]
+        if at >= self._base:
             return self._tail[at - self._base : at - self._base + size]
-        return _bytes_at(self._path, self._fd, self._archive.start + at, size)
+        return bytes_at(self._path, self._fd, self._archive.start + at, size)
 
     def _listed(self) -> Iterator[tuple[bytes, int, int]]:
         """Yield the name, the position of the header, and the length of each record."""
@@ -676,8 +671,6 @@ class _OpenArchive:
             sign, count, size, at = struct.unpack("<4s28x3Q", self._read(end, 56))
             if sign != b"PK\6\6":
                 raise RemoteProtocolError("the end of the archive is malformed")
-        if not self._base <= at:
-            raise RemoteProtocolError("the list of its records is too long")
         listing = memoryview(self._read(at, size))
         for _ in range(count):
             sign, flags, method, packed, length, *sizes, header = struct.unpack_from(

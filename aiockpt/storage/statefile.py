@@ -24,10 +24,21 @@ from aiockpt.storage.files import named, unchanged
 from aiockpt.storage.placement import Placement
 from aiockpt.storage.read import FileSource, manifest_of_file
 
-__all__ = ["StateFile", "is_torch_file", "load_torch", "read_state_file", "unpickled"]
+__all__ = [
+    "NeedsCodeError",
+    "StateFile",
+    "is_torch_file",
+    "load_torch",
+    "read_state_file",
+    "unpickled",
+]
 
 _ZIP = b"PK\x03\x04"
 _OPENING_BRACE = 8  # where the JSON of a safetensors header starts
+
+
+class NeedsCodeError(StorageError):
+    """A value needs a class, which only running pickled code would bring back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +130,20 @@ def unpickled(
         what: What is read, for errors.
 
     Raises:
-        StorageError: it is damaged, or reading it would run code.
+        NeedsCodeError: reading it would run code.
+        StorageError: it is damaged.
     """
     try:
         return torch.load(  # noqa: TID251 - weights_only unpickles no code
             source, map_location="cpu", mmap=mapped, weights_only=True
         )
     except Exception as error:  # a damaged file makes torch raise anything
-        raise StorageError(str(path), _reason(what, str(error))) from error
+        text = str(error)
+        if found := re.search(r"GLOBAL (\S+)", text):
+            detail = f"{what} holds a {found[1]}, which only running pickled code "
+            detail += "brings back; save tensors and plain values"
+            raise NeedsCodeError(str(path), detail) from error
+        raise StorageError(str(path), _reason(what, text)) from error
 
 
 def _check_zip(path: Path, fd: int) -> None:
@@ -145,11 +162,6 @@ def _check_zip(path: Path, fd: int) -> None:
 
 def _reason(what: str, text: str) -> str:
     """Return the part of torch's long message that says what is wrong."""
-    if found := re.search(r"GLOBAL (\S+)", text):
-        return (
-            f"{what} holds a {found[1]}, which only running pickled code brings back; "
-            "save tensors and plain values"
-        )
     # Torch begins with advice to unpickle without weights_only.
     found = re.search(r"WeightsUnpickler error:\s*(\S.*)", text)
     lines = [found[1]] if found else text.strip().splitlines()

@@ -35,6 +35,7 @@ from aiockpt.storage.dcp import (
 )
 from aiockpt.testing import assert_same
 from tests.support import dcp_ranks
+from tests.support.dcp_read import assert_as_torch_loads
 from tests.support.ranks import kill_all
 
 SECONDS = 120
@@ -98,7 +99,7 @@ def save(state: dict[str, Any], directory: Path, **options: Any) -> None:
 
 @pytest.mark.timeout(SECONDS + 30)
 @pytest.mark.parametrize(
-    ("layout", "world"), [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 4)]
+    ("layout", "world"), [("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 4)]
 )
 def test_ranks(tmp_path: Path, layout: str, world: int) -> None:
     """Every element and value is where it is said to be, as torch loads it."""
@@ -122,6 +123,7 @@ def test_ranks(tmp_path: Path, layout: str, world: int) -> None:
     assert_same(made, {name: full[name] for name in made})
     assert made.keys() == full.keys()
     assert_same(made, loaded(tmp_path / "saved", found))
+    assert_as_torch_loads(tmp_path / "saved")
     weight = tensor_in(found, "model.up.weight")
     assert (weight.shape, weight.dtype) == ((8, 6), "float32")
     assert len(weight.shards) == (world if layout != "hsdp" else 2)
@@ -147,6 +149,7 @@ EVERYTHING: dict[str, Any] = {
     "turned": torch.arange(12.0).view(3, 4).t(),
     "part": torch.arange(100.0)[10:20],
     "every other": torch.arange(10.0)[::2],
+    "large": torch.arange(9000.0).view(90, 100).t(),
     "repeated": torch.tensor([[1.0], [2.0]]).expand(2, 3),
     "last": torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last),
     "parameter": torch.nn.Parameter(torch.ones(3)),
@@ -173,7 +176,16 @@ def test_everything(tmp_path: Path) -> None:
     assert_same(made["tuple"], EVERYTHING["tuple"])
     assert tree["a.b"]["c.d"] is found.leaves["a.b.c.d"]
     assert made["long"] == 2**70
-    for name in ("turned", "part", "every other", "repeated", "last", "0-d", "\udce4"):
+    for name in (
+        "turned",
+        "large",
+        "part",
+        "every other",
+        "repeated",
+        "last",
+        "0-d",
+        "\udce4",
+    ):
         assert torch.equal(made[name], EVERYTHING[name]), name
     assert tensor_in(found, "empty").shards == ()
 

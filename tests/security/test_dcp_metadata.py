@@ -35,7 +35,16 @@ from aiockpt.storage.dcp import (
     value_of,
 )
 from tests.support import dcp_hostile
-from tests.support.dcp_hostile import FILE, changed, dumped, metadata
+from tests.support.dcp_hostile import (
+    BODY,
+    FILE,
+    IN_FILE,
+    SHAPE,
+    archive_of,
+    changed,
+    dumped,
+    metadata,
+)
 from tests.support.hostile import Evil
 
 REFUSED = ("StorageError", "CheckpointNotFoundError", "LimitExceededError")
@@ -72,20 +81,8 @@ SAID = {
     "a key in a list": "a container has both keys and indices",
     "a far index": "the number of items in lists is 1099511627777",
     "one list of chunks": "the number of shards is 500",
-    "value": "the value 'v' holds a posix.system, which only running pickled code",
 }
 """What some of the errors say."""
-
-
-def archive_of(pickled: bytes, data: bytes = b"") -> bytes:
-    """Return what ``torch.save`` would write, made by another program."""
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as file:
-        file.writestr("archive/data.pkl", pickled)
-        file.writestr("archive/byteorder", "little")
-        file.writestr("archive/version", "3\n")
-        file.writestr("archive/data/0", data)
-    return stream.getvalue()
 
 
 def with_value(directory: Path, archive: bytes) -> None:
@@ -113,6 +110,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, content in dcp_hostile.cases(mark).items():
         dcp_hostile.make(top / name, content)
     dcp_hostile.make(top / "mutated", dumped(metadata()))
+    archives = {name: archive for name, (archive, _) in ARCHIVES.items()}
+    dcp_hostile.make_in_file(top, archives)
     with_value(top / "value", archive_of(pickle.dumps(Evil(f"touch {mark}"), 2)))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", dcp_hostile.__file__, str(top), "1500"],
@@ -128,7 +127,11 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_hostile_metadata_is_refused(said: dict[str, Any]) -> None:
     """More than a hundred ways; nothing is imported, called, or opened."""
-    hostile = {name: said[name] for name in said.keys() - {"good", "mutated"}}
+    hostile = {
+        name: each
+        for name, each in said.items()
+        if name not in ("good", "mutated", "value") and not name.startswith(IN_FILE)
+    }
     assert said["good"]["came"] == "read"
     assert len(hostile) > 120
     for name, each in hostile.items():
@@ -137,6 +140,26 @@ def test_hostile_metadata_is_refused(said: dict[str, Any]) -> None:
         assert each["events"] == [], name
         assert each["took"] < 20, name  # seconds of CPU
     assert {*SAID} <= {*hostile}
+
+
+def test_hostile_archives_are_refused(said: dict[str, Any]) -> None:
+    """Each of them is in a directory with good metadata."""
+    hostile = {name: each for name, each in said.items() if name.startswith(IN_FILE)}
+    assert len(hostile) > 60
+    for name, each in hostile.items():
+        assert each["came"].startswith("StorageError: "), (name, each["came"])
+        assert "or load another checkpoint" in each["came"], (name, each["came"])
+        assert each["events"] == [], name
+    for odd in (1, 2, 3):
+        came = hostile[f"{IN_FILE}{odd} odd"]["came"]
+        assert "the elements of 'w1' begin within those of another tensor" in came
+
+
+def test_a_value_that_needs_code_is_left_out(said: dict[str, Any]) -> None:
+    """The reason names it, and nothing runs."""
+    why = "the value 'v' holds a posix.system, which only running pickled code"
+    assert why in said["value"]["came"]
+    assert said["value"]["events"] == []
 
 
 def test_random_mistakes_run_nothing(said: dict[str, Any]) -> None:
@@ -199,9 +222,6 @@ def test_a_link_within_the_directory_is_followed(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------ archives
 
-SHAPE = (2, 3)
-NBYTES = 4 * 6
-
 
 def saved(value: Any) -> bytes:
     """Return what ``torch.save`` writes."""
@@ -218,7 +238,6 @@ def pickle_in(archive: bytes) -> bytes:
 
 GOOD = saved(torch.arange(6.0).view(SHAPE))
 PICKLE = pickle_in(GOOD)
-BODY = torch.arange(6.0).numpy().tobytes()
 PLAIN = archive_of(PICKLE, BODY)
 
 

@@ -1,7 +1,7 @@
 """Hostile directories of torch.distributed.checkpoint.
 
-``python dcp_hostile.py DIRECTORY COUNT`` reads each directory below under guard, with
-its values. Then it reads the metadata of the directory "mutated" with COUNT random
+``python dcp_hostile.py DIRECTORY COUNT`` makes sources of each directory below, under
+guard. Then it reads the metadata of the directory "mutated" with COUNT random
 mistakes. It prints what came, and what the guard saw, as JSON.
 """
 
@@ -14,8 +14,10 @@ import pickle
 import random
 import sys
 import time
-from collections import Counter
+import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from aiockpt.format.limits import Limits
 from aiockpt.runtime.words import printable
-from aiockpt.storage.checkpoint_file import opened
-from aiockpt.storage.dcp import METADATA, DcpValue, read_dcp, value_of
+from aiockpt.storage.dcp import METADATA
+from aiockpt.storage.dcp_sources import dcp_sources
 from tests.support.auditing import Guard
 
 FILE = "__0_0.distcp"
@@ -56,6 +58,13 @@ class Call:
         return 1
 
 
+class StoredAs:
+    """Is pickled as the storage of a tensor."""
+
+    def __init__(self, *described: Any) -> None:
+        self.described = described
+
+
 class _Name:
     """Is pickled as a name, whatever it stands for, and without an import of it."""
 
@@ -71,6 +80,9 @@ _Written: Any = pickle._Pickler
 
 class _Pickler(_Written):
     """The one in Python, whose way of writing names can be replaced."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.described if isinstance(obj, StoredAs) else None
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if isinstance(obj, _Name):
@@ -303,6 +315,7 @@ CHANGES: dict[str, Callable[[Metadata], object]] = {
     "a size of bools": _attribute("size", _sizes(True, True)),
     "a size of strings": _attribute("size", _sizes("4", "3")),
     "a huge size": _attribute("size", _sizes(2**62, 2**62)),
+    "a huge empty size": _named("v", tensor([0, 2**40, 2**40], [])),
     "a huge number": _attribute("size", _sizes(2**100)),
     "many dimensions": _attribute("size", (1,) * 1000),
     "no size": _attribute("size", None),
@@ -347,6 +360,125 @@ CHANGES: dict[str, Callable[[Metadata], object]] = {
 """Well-formed pickles of metadata that are not what they should be."""
 
 
+# ------------------------------------------------------------------------ archives
+
+IN_FILE = "in a file: "
+"""How the names of directories begin whose metadata is as it should be."""
+
+SHAPE = (2, 3)
+BODY = torch.arange(6.0).numpy().tobytes()
+
+
+def archive_of(pickled: bytes, data: bytes = BODY) -> bytes:
+    """Return what ``torch.save`` would write, made by another program."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as file:
+        file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/byteorder", "little")
+        file.writestr("archive/version", "3\n")
+        file.writestr("archive/data/0", data)
+    return stream.getvalue()
+
+
+def pickled_tensor(
+    *,
+    storage: Any = None,
+    kind: str = "torch.FloatStorage",
+    key: Any = "0",
+    numel: Any = 6,
+    offset: Any = 0,
+    size: Any = SHAPE,
+    stride: Any = (3, 1),
+    rebuild: str = "torch._utils._rebuild_tensor_v2",
+) -> bytes:
+    """Return the pickle of a tensor that says this."""
+    stored = StoredAs("storage", _Name(kind), key, "cpu", numel)
+    parts = stored if storage is None else storage, offset, size, stride
+    return dumped(Call(rebuild, *parts, False, OrderedDict()))
+
+
+_SAID: dict[str, dict[str, Any]] = {
+    "a far offset": {"offset": 2**62},
+    "an offset behind": {"offset": 1},
+    "an offset before": {"offset": -1},
+    "an offset that is a bool": {"offset": True},
+    "a huge stride": {"stride": (2**62, 1)},
+    "a stride behind": {"stride": (4, 1)},
+    "a stride backwards": {"stride": (-3, 1)},
+    "a stride of text": {"stride": ("3", "1")},
+    "a stride of one": {"stride": (3,)},
+    "a stride of three": {"stride": (3, 1, 1)},
+    "a stride in a list": {"stride": [3, 1]},
+    "other sizes": {"size": (3, 2), "stride": (2, 1)},
+    "more sizes": {"size": (2, 3, 1), "stride": (3, 1, 1)},
+    "sizes in a list": {"size": [2, 3]},
+    "huge sizes": {"size": (2**40, 2**40)},
+    "negative sizes": {"size": (-2, -3)},
+    "fewer elements": {"numel": 5},
+    "more elements": {"numel": 7},
+    "far more elements": {"numel": 2**61},
+    "negative elements": {"numel": -6},
+    "no number of elements": {"numel": None},
+    "another dtype": {"kind": "torch.IntStorage"},
+    "a wider dtype": {"kind": "torch.DoubleStorage"},
+    "no dtype": {"kind": "torch.storage.UntypedStorage"},
+    "a class for a dtype": {"kind": "os.system"},
+    "another record": {"key": "1"},
+    "a record above": {"key": "../../../etc/passwd"},
+    "a record that is a number": {"key": 0},
+    "no storage": {"storage": OrderedDict()},
+    "a storage in a storage": {"storage": StoredAs(StoredAs("storage"))},
+    "another function": {"rebuild": "torch._utils._rebuild_parameter"},
+    "a function of its own": {"rebuild": "os.system"},
+}
+FORGED: dict[str, bytes] = {
+    **{name: archive_of(pickled_tensor(**said)) for name, said in _SAID.items()},
+    "one element for all": archive_of(pickled_tensor(numel=1, stride=(0, 0)), BODY[:4]),
+    "one row for all": archive_of(pickled_tensor(numel=3, stride=(0, 1)), BODY[:12]),
+    "five for six": archive_of(pickled_tensor(numel=5, stride=(2, 1)), BODY[:20]),
+}
+"""Archives that say something wrong of a tensor of six elements."""
+
+
+def with_tensors(directory: Path, content: bytes, *places: tuple[int, int]) -> None:
+    """Make a directory whose tensors are at these offsets, with these lengths."""
+    directory.mkdir()
+    (directory / FILE).write_bytes(content)
+    names = [f"w{number}" for number in range(len(places))]
+    found = Metadata({name: tensor([2, 3], [([0, 0], [2, 3])]) for name in names})
+    found.storage_data = {
+        MetadataIndex(name, [0, 0], 0): _StorageInfo(FILE, *place)
+        for name, place in zip(names, places, strict=True)
+    }
+    (directory / METADATA).write_bytes(dumped(found))
+
+
+def make_in_file(top: Path, archives: dict[str, bytes]) -> None:
+    """Make the directories whose archives are not what they should be."""
+    for name, archive in {**archives, **FORGED}.items():
+        directory = top / f"{IN_FILE}{name}"
+        with_tensors(directory, b"x" * 10 + archive, (10, len(archive)))
+    good = archive_of(pickled_tensor())
+    for name, place in {
+        "begins late": (1, len(good) - 1),
+        "begins early": (9, len(good) + 1),
+        "ends early": (10, len(good) - 1),
+        "ends late": (10, len(good) + 1),
+        "is empty": (10, 0),
+        "is in the middle": (50, 100),
+    }.items():
+        content = b"x" * 10 + good + b"x" * 10
+        with_tensors(top / f"{IN_FILE}{name}", content, place)
+    # The elements of a tensor are the archive of another one, which is not aligned.
+    for odd in (1, 2, 3):
+        body = b"x" * ((odd - good.index(BODY)) % 4) + good
+        body += b"x" * (-len(body) % 4)
+        count = len(body) // 4
+        outer = archive_of(pickled_tensor(numel=count, stride=(count - 3, 1)), body)
+        inner = outer.index(good), len(good)
+        with_tensors(top / f"{IN_FILE}{odd} odd", outer, (0, len(outer)), inner)
+
+
 def cases(mark: Path) -> dict[str, bytes]:
     """Return the metadata of every hostile directory by its name."""
     changes = {name: changed(change) for name, change in CHANGES.items()}
@@ -365,17 +497,13 @@ def make(directory: Path, content: bytes) -> None:
 
 
 def came(directory: Path) -> str:
-    """Read a directory and its values; say what came."""
+    """Make sources of a directory, with its values; say what came."""
     try:
-        found = read_dcp(directory, limits=LIMITS)
-        for leaf in found.leaves.values():
-            if isinstance(leaf, DcpValue):
-                path = found.files[leaf.archive.file]
-                with opened(path) as fd:
-                    value_of(path, fd, leaf, limits=LIMITS)
+        with ExitStack() as stack:
+            found = dcp_sources(directory, stack, limits=LIMITS)
     except Exception as error:  # noqa: BLE001 - what it is, is the answer
         return f"{type(error).__name__}: {error}"
-    return "read"
+    return "".join(found.left_out.values()) or "read"
 
 
 def mutated(directory: Path, guard: Guard, count: int) -> dict[str, int]:
@@ -399,6 +527,7 @@ def main(top: Path, count: int) -> None:
     names = sorted(each.name for each in top.iterdir() if each.is_dir())
     files = [str(top / name / METADATA) for name in names]
     read = [str(top / name / FILE) for name in ("good", "mutated", "value")]
+    read += [str(top / name / FILE) for name in names if name.startswith(IN_FILE)]
     guard = Guard(paths=(*files, *read))
     said: dict[str, Any] = {}
     for name in names:
