@@ -15,7 +15,7 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -245,34 +245,23 @@ def _view(path: Path, held: _Held, entry: int, start: int) -> TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Number:
-    """Stands for a tensor of a manifest."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Shards:
+class _Leaf:
     """Stands for the shards of a tensor that a file holds, with their numbers."""
 
     tensor: DcpTensor
     shards: list[tuple[DcpShard, int]]
 
-    @property
-    def payload(self) -> tuple[object, ...]:
-        """The payload of the tensor's node in the tree."""
-        shards = (Shard(each.offsets, each.sizes, 0, "cpu") for each, _ in self.shards)
-        layout = ShardedLayout(
+    def layout(self) -> ShardedLayout:
+        """Return the layout of these shards."""
+        return ShardedLayout(
             held=(*range(len(self.shards)),),
-            shards=(*shards,),
+            shards=tuple(Shard(s.offsets, s.sizes, 0, "cpu") for s, _ in self.shards),
             size=self.tensor.shape,
             dtype=self.tensor.dtype,
             group=_ONE,
             rank=0,
             flags=0,
         )
-        held = tuple(_Number(number) for _, number in self.shards)
-        return held, *encode_layout(layout)
 
 
 class _Trees:
@@ -286,8 +275,9 @@ class _Trees:
     def __init__(self, found: DcpCheckpoint, limits: Limits) -> None:
         self._found, self._limits, self._items = found, limits, 0
         self._order = {name: number for number, name in enumerate(found.leaves)}
+        self._layouts: dict[str, list[Node]] = {}  # the nodes of each distinct one
 
-    def nested(self, made: dict[str, Any]) -> dict[str, Any]:
+    def nested(self, made: Mapping[str, Any]) -> dict[str, Any]:
         """Return values by name in dicts and lists, in the order of the metadata."""
         root: dict[str, Any] = {}
         for name in sorted(made, key=self._order.__getitem__):
@@ -313,23 +303,25 @@ class _Trees:
 
     def encoded(self, numbered: Iterable[tuple[_Held, int]]) -> Node:
         """Return the tree of a manifest, which has these tensors by number."""
-        shards: dict[str, _Shards] = {}
+        found: dict[str, _Leaf] = {}
         for held, number in numbered:
-            tensor = held.tensor
-            found = shards.setdefault(tensor.name, _Shards(tensor, []))
-            found.shards.append((held.shard, number))
-        made: dict[str, Any] = {
-            name: _Number(each.shards[0][1]) if len(each.tensor.shards) == 1 else each
-            for name, each in shards.items()
-        }
-        return self._node(self.nested(made))
+            leaf = found.setdefault(held.tensor.name, _Leaf(held.tensor, []))
+            leaf.shards.append((held.shard, number))
+        return self._node(self.nested(found))
 
     def _node(self, value: object) -> Node:
         registry, limits = Registry(), self._limits
         return encode_tree(value, registry=registry, leaf=self._leaf, limits=limits)
 
     def _leaf(self, leaf: object, _: object) -> Node:
-        if isinstance(leaf, _Shards):
-            return ["ext", ShardedLayout.tag, self._node(leaf.payload)]
-        assert isinstance(leaf, _Number)
-        return ["tensor", leaf.number]
+        assert isinstance(leaf, _Leaf)
+        held: list[Node] = [["tensor", number] for _, number in leaf.shards]
+        if len(leaf.tensor.shards) == 1:
+            return held[0]
+        boxes = [(shard.offsets, shard.sizes) for shard, _ in leaf.shards]
+        facts = f"{leaf.tensor.dtype} {leaf.tensor.shape} {boxes}"  # its hash is random
+        if facts not in self._layouts:  # those of many layers are equal
+            node: Any = self._node(encode_layout(leaf.layout()))
+            self._layouts[facts] = node[1]
+        payload: list[Node] = [["tuple", held], *self._layouts[facts]]
+        return ["ext", ShardedLayout.tag, ["tuple", payload]]
