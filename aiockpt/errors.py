@@ -25,6 +25,7 @@ exception that a caller would guess::
     │   ├── UnsupportedLeafError              and where (TypeError)
     │   ├── TemplateMismatchError             ``into`` does not fit
     │   ├── MissingKeysError                  the checkpoint lacks them (RuntimeError)
+    │   ├── RankValuesError                   each rank saved another value
     │   └── DeviceMeshError                   no such process group or rank here
     ├── StagingError                      a copy or an allocation failed here
     ├── StorageError                      not written, or no checkpoint (OSError)
@@ -42,6 +43,7 @@ An exception carries its facts as attributes and composes its message from them.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any, Final, TypeVar, cast
 
@@ -62,6 +64,7 @@ __all__ = [
     "PeerUnreachableError",
     "ProcessGroupError",
     "ProtocolError",
+    "RankValuesError",
     "RemoteProtocolError",
     "SaveInProgressError",
     "StagingError",
@@ -561,6 +564,36 @@ class MissingKeysError(StateDictError, RuntimeError):
         return f"{self.path} {lacks}: {shown}{more}{self.detail and '; '}{self.detail}"
 
 
+class RankValuesError(StateDictError):
+    """Ranks saved different values at these ``paths``, and other ranks load them.
+
+    None of several values may be chosen silently. That of one rank may be wrong for
+    all others, such as the state of a random number generator. ``kept`` says that the
+    load was to keep the template's values, and that the template has none there.
+    """
+
+    def __init__(
+        self, name: str, paths: Sequence[str], detail: str = "", *, kept: bool = False
+    ) -> None:
+        super().__init__(detail)
+        self.name = name
+        self.paths = [*paths]
+        self.path = self.paths[0] if self.paths else ""
+        self.kept = kept
+
+    def __str__(self) -> str:
+        shown = ", ".join(path or "the state dict" for path in self.paths[:10])
+        more = f" and {len(self.paths) - 10} more" if len(self.paths) > 10 else ""
+        why = f" ({self.detail})" if self.detail else ""
+        keep = ', rank_values="keep" for those of the template,'
+        if self.kept:
+            why, keep = ", and the template has none to keep,", ""
+        return (
+            f"{self.name}: its ranks saved different values{why} at {shown}{more}: "
+            f"pass rank_values=0 for those of rank 0{keep} or leave them out by select="
+        )
+
+
 class DeviceMeshError(StateDictError):
     """A distributed tensor does not fit the process groups of this process."""
 
@@ -596,28 +629,20 @@ class CheckpointNotFoundError(StorageError, FileNotFoundError):
 class WorldSizeMismatchError(StorageError):
     """The world sizes differ: ``saved`` ranks wrote it, ``loading`` ranks load it.
 
-    ``sharded`` says that the ranks' parts are shards of tensors, which only as many
-    ranks can load.
+    The files are those of torch's experimental checkpointer, which do not say how the
+    parts of the ranks belong together.
     """
 
-    def __init__(
-        self, path: str, *, saved: int, loading: int, sharded: bool = False
-    ) -> None:
+    def __init__(self, path: str, *, saved: int, loading: int) -> None:
         super().__init__(path, "")
         self.saved = saved
         self.loading = loading
-        self.sharded = sharded
 
     def __str__(self) -> str:
-        parts = "shards" if self.sharded else "part"
-        said = (
-            f"{self.path}: {_ranks(self.saved)} wrote it, each its own {parts}, and "
-            f"{_ranks(self.loading)} would load it"
+        return (
+            f"{self.path}: {_ranks(self.saved)} wrote it, each its own part, and "
+            f"{_ranks(self.loading)} would load it; say rank= for one of these parts"
         )
-        if not self.sharded:
-            return f"{said}; say rank= for one of these parts"
-        start = f"torchrun --nproc-per-node {self.saved}"
-        return f"{said}; load it in a job of {_ranks(self.saved)} ({start})"
 
 
 def _ranks(count: int) -> str:

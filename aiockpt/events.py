@@ -77,6 +77,10 @@ class TransferEvent:
         peer: The other end without its token, where there is one.
         nbytes: Bytes moved.
         reused: Bytes that were there already (``have``) and were not moved.
+        needed: The part of ``nbytes`` that a load of files needed. It reads whole
+            chunks, because digests cover whole chunks.
+        files: From how many files a load has read.
+        ranges: How many ranges of these files it has read.
         seconds: The duration.
         detail: The error or the remark, as one line.
         medium: How the bytes came, where that may differ: ``HTTP``, or ``shared
@@ -91,6 +95,9 @@ class TransferEvent:
     peer: str = ""
     nbytes: int = 0
     reused: int = 0
+    needed: int = 0
+    files: int = 0
+    ranges: int = 0
     seconds: float = 0.0
     detail: str = ""
     level: int = logging.DEBUG
@@ -107,6 +114,10 @@ class TransferEvent:
             words.append(f"bytes={self.nbytes}")
         if self.reused:
             words.append(f"reused={self.reused}")
+        if self.needed:
+            words.append(f"needed={self.needed}")
+        if self.files > 1:
+            words.append(f"files={self.files} ranges={self.ranges}")
         if self.seconds:
             words.append(f"seconds={self.seconds:.3f}")
         if self.medium:

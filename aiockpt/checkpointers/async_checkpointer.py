@@ -51,6 +51,7 @@ from aiockpt.memory.device import Marks, PortFor, port_for
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.runtime.switching import switching_often
+from aiockpt.state.reshard import RankValues
 from aiockpt.state.selection import Select
 from aiockpt.storage.read import OnBytes, Verify
 from aiockpt.transport import Timeout, refuse_unknown, seconds
@@ -338,6 +339,8 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         mmap: bool = False,
         on_bytes: OnBytes | None = None,
         rank: int | None = None,
+        full: bool = False,
+        rank_values: RankValues = "error",
         **own: Never,
     ) -> Any:
         """Return the state dict at ``path``; see :meth:`.CheckpointReader.read`.
@@ -351,7 +354,13 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         refuse_unknown(AsyncCheckpointer.load, own, *own_read(self._reader))
         template = template_of(state_dict, into)
         options = options_of(
-            select=select, verify=verify, mmap=mmap, on_bytes=on_bytes, rank=rank
+            select=select,
+            verify=verify,
+            mmap=mmap,
+            on_bytes=on_bytes,
+            rank=rank,
+            full=full,
+            rank_values=rank_values,
         )
         with self._lifetime.call():
             return await load(

@@ -69,6 +69,8 @@ class Checkpointer(ABC):
         mmap: bool = False,
         on_bytes: Callable[[int], None] | None = None,
         rank: int | None = None,
+        full: bool = False,
+        rank_values: Literal["error", "keep"] | int = "error",
         **own: Never,
     ) -> Any:
         """Return the state dict at ``path``; fill and return ``into`` if given.
@@ -79,7 +81,8 @@ class Checkpointer(ABC):
             into: The template to fill; only its keys are read.
             default_map_location: The device of tensors that are not filled in place.
             strict: Refuse a checkpoint that lacks a key of the template.
-            select, verify, mmap, on_bytes, rank: See :meth:`.CheckpointReader.read`.
+            select, verify, mmap, on_bytes, rank, full, rank_values: See
+                :meth:`.CheckpointReader.read`.
             own: Keywords for a reader of your own, as for :meth:`save`.
         """
 
@@ -230,6 +233,8 @@ _DEFAULTS: Final[Mapping[str, object]] = {
     "mmap": False,
     "on_bytes": None,
     "rank": None,
+    "full": False,
+    "rank_values": "error",
 }
 
 

@@ -33,6 +33,7 @@ from aiockpt.checkpointers.writer import (
     default_subprocess_init_fn,
 )
 from aiockpt.runtime.background import takes_arguments_of
+from aiockpt.state.reshard import RankValues
 from aiockpt.state.selection import Select
 from aiockpt.storage.directory import StrPath
 from aiockpt.storage.read import OnBytes, Verify
@@ -175,6 +176,8 @@ def load(
     mmap: bool = False,
     on_bytes: OnBytes | None = None,
     rank: int | None = None,
+    full: bool = False,
+    rank_values: RankValues = "error",
     rank_info: RankInfo | None = None,
     allow_pickle: bool = False,
     **unknown: Never,
@@ -197,7 +200,12 @@ def load(
         verify: ``full`` or ``none``: whether to compare digests.
         mmap: Return tensors over a private mapping of the file.
         on_bytes: Called from any thread with the number of bytes that were read.
-        rank: The rank whose part to read, whatever the number of ranks.
+        rank: Read the file of this rank alone, with its local tensors.
+        full: Load full tensors where the template has no place for distributed ones,
+            although this process has a process group.
+        rank_values: What to do with values that differ by rank if another number of
+            ranks loads the checkpoint: ``error``, ``keep`` the template's, or take
+            those of a rank, by its number.
         rank_info: This process's rank. By default the rank in ``torch.distributed``,
             or the only rank.
         allow_pickle: Also load leaves that were saved as pickles, which runs code.
@@ -210,6 +218,8 @@ def load(
         MissingKeysError: the checkpoint lacks every key of the template; or, with
             ``strict``, one of them. Nothing was changed.
         TemplateMismatchError: the template does not fit. Nothing was changed.
+        RankValuesError: another number of ranks loads the checkpoint, and the ranks
+            saved different values. Nothing was changed.
     """
     refuse_unknown(load, unknown)
     reader = CheckpointReader(rank_info, allow_pickle=allow_pickle)
@@ -223,5 +233,7 @@ def load(
         mmap=mmap,
         on_bytes=on_bytes,
         rank=rank,
+        full=full,
+        rank_values=rank_values,
     )
     return loaded

@@ -22,7 +22,13 @@ from aiockpt.checkpointers.config import BarrierConfig, GroupStore, RankInfo, Sa
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["ALONE", "RankLookup", "default_rank_info", "default_store"]
+__all__ = [
+    "ALONE",
+    "RankLookup",
+    "default_rank_info",
+    "default_store",
+    "is_initialized",
+]
 
 logger = logging.getLogger("aiockpt")
 
@@ -59,7 +65,7 @@ class RankLookup:
             ValueError: there are several ranks, and nowhere to meet.
         """
         info = self.info()
-        if self._given is None and not _is_initialized():
+        if self._given is None and not is_initialized():
             self._warn_if_alone()
         return self._found(info)
 
@@ -85,13 +91,14 @@ class RankLookup:
 
 def default_rank_info() -> RankInfo:
     """Return this process's rank in torch's default process group, or 0 of 1."""
-    if not _is_initialized():
+    if not is_initialized():
         return RankInfo(0, 1)
     distributed = sys.modules["torch.distributed"]
     return RankInfo(distributed.get_rank(), distributed.get_world_size())
 
 
-def _is_initialized() -> bool:
+def is_initialized() -> bool:
+    """Say whether this process has a default process group."""
     # If the program has initialized it, the program has imported it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
@@ -110,7 +117,7 @@ def default_store(world_size: int) -> GroupStore:
         "{'master_address': ..., 'tcpstore_port': ...}); if only one process saves, "
         f"give it {ALONE}"
     )
-    if not _is_initialized():
+    if not is_initialized():
         raise ValueError(
             f"{world_size} ranks need somewhere to meet: initialize torch.distributed "
             f"before the save, or {remedy}"

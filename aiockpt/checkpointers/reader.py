@@ -5,33 +5,47 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from itertools import chain
-from typing import Any, Never
+from typing import Any, Literal, Never
 
 import torch
 
 from aiockpt.checkpointers.base import template_of
 from aiockpt.checkpointers.config import RankInfo
-from aiockpt.checkpointers.ranks import RankLookup
+from aiockpt.checkpointers.ranks import RankLookup, is_initialized
 from aiockpt.checkpointers.sources import Found, Reading, is_url, open_sources
-from aiockpt.errors import AiockptError, MissingKeysError, StateDictError
+from aiockpt.errors import (
+    AiockptError,
+    DeviceMeshError,
+    MissingKeysError,
+    StateDictError,
+    TemplateMismatchError,
+)
+from aiockpt.events import TransferEvent, emit
 from aiockpt.format.limits import FILE_LIMITS, Limits
+from aiockpt.format.references import registered
 from aiockpt.memory.copies import mark_changed
 from aiockpt.memory.device import Marks, PortFor, completed, port_for
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.switching import switching_often
-from aiockpt.state.load_plan import Matching, Ranges, Template, state_over
+from aiockpt.state.flatten import Wanted
+from aiockpt.state.load_plan import Matching, Ranges, Template
 from aiockpt.state.match import LAX, LOAD
-from aiockpt.state.segment import Segment, check_memory
+from aiockpt.state.reshard import Claim, Policy, RankValues, United, unite
+from aiockpt.state.segment import check_memory
 from aiockpt.state.selection import Select, listed
+from aiockpt.state.sharding import LAYOUTS
+from aiockpt.storage.boxes import BoxSource, LoadedSource, Source, compare
 from aiockpt.storage.directory import StrPath
 from aiockpt.storage.placement import Placement, PlannedPlacement, VerifyOnly
 from aiockpt.storage.read import FileSource, OnBytes, Verify, check_verify
 from aiockpt.transport import refuse_unknown, whole_number
 
-__all__ = ["CheckpointReader", "MapLocation", "load", "own_read"]
+__all__ = ["CheckpointReader", "MapLocation", "load", "own_read", "unite_all"]
 
 logger = logging.getLogger("aiockpt")
 
@@ -84,6 +98,8 @@ class CheckpointReader:
         mmap: bool = False,
         on_bytes: OnBytes | None = None,
         rank: int | None = None,
+        full: bool = False,
+        rank_values: RankValues = "error",
         **own: Never,
     ) -> tuple[Any, list[str]]:
         """Return the state dict, and the requested keys that the checkpoint lacks.
@@ -113,15 +129,29 @@ class CheckpointReader:
             on_bytes: Called from any thread with the number of bytes that were read.
                 An exception in it ends the load. With a peer, 0 means that the peer is
                 silent, and a negative number that a chunk was wrong.
-            rank: The rank whose part to read, whatever the number of ranks. By default
-                this rank; then as many ranks must load the checkpoint as wrote it.
+            rank: Read the file of this rank alone. A distributed tensor becomes the
+                local tensor that the rank had, or a list of them, unless the template
+                has one on the same mesh.
+            full: Load full tensors where the template has no place for distributed
+                ones, although this process has a process group. Without a group, this
+                is the default.
+            rank_values: What to do with a value, or a tensor that is not distributed,
+                if another number of ranks loads the checkpoint and the ranks saved
+                different ones, such as the states of random number generators.
+                ``error``: raise `RankValuesError`. ``keep``: the template keeps its
+                own. A number: take the value of that rank. If as many ranks load as
+                saved, each takes its own.
             own: Refused here. A subclass may take more keywords, and may pass all of
                 them on.
 
         Raises:
             CheckpointNotFoundError: there is no complete checkpoint at ``path``.
-            WorldSizeMismatchError: another number of ranks wrote it, and ``rank`` was
-                not given.
+            WorldSizeMismatchError: more ranks wrote it, as files of torch, which cannot
+                be put together.
+            RankValuesError: another number of ranks loads it, and the ranks saved
+                different values. The template is unchanged.
+            DeviceMeshError: the template has no place for a distributed tensor, and
+                this process has no equal mesh; see ``full``.
             StorageError: the checkpoint cannot be read.
             TransferTimeoutError: a peer sent nothing new for 60 seconds.
             IntegrityError: a chunk has a wrong digest. A note says whether tensors of
@@ -136,12 +166,12 @@ class CheckpointReader:
         if type(self).read is CheckpointReader.read:
             refuse_unknown(CheckpointReader.read, own)
         state_dict, select = template_of(state_dict, into), listed(select)
-        if rank is not None:
-            rank = whole_number(rank, "rank")
+        rank, rank_values = _choices(rank, rank_values, full=full)
         info = self._ranks.info()
         reading = Reading(
             rank=info.global_rank if rank is None else rank,
             world_size=info.global_world_size if rank is None else None,
+            rank_values=rank_values,
             limits=self._limits,
             allow_pickle=self._allow_pickle,
             verify=check_verify(verify),
@@ -150,10 +180,13 @@ class CheckpointReader:
         )
         device = device_of(map_location)
         if is_url(path):
+            if full or rank_values != "error":
+                raise ValueError("full= and rank_values= are for files, not for a peer")
             from aiockpt.checkpointers.peer import load_from_peer
             from aiockpt.transfer.destination import Terms
             from aiockpt.transfer.receive import ReceiveOptions
 
+            began = time.monotonic()
             options = ReceiveOptions(
                 into=state_dict,
                 select=select,
@@ -170,26 +203,62 @@ class CheckpointReader:
             )
             received = load_from_peer(os.fspath(path), options, on_bytes)
             name, _, _ = os.fspath(path).partition("#")  # without the token of a URL
+            _tell(name, began)
             return received.state_dict, _reported(received.missing, name)
-        with switching_often(), open_sources(path, reading) as found:
-            if state_dict is None and select is None and device is None:
-                return _whole(found, reading), []
-            segments = found.segments
-            if not found.sources:
-                segments = [Segment.of(found.values, limits=self._limits)]
-            into = state_dict is not None
-            part = Matching(
-                segments,
-                LOAD if strict else LAX,
-                limits=self._limits,
-                allow_pickle=self._allow_pickle,
-                select=select,
-                template=Template(state_dict, limits=self._limits) if into else None,
-                device=device,
+        template, began = None, time.monotonic()
+        if state_dict is not None:
+            template = Template(state_dict, limits=self._limits)
+        with (
+            _noting(template) as modified,
+            switching_often(),
+            open_sources(path, reading) as found,
+        ):
+            policy = Policy(
+                own=found.own,
+                is_foreign=found.is_foreign,
+                rank_values=rank_values,
+                distributed=_kept(rank, full=full),
+                prefer=info.global_rank,
+                select=cache(select) if callable(select) else select,
                 name=os.fspath(path),
             )
-            state = _part(found, part, reading, self.ports, into=into)
-            return state, _reported(part.missing, os.fspath(path))
+            matched = partial(
+                Matching,
+                rule=LOAD if strict else LAX,
+                limits=self._limits,
+                allow_pickle=self._allow_pickle,
+                select=policy.select,
+                template=template,
+                device=device,
+                name=policy.name,
+            )
+            first, is_alone = found.sources[0], len(found.sources) == 1
+            everything = template is None and select is None and device is None
+            if everything and is_alone and isinstance(first, LoadedSource):
+                return first.values, []
+            sources, part = _fitted(found, template, policy, matched, reading)
+            if everything and len(sources) == 1:
+                state = _whole(sources[0], part, reading)
+            else:
+                state = _part(sources, part, reading, self.ports, modified)
+            _tell(policy.name, began, sources)
+            return state, _reported(part.missing, policy.name)
+
+
+@contextmanager
+def _noting(template: Template | None) -> Iterator[list[bool]]:
+    """Note in an error whether the template was modified.
+
+    The block appends to the list before it modifies the template.
+    """
+    modified: list[bool] = []
+    try:
+        yield modified
+    except AiockptError as error:
+        if template is not None:
+            done = "was modified" if modified else "was not modified"
+            error.add_note(f"the template {done}")
+        raise
 
 
 def own_read(reader: CheckpointReader) -> list[Callable[..., object]]:
@@ -198,58 +267,184 @@ def own_read(reader: CheckpointReader) -> list[Callable[..., object]]:
     return [] if is_ours else [reader.read]
 
 
-def _whole(found: Found, how: Reading) -> object:
+def _tell(name: str, began: float, sources: Sequence[Source] = ()) -> None:
+    """Emit the event of a load."""
+    files = [each for each in sources if isinstance(each, FileSource)]
+    event = TransferEvent(
+        stop="load",
+        nbytes=sum(each.bytes_read for each in files),
+        needed=sum(each.bytes_needed for each in files),
+        files=sum(bool(each.bytes_read) for each in files),
+        ranges=sum(each.ranges_read for each in files),
+        seconds=time.monotonic() - began,
+        detail=name,
+        level=logging.INFO,
+    )
+    emit(event)
+
+
+def _choices(
+    rank: int | None, rank_values: RankValues, *, full: bool
+) -> tuple[int | None, RankValues]:
+    """Return the options of a load about ranks.
+
+    Raises:
+        TypeError, ValueError: one has no such value, or two contradict each other.
+    """
+    if rank is not None:
+        rank = whole_number(rank, "rank")
+        if full:
+            raise ValueError("rank= reads one rank's part: leave it out, or full=True")
+        if rank_values != "error":
+            raise ValueError("rank= reads one rank's values: leave out rank_values=")
+    if isinstance(rank_values, str):
+        if rank_values not in ("error", "keep"):
+            said = f"'error', 'keep' or a rank, not {rank_values!r}"
+            raise ValueError(f"rank_values is {said}")
+    elif (rank_values := whole_number(rank_values, "rank_values")) < 0:
+        raise ValueError(f"rank_values must be a rank, got {rank_values}")
+    return rank, rank_values
+
+
+def _kept(rank: int | None, *, full: bool) -> Literal["full", "local", "mesh"]:
+    """Return what becomes of a distributed tensor without a place; see `Policy`."""
+    if rank is not None:
+        return "local"
+    return "full" if full or not is_initialized() else "mesh"
+
+
+def _fitted(
+    found: Found,
+    template: Template | None,
+    policy: Policy,
+    matched: Callable[..., Matching],
+    how: Reading,
+) -> tuple[Sequence[Source], Matching]:
+    """Return the sources that are read, and what is taken of them.
+
+    Where as many ranks load as saved, this rank's file alone is tried first. On another
+    mesh, the files of all ranks are united.
+    """
+    if len(found.sources) == 1:
+        (source,) = found.sources
+        has_mesh = _has_mesh(source)
+        may_unite = found.rest is not None or found.is_foreign or has_mesh
+        may_unite = may_unite or bool(template and template.wanted.wholes)
+        if not has_mesh or policy.distributed == "mesh":
+            try:
+                part = matched([source.segment])
+                if not (part.missing and (found.rest or found.is_foreign)):
+                    return found.sources, part
+            except (TemplateMismatchError, MissingKeysError, DeviceMeshError):
+                if not may_unite:
+                    raise
+    sources = found.every()
+    wanted = None if template is None else template.wanted
+    united = _united(sources, wanted, policy, how)
+    if united.pieces:
+        sizes = (piece.stop - piece.start for piece in united.pieces)
+        if how.mmap and any(sizes):
+            raise StateDictError(
+                f"{united.paths[0]} is put together from parts of files, which "
+                "mmap=True cannot do: leave it out"
+            )
+        sources = [*sources, BoxSource(united, sources, limits=how.limits)]
+    segments = [source.segment for source in sources]
+    try:
+        return sources, matched(segments, tree=united.tree)
+    except DeviceMeshError as error:
+        error.detail += "; or pass full=True to load full tensors"
+        raise
+
+
+def _has_mesh(source: Source) -> bool:
+    """Say whether a source has parts of distributed tensors."""
+    tree = source.segment.manifest.tree
+    return any(tag in LAYOUTS for _, tag, _ in registered(tree))
+
+
+def unite_all(
+    found: Found, policy: Policy, how: Reading
+) -> tuple[Sequence[Source], United]:
+    """Return the sources of all ranks, and their trees as one, for no template.
+
+    Raises:
+        RankValuesError: the ranks saved different values.
+        StorageError, IntegrityError: a file cannot be read, or is damaged.
+    """
+    sources = found.every()
+    return sources, _united(sources, None, policy, how)
+
+
+def _united(
+    sources: Sequence[Source], wanted: Wanted | None, policy: Policy, how: Reading
+) -> United:
+    """Unite the trees of the sources, and compare the values that must agree."""
+    manifests = [source.segment.manifest for source in sources]
+    known: dict[Claim, bool] = {}
+    while True:
+        united = unite(manifests, wanted, policy, limits=how.limits, known=known)
+        if united.claims.keys() <= known.keys():
+            return united
+        known |= compare(
+            united,
+            sources,
+            known,
+            limits=how.limits,
+            verify=how.verify,
+            on_bytes=how.on_bytes,
+        )
+
+
+def _whole(source: Source, part: Matching, how: Reading) -> object:
     """Read everything into new memory."""
-    if not found.sources:
-        return found.values
-    for source in found.sources:
-        segment = source.segment
-        size = segment.manifest.segment_bytes
-        ranges = [(0, size)] if size else []
-        if segment.is_there:
-            _verify(source, ranges, how)
-        elif ranges:
-            check_memory(ranges, how.limits)
-            placement = Placement(segment, ranges)
-            source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
-    return state_over(found.segments, limits=how.limits, allow_pickle=how.allow_pickle)
+    segment = source.segment
+    size = segment.manifest.segment_bytes
+    ranges = [(0, size)] if size else []
+    if segment.is_there:
+        _verify(source, ranges, how)
+    elif ranges:
+        check_memory(ranges, how.limits)
+        placement = Placement(segment, ranges)
+        source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
+    return part.decoded()
 
 
 def _part(
-    found: Found, part: Matching, how: Reading, ports: PortFor, *, into: bool
+    sources: Sequence[Source],
+    part: Matching,
+    how: Reading,
+    ports: PortFor,
+    modified: list[bool],
 ) -> object:
     """Read the requested values into the template, or into new memory."""
-    touched = False
-    try:
-        # A file of torch is read already: it has a segment, but is no source to read.
-        for source, ranges in zip(found.sources, part.value_ranges(), strict=False):
-            if ranges and source.segment.is_there:
-                _verify(source, ranges, how)
-            elif ranges:
-                values = Placement(source.segment, ranges)
-                source.read(values, verify=how.verify, on_bytes=how.on_bytes)
-        plans = part.plans()
-        pairs = [*zip(found.sources, plans, strict=False)]
-        read = (plan.ranges for each, plan in pairs if not each.segment.is_there)
-        check_memory(chain.from_iterable(read), how.limits)
-        touched = bool(part.changed())
-        mark_changed(part.changed())
-        for source, plan in pairs:
-            if not plan.ranges:
-                continue
-            placement = PlannedPlacement(source.segment, plan, ports)
-            if source.segment.is_there:
-                _verify(source, plan.ranges, how)
-                part.check()
-                placement.load()
-            else:
-                source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
-        part.finish()
-    except AiockptError as error:
-        if into:
-            done = "was modified" if touched else "was not modified"
-            error.add_note(f"the template {done}")
-        raise
+    for source, ranges in zip(sources, part.value_ranges(), strict=True):
+        if not ranges or source.segment.tensors is not None:
+            continue
+        if source.segment.is_there:
+            _verify(source, ranges, how)
+        else:
+            values = Placement(source.segment, ranges)
+            source.read(values, verify=how.verify, on_bytes=how.on_bytes)
+    pairs = [
+        (source, plan)
+        for source, plan in zip(sources, part.plans(), strict=True)
+        if plan.ranges and source.segment.tensors is None
+    ]
+    read = (plan.ranges for each, plan in pairs if not each.segment.is_there)
+    check_memory(chain.from_iterable(read), how.limits)
+    if changed := part.changed():
+        modified.append(True)
+        mark_changed(changed)
+    for source, plan in pairs:
+        placement = PlannedPlacement(source.segment, plan, ports)
+        if source.segment.is_there:
+            _verify(source, plan.ranges, how)
+            part.check()
+            placement.load()
+        else:
+            source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
+    part.finish()
     return part.assemble()
 
 
@@ -261,7 +456,7 @@ def _reported(missing: Sequence[str], name: str) -> list[str]:
     return [*missing]
 
 
-def _verify(source: FileSource, ranges: Ranges, how: Reading) -> None:
+def _verify(source: Source, ranges: Ranges, how: Reading) -> None:
     """Compare the digests of mapped bytes."""
     segment = source.segment
     if how.verify != "none" and segment.manifest.digests:

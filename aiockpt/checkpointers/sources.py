@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,10 +21,14 @@ from aiockpt.errors import (
     WorldSizeMismatchError,
 )
 from aiockpt.format.limits import Limits
-from aiockpt.format.references import references
-from aiockpt.state.segment import Segment
-from aiockpt.state.sharding import LAYOUTS
+from aiockpt.format.paths import format_path
+from aiockpt.runtime.bridge import share_out
+from aiockpt.runtime.system import raise_descriptor_limit
+from aiockpt.state.reshard import RankValues
+from aiockpt.storage.boxes import LoadedSource, Source
 from aiockpt.storage.checkpoint_file import blaming_file, contents, opened
+from aiockpt.storage.dcp import is_dcp
+from aiockpt.storage.dcp_sources import dcp_sources
 from aiockpt.storage.directory import (
     MARKER,
     StrPath,
@@ -39,11 +45,15 @@ from aiockpt.storage.statefile import is_torch_file, load_torch
 
 __all__ = ["Found", "Reading", "is_url", "open_sources"]
 
+logger = logging.getLogger("aiockpt")
+
 _PEER = re.compile(r"https?://", re.IGNORECASE)
 _SEED = re.compile(r"checkpoint_[0-9]+\.pt")
 _SUFFIX: Final = ".safetensors"
 _INDEX: Final = ".safetensors.index.json"
 _TRIES: Final = 10  # while others replace it
+_MOST_FILES: Final = 4096
+_MANY_FILES: Final = 128  # as many descriptors as a small limit leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +62,7 @@ class Reading:
 
     rank: int
     world_size: int | None
+    rank_values: RankValues
     limits: Limits
     allow_pickle: bool
     verify: Verify
@@ -61,15 +72,28 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The files that a load reads from, or the ``values`` of a file of torch."""
+    """What a load reads from.
 
-    sources: Sequence[FileSource]
-    values: object | None = None
+    Attributes:
+        sources: The sources: all of them, or that of this rank.
+        rest: Opens the sources of all ranks, if ``sources`` is only that of this rank,
+            which is number ``own`` of them.
+        own: The number of this rank's source; None if another number of ranks saved.
+        is_foreign: Whether another tool has saved it; see `Policy`.
+    """
 
-    @property
-    def segments(self) -> list[Segment]:
-        """The data segment of each source."""
-        return [source.segment for source in self.sources]
+    sources: Sequence[Source]
+    rest: Callable[[], Sequence[Source]] | None = None
+    own: int | None = None
+    is_foreign: bool = False
+
+    def every(self) -> Sequence[Source]:
+        """Return the sources of all ranks.
+
+        Raises:
+            StorageError, IntegrityError: a file cannot be read, or is damaged.
+        """
+        return self.sources if self.rest is None else self.rest()
 
 
 def is_url(path: StrPath) -> bool:
@@ -113,8 +137,10 @@ def _source(path: Path, fd: int, reading: Reading) -> FileSource:
 def _of_file(path: Path, reading: Reading, files: ExitStack) -> Found:
     fd = files.enter_context(opened(path))
     if is_torch_file(path, fd):
-        return Found([], load_torch(path, fd, mapped=reading.mmap))
-    return Found([_source(path, fd, reading)])
+        values = load_torch(path, fd, mapped=reading.mmap)
+        return Found([LoadedSource(values, limits=reading.limits)])
+    source = _source(path, fd, reading)
+    return Found([source], is_foreign=not source.segment.manifest.snapshot_id)
 
 
 def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Found:
@@ -125,6 +151,8 @@ def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Found:
     if legacy.is_file():
         _check_seed(place, reading)
         return _of_file(legacy, reading, files)
+    if is_dcp(place):
+        return _of_dcp(place, reading, files)
     names, index = _shards(place, reading.limits)
     if not names or (place / rank_file(reading.rank)).exists():
         return _of_checkpoint(place, reading, files)  # raises the error
@@ -134,7 +162,26 @@ def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Found:
             str(place), "it holds several files, and no marker that says which belong"
         )
     _check_shards(place, dict(zip(names, shards, strict=True)), index)
-    return Found(shards)
+    return Found(shards, is_foreign=True)
+
+
+def _of_dcp(place: Path, reading: Reading, files: ExitStack) -> Found:
+    """Open a checkpoint of torch.distributed.checkpoint."""
+    found = dcp_sources(place, files, limits=reading.limits)
+    if reading.verify != "none":
+        logger.warning(
+            "%s is a checkpoint of torch.distributed.checkpoint, which has no digests: "
+            "its bytes are not verified",
+            place,
+        )
+    for path, why in found.left_out.items():
+        logger.warning("%s: %s is left out: %s", place, format_path(path), why)
+    sources: list[Source] = [
+        FileSource(*each, mapped=reading.mmap) for each in found.files
+    ]
+    if found.values or not sources:
+        sources.append(LoadedSource(found.values, limits=reading.limits))
+    return Found(sources, is_foreign=True)
 
 
 def _check_seed(place: Path, reading: Reading) -> None:
@@ -146,44 +193,73 @@ def _check_seed(place: Path, reading: Reading) -> None:
 
 
 def _of_checkpoint(place: Path, reading: Reading, files: ExitStack) -> Found:
+    checkpoint = checkpoint_at(place)
+    saved, loading = checkpoint.world_size, reading.world_size
+    if isinstance(reading.rank_values, int):
+        checkpoint.file_of(reading.rank_values)  # or there is no such rank
+    if loading is None:
+        return Found(_rank_files(place, reading, files, only=reading.rank))
+    if saved == 1 or loading != saved:
+        return Found(_rank_files(place, reading, files))
+    own = _rank_files(place, reading, files, only=reading.rank)
+    rest = partial(_rank_files, place, reading, files)
+    return Found(own, rest, reading.rank)
+
+
+def _rank_files(
+    place: Path, reading: Reading, files: ExitStack, only: int | None = None
+) -> list[FileSource]:
+    """Open the files of all ranks, or of one, that the marker names.
+
+    Raises:
+        CheckpointNotFoundError: one is missing.
+        IntegrityError: another file has the name of one.
+    """
     for _ in range(_TRIES):
         before = identity(place)
         try:
-            return Found([_rank_file(place, reading, files)])
+            return _opened_ranks(place, reading, files, only)
         except (StorageError, IntegrityError):
             if identity(place) == before:  # else it was replaced meanwhile
                 raise
     raise StorageError(str(place), "it is replaced faster than it can be read")
 
 
-def _rank_file(place: Path, reading: Reading, files: ExitStack) -> FileSource:
-    """Open the file that the marker names.
-
-    Raises:
-        IntegrityError: another file has its name.
-        WorldSizeMismatchError: another number of ranks has written it.
-    """
-    checkpoint, loading = checkpoint_at(place), reading.world_size
-    if loading not in (None, checkpoint.world_size):
-        assert loading is not None
-        saved = checkpoint.world_size
-        first = _open(checkpoint.file_of(0), reading, files)
-        raise WorldSizeMismatchError(
-            str(place), saved=saved, loading=loading, sharded=_has_shards(first)
-        )
-    path = checkpoint.file_of(reading.rank)
-    found = _open(path, reading, files)
-    expected = checkpoint.files[path.name].snapshot
-    actual = found.segment.manifest.snapshot_id
-    if actual != expected:
-        raise IntegrityError(expected=expected, actual=actual, url=str(path))
-    return found
+def _opened_ranks(
+    place: Path, reading: Reading, files: ExitStack, only: int | None
+) -> list[FileSource]:
+    checkpoint = checkpoint_at(place)
+    ranks = range(checkpoint.world_size) if only is None else (only,)
+    if len(ranks) > _MOST_FILES:
+        detail = f"{len(ranks)} ranks saved it, and {_MOST_FILES} files can be read"
+        raise StorageError(str(place), detail)
+    if len(ranks) > _MANY_FILES:
+        raise_descriptor_limit()
+    paths = [*map(checkpoint.file_of, ranks)]
+    fds = [files.enter_context(opened(path)) for path in paths]
+    sources = _sources(paths, fds, reading)
+    for path, source in zip(paths, sources, strict=True):
+        expected = checkpoint.files[path.name].snapshot
+        actual = source.segment.manifest.snapshot_id
+        if actual != expected:
+            raise IntegrityError(expected=expected, actual=actual, url=str(path))
+    return sources
 
 
-def _has_shards(source: FileSource) -> bool:
-    """Say whether a file has shards of tensors, which a mesh of ranks makes whole."""
-    found = references(source.segment.manifest.tree)
-    return any(each.leaf is not None and each.leaf[1] in LAYOUTS for each in found)
+def _sources(
+    paths: Sequence[Path], fds: Sequence[int], reading: Reading
+) -> list[FileSource]:
+    """Read the headers of open files."""
+    found: dict[int, FileSource] = {}
+
+    def read(at: int) -> None:
+        found[at] = _source(paths[at], fds[at], reading)
+
+    if len(paths) == 1:  # most have no other
+        read(0)
+    else:
+        share_out(read, range(len(paths)))
+    return [found[at] for at in range(len(paths))]
 
 
 def _shards(place: Path, limits: Limits) -> tuple[list[str], dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -24,7 +23,8 @@ from aiockpt.checkpointers.config import ELSEWHERE
 from aiockpt.checkpointers.reader import CheckpointReader, own_read
 from aiockpt.checkpointers.writer import CheckpointWriter, Writers, own_functions
 from aiockpt.errors import ClosedError
-from aiockpt.events import Progress, TransferEvent, emit
+from aiockpt.events import Progress
+from aiockpt.state.reshard import RankValues
 from aiockpt.state.selection import Select
 from aiockpt.storage.directory import StrPath
 from aiockpt.storage.read import OnBytes, Verify
@@ -140,6 +140,8 @@ class SyncCheckpointer(Checkpointer):
         mmap: bool = False,
         on_bytes: OnBytes | None = None,
         rank: int | None = None,
+        full: bool = False,
+        rank_values: RankValues = "error",
         **own: Never,
     ) -> Any:
         """Return the state dict at ``path``; see :meth:`.CheckpointReader.read`.
@@ -156,9 +158,14 @@ class SyncCheckpointer(Checkpointer):
         refuse_unknown(SyncCheckpointer.load, own, *own_read(self._reader))
         template = template_of(state_dict, into)
         self._check()
-        began = time.monotonic()
         options = options_of(
-            select=select, verify=verify, mmap=mmap, on_bytes=on_bytes, rank=rank
+            select=select,
+            verify=verify,
+            mmap=mmap,
+            on_bytes=on_bytes,
+            rank=rank,
+            full=full,
+            rank_values=rank_values,
         )
         loaded, _ = self._reader.read(
             path,
@@ -167,13 +174,6 @@ class SyncCheckpointer(Checkpointer):
             strict=strict,
             **options,
             **own,
-        )
-        seconds = time.monotonic() - began
-        detail = _without_token(path)
-        emit(
-            TransferEvent(
-                stop="load", seconds=seconds, detail=detail, level=logging.INFO
-            )
         )
         return loaded
 

@@ -31,7 +31,7 @@ import torch
 from aiockpt.errors import UnsupportedLeafError
 from aiockpt.format.entries import Entries
 from aiockpt.format.limits import Limits
-from aiockpt.format.paths import format_path
+from aiockpt.format.paths import Node, format_path
 from aiockpt.format.references import mentions, references, registered
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.copies import (
@@ -52,6 +52,7 @@ from aiockpt.state.contents import Contents, entries_of, entries_with
 from aiockpt.state.distributed import has_version
 from aiockpt.state.flatten import ODD, Wanted, wanted
 from aiockpt.state.leaves import kind_of
+from aiockpt.state.mesh import merged
 from aiockpt.state.nodes import decoders_for
 from aiockpt.state.rebuild import (
     Frame,
@@ -153,9 +154,8 @@ class Matching:
     it touches the template; then `check`, and `finish` in the end.
 
     Args:
-        segments: The data segments; several are shards of flat dicts. A whole receive
-            has one. It gets its memory after this call, since `backings` says how much
-            is needed.
+        segments: The data segments. A whole receive has one. It gets its memory after
+            this call, since `backings` says how much is needed.
         rule: Which differences between the template and the checkpoint are errors.
         limits: Bound the trees.
         allow_pickle: Accept leaves that only pickle can encode.
@@ -164,6 +164,7 @@ class Matching:
         device: The device for tensors that the template lacks; None: they stay in the
             memory of their segment.
         name: The name of the checkpoint, for errors.
+        tree: The tree of several segments together; see `aiockpt.state.reshard`.
 
     Attributes:
         missing: The wanted paths that the checkpoint or the template lacks.
@@ -190,12 +191,13 @@ class Matching:
         template: Template | None = None,
         device: torch.device | None = None,
         name: str = "",
+        tree: Node | None = None,
     ) -> None:
         self._segments, self._device, self._rule = segments, device, rule
         self._limits, self._allow_pickle = limits, allow_pickle
         manifests = [each.manifest for each in segments]
         odd = self._odd = [*chain.from_iterable(each.odd for each in segments)]
-        self._catalogue = Catalogue(manifests, limits=limits, odd=odd)
+        self._catalogue = Catalogue(manifests, limits=limits, odd=odd, tree=tree)
         own = self._own = None if template is None else template.wanted
         if callable(select):
             select = cache(select)  # the matcher may ask for a path again
@@ -208,8 +210,9 @@ class Matching:
         self._nodes = {} if template is None else template.nodes
         self._late = [*zip(*found.copied, strict=True)]  # pieces, and tensors
         is_own = any(each.tensors is not None for each in segments)
-        if is_own:  # nothing is read
-            self._late += zip(*found.straight, strict=True)
+        if is_own:  # nothing of these segments is read
+            fills = zip(*found.straight, strict=True)
+            self._late += (fill for fill in fills if self._is_made(fill[0]))
         self._result: object = None
         self._adoption: Adoption | None = None
         self._contents: Contents | None = None
@@ -220,8 +223,8 @@ class Matching:
         self._replicas: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._copies: list[tuple[int, torch.Tensor]] = []  # to a tensor of the template
         nbytes = sys.maxsize if is_own else sum(each.total_bytes for each in manifests)
-        counts = len(manifests[0].entries), len(self._catalogue)
-        self._frame = Frame(found.tree, *counts, nbytes)
+        count = len(self._catalogue)
+        self._frame = Frame(found.tree, self._catalogue.entries(), count, nbytes)
         if template is not None:
             self._note(template, every=select is None)
         if rule.is_whole and own is not None:
@@ -232,6 +235,11 @@ class Matching:
 
     def __repr__(self) -> str:
         return f"<Matching tensors={self._frame.tensors}>"
+
+    def _is_made(self, piece: int) -> bool:
+        """Say whether a program has made the tensor of a piece already."""
+        source = self._catalogue.source_of(piece)
+        return self._segments[source].tensors is not None
 
     def _note(self, template: Template, *, every: bool) -> None:
         """Note what is filled of the template, and what it has now."""
@@ -333,7 +341,7 @@ class Matching:
         for piece in self._found.values:
             source, start, stop = self._catalogue.reach(piece)
             found[source].append((start, stop))
-        return [*map(_joined, found)]
+        return [*map(merged, found)]
 
     def plan(self) -> LoadPlan:
         """Return where the bytes of the only segment go; see `plans`."""
@@ -526,14 +534,14 @@ class Matching:
             kept: What stays in the arena; it has no byte in common with ``rows``.
             held: The memory.
         """
-        stay = ((start, stop, -1) for start, stop in _joined(kept))
+        stay = ((start, stop, -1) for start, stop in merged(kept))
         every = sorted([*_merged(rows), *stay])
         starts, stops = (array("q", [row[at] for row in every]) for at in (0, 1))
         order = [row[2] for row in every]
         home = held.taken(order)
         sizes = array("q", [(e[1] - e[0]) * (e[2] >= 0) for e in every])
         return LoadPlan(
-            _joined((start, stop) for start, stop, _ in every),
+            merged((start, stop) for start, stop, _ in every),
             Spans(_Names(home.tensors, self._contents), starts, stops),
             Backings(home, home.addresses, sizes, {}, {}),
             bytes(number < 0 for number in order),
@@ -599,17 +607,6 @@ def _merged(rows: list[_Row]) -> Iterator[_Row]:
         start, stop, number = row
     if start < stop:
         yield start, stop, number
-
-
-def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges in order; those that meet are one."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
-        elif start < stop:
-            found.append((start, stop))
-    return found
 
 
 def _copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:

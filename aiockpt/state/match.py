@@ -38,10 +38,9 @@ there may be 100,000 of them. Nothing is read, made or changed.
 from __future__ import annotations
 
 import re
-import secrets
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from types import MappingProxyType
@@ -64,7 +63,7 @@ from aiockpt.format.registry import REGISTRY
 from aiockpt.format.tree import fault_of, remedy_for, unsupported
 from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused, is_callers
-from aiockpt.state.catalogue import Catalogue, Items, items_of, keys_of
+from aiockpt.state.catalogue import Catalogue
 from aiockpt.state.containers import STAYS, apart, left_empty, renamed
 from aiockpt.state.dispositions import (
     NOT_FILLED,
@@ -80,15 +79,21 @@ from aiockpt.state.flatten import ODD, Wanted
 from aiockpt.state.leaves import kind_of
 from aiockpt.state.selection import Select, Selection, below, item, pruned
 from aiockpt.state.sharding import LAYOUTS, Layout, is_filled
-
-HOLE: Final[Node] = ["ext", ODD, secrets.token_hex()]
-"""Stands in `Matched.tree` for an item that stays as the template has it.
-
-The trees of peers cannot have it, since its payload is random.
-"""
+from aiockpt.state.trees import (
+    DICTS,
+    HOLE,
+    Items,
+    entered,
+    is_distributed,
+    items_of,
+    keys_of,
+    number_of,
+    structure_of,
+    tag_of,
+    values_of,
+)
 
 _SLICE: Final = 512  # tensors compared by one call; each of their numbers is an object
-_DICTS: Final = frozenset({"tensors", "dict", "odict", "defaultdict"})
 _NUMBERS: Final = frozenset({bool, int, float, complex})
 _CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
 _TYPES: Final[dict[str, type]] = {
@@ -352,6 +357,9 @@ class _Walk:
 
     def _pair(self, mine: Node, theirs: Node, path: str) -> Node:
         """Return what is taken at a path that both have."""
+        if theirs is HOLE:  # what the template has stays
+            self._found = True
+            return HOLE
         try:
             return self._fitting(mine, theirs, path)
         except (TemplateMismatchError, UnsupportedLeafError):
@@ -364,44 +372,45 @@ class _Walk:
         if self._is_left_empty(mine, theirs, path):
             # What makes the value around it may look at it, so it gets an equal one.
             return _emptied(own, mine) if self._in_leaf else HOLE
-        kinds = _tag(mine), _tag(theirs)
-        is_open = kinds[0] in _DICTS or kinds[0] == "list"
-        if not (is_open and _values(mine)) or (self._adopts and _values(theirs) == []):
+        kinds = tag_of(mine), tag_of(theirs)
+        is_open = kinds[0] in DICTS or kinds[0] == "list"
+        is_empty = self._adopts and values_of(theirs) == []
+        if is_empty or not (is_open and values_of(mine)):
             self._found = True
         if mine is None:
             return self._anew(theirs, path)
-        if kinds[0] == "tensor" or _is_distributed(mine):
+        if kinds[0] == "tensor" or is_distributed(mine):
             return self._pair_tensor(mine, theirs, path)
-        if kinds[1] == "tensor" or _is_distributed(theirs):
+        if kinds[1] == "tensor" or is_distributed(theirs):
             raise self._unfit(mine, theirs, path)
-        if kinds[0] in _DICTS and kinds[1] in _DICTS:
+        if kinds[0] in DICTS and kinds[1] in DICTS:
             return self._pair_dicts(mine, theirs, path)
         if kinds == ("list", "list"):
             return self._pair_lists(mine, theirs, path)
         if not self._is_alike(mine, theirs):
             raise self._unfit(mine, theirs, path)
-        if (inside := _inside(mine, theirs)) is not None:
-            old, new, make = inside
+        old, new = structure_of(mine), structure_of(theirs)
+        if old and new and old.kind == new.kind and len(old.items) == len(new.items):
             match theirs:
                 case ["ext", _, ["tuple", [_, beside]]]:  # a pytree node's context
                     self._taken(beside)
             self._in_leaf += 1
-            pairs = enumerate(zip(old, new, strict=True))
+            pairs = enumerate(zip(old.items, new.items, strict=True))
             found = [self._pair(*pair, item(path, at)) for at, pair in pairs]
             self._in_leaf -= 1
-            return make(found)
+            return new.made_of(found)
         if self._adopts and any(_first_tensor(each, path) for each in (mine, theirs)):
             raise self._unfit(mine, theirs, path, lengths=True)
         return self._taken(theirs)
 
     def _plain_of(self, mine: Any, theirs: Node) -> Node:
         """Return the plain container in a dict or list if theirs is a plain one."""
-        plain = (*_DICTS, "list")
-        if _tag(mine) != "ext" or _tag(theirs) not in plain:
+        plain = (*DICTS, "list")
+        if tag_of(mine) != "ext" or tag_of(theirs) not in plain:
             return cast("Node", mine)
         is_structure = mine[1].startswith((NAMED_TUPLE, PYTREE))
         found = self._wanted.plain.get(id(mine), None if is_structure else mine[2])
-        return cast("Node", found if _tag(found) in plain else mine)
+        return cast("Node", found if tag_of(found) in plain else mine)
 
     def _pair_tensor(self, mine: Any, theirs: Any, path: str) -> Node:
         """Pair a tensor of the template, which may be distributed."""
@@ -412,9 +421,9 @@ class _Walk:
         is_meta = any(tensor.is_meta for tensor in tensors)
         if is_meta and self._adopts:
             raise UnsupportedLeafError(path, "meta tensor", _NO_MEMORY)
-        if layout is None and _tag(theirs) == "tensor":
-            pieces = [_number_of(theirs, path)]
-        elif layout is not None and _is_distributed(theirs):
+        if layout is None and tag_of(theirs) == "tensor":
+            pieces = [number_of(theirs, path)]
+        elif layout is not None and is_distributed(theirs):
             pieces = self._pieces_of(layout, theirs, path)
         else:
             raise self._unfit(mine, theirs, path)
@@ -440,11 +449,10 @@ class _Walk:
 
     def _pieces_of(self, layout: Layout, theirs: Any, path: str) -> list[int]:
         """Return the pieces of a distributed tensor that fit the template's layout."""
-        found = self._catalogue.parts((path,), theirs[1], theirs[2])
-        for pieces, other in found:
-            if self._are_same(layout, other):
-                return pieces
-        raise _mismatch_of(path, str(found[0][1]), str(layout))
+        pieces, other = self._catalogue.layouts.read((path,), theirs[1], theirs[2])
+        if self._are_same(layout, other):
+            return pieces
+        raise _mismatch_of(path, str(other), str(layout))
 
     def _are_same(self, one: Layout, other: Layout) -> bool:
         if one is other:  # most are, since equal layouts are decoded once
@@ -489,7 +497,7 @@ class _Walk:
     def _attributes(self, mine: Any, theirs: Any, path: str) -> list[Node]:
         """Return what is taken of the attributes of two dicts: none or one node."""
         old, new = (each[3:] if each[0] == "odict" else [] for each in (mine, theirs))
-        if new and _tag(new[0]) not in _DICTS:
+        if new and tag_of(new[0]) not in DICTS:
             raise RemoteProtocolError(f"malformed tree: attributes of {path[:200]}")
         if old and new:
             return [self._pair_dicts(old[0], new[0], path)]
@@ -510,11 +518,11 @@ class _Walk:
         self, mine: Node, theirs: Node, path: str
     ) -> tuple[int, int] | None:
         """Return the numbers of two tensors if ours is plain, as most are."""
-        if _tag(mine) != "tensor" or _tag(theirs) != "tensor":
+        if tag_of(mine) != "tensor" or tag_of(theirs) != "tensor":
             return None
         if not (self._in_leaf or self._selection.everything):
             return None
-        piece, number = _number_of(theirs, path), _number_of(mine, path)
+        piece, number = number_of(theirs, path), number_of(mine, path)
         return None if self._wanted.codes[number] is None else (piece, number)
 
     def _add_row(self, path: str, row: list[tuple[object, int, int]]) -> None:
@@ -581,11 +589,13 @@ class _Walk:
 
     def _is_left_empty(self, mine: Any, theirs: Any, path: str) -> bool:
         """Say whether a container is empty here, and full there, and stays so."""
-        kind = _TYPES.get(_tag(mine) or "")
-        if self._is_near or kind is None or _values(mine) != [] or not _values(theirs):
+        kind = _TYPES.get(tag_of(mine) or "")
+        if self._is_near or kind is None:
             return False
-        dicts = _tag(mine) in _DICTS and _tag(theirs) in _DICTS
-        if not (dicts or _tag(mine) == _tag(theirs)):
+        if values_of(mine) != [] or not values_of(theirs):
+            return False
+        dicts = tag_of(mine) in DICTS and tag_of(theirs) in DICTS
+        if not (dicts or tag_of(mine) == tag_of(theirs)):
             return False
         if not self._selects(theirs, path):
             return False
@@ -603,7 +613,7 @@ class _Walk:
         """Yield the selected paths at and below one that the sources lack."""
         if self._in_leaf or self._selection.takes(path):
             yield path
-        elif (inside := _opened(node, path)) is not None:
+        elif (inside := entered(node, path)) is not None:
             for _, each, where in inside:
                 yield from self._lacking(each, where)
         elif self._selection.takes_leaf(path):
@@ -614,7 +624,7 @@ class _Walk:
     def _is_selected(self, theirs: Node, path: str) -> bool:
         if self._in_leaf or self._selection.everything or self._selection.takes(path):
             return True
-        if _opened(theirs, path) is not None:
+        if entered(theirs, path) is not None:
             return self._selection.enters(path)
         return self._selection.takes_leaf(path)
 
@@ -628,14 +638,14 @@ class _Walk:
         """
         if self._in_leaf or self._selection.takes(path):
             return True
-        if (inside := _opened(node, path)) is not None:
+        if (inside := entered(node, path)) is not None:
             rest = islice(inside, first, None)
             return any(self._selects(each, where) for _, each, where in rest)
         return self._selection.takes_leaf(path)
 
     def _anew(self, theirs: Node, path: str) -> Node:
         """Return the selected part of a value for which the template has None."""
-        if self._in_leaf or _opened(theirs, path) is None:
+        if self._in_leaf or entered(theirs, path) is None:
             return self._taken(theirs)
         found = self._chosen(theirs, path)
         return None if found is HOLE else found
@@ -644,7 +654,7 @@ class _Walk:
         """Return the selected part of a value, or `HOLE`."""
         if self._selection.takes(path):
             return self._taken(theirs)
-        if (inside := _opened(theirs, path)) is None:
+        if (inside := entered(theirs, path)) is None:
             return self._taken(theirs) if self._selection.takes_leaf(path) else HOLE
         if not self._selection.enters(path):
             return HOLE
@@ -652,7 +662,7 @@ class _Walk:
         kept = {key: each for key, each in found.items() if each is not HOLE}
         if not kept:
             return HOLE
-        if _tag(theirs) == "list":
+        if tag_of(theirs) == "list":
             return ["list", [kept.get(at) for at in range(len(found))]]
         return self._dict_of(theirs, kept)
 
@@ -691,9 +701,9 @@ class _Walk:
         odd = [*self._odd(mine, own=True), *self._odd(theirs)]
         if any(isinstance(each, torch.Tensor) for each in odd):
             return False
-        if _tag(theirs) == "ext" and theirs[1] == PICKLE:
+        if tag_of(theirs) == "ext" and theirs[1] == PICKLE:
             return True  # its type is known once it is unpickled
-        if _tag(mine) == _tag(theirs) == "ext" and mine[1] == theirs[1] != ODD:
+        if tag_of(mine) == tag_of(theirs) == "ext" and mine[1] == theirs[1] != ODD:
             return mine[1] != "numpy.scalar" or {one, other} <= _NUMBERS or one is other
         if one in _NUMBERS and other in _NUMBERS:
             return True
@@ -708,7 +718,7 @@ class _Walk:
                 return _KINDS.get(code.lstrip("<>|=")[:1])
         for value in self._odd(node, own=own):
             return type(value)
-        tag = _tag(node)
+        tag = tag_of(node)
         if tag == "ext":
             codec = REGISTRY.by_tag(node[1])
             return None if codec is None else codec.leaf_type
@@ -731,15 +741,16 @@ class _Walk:
             if remedy := remedy_for(value):
                 return unsupported(value, path, remedy)
         tensors = [each for each in chain(*odd) if isinstance(each, torch.Tensor)]
-        if len(tensors) + [_tag(mine), _tag(theirs)].count("tensor") == 2 and tensors:
+        plain = [tag_of(mine), tag_of(theirs)].count("tensor")
+        if tensors and len(tensors) + plain == 2:
             take_apart(tensors[0], (path,))  # says why it cannot be filled
             return UnsupportedLeafError(path, kind_of(tensors[0]), NOT_FILLED)
-        if _is_distributed(mine) != _is_distributed(theirs):
+        if is_distributed(mine) != is_distributed(theirs):
             nothing = "no distributed tensor"
             expected, actual = (
                 self._layout(each) or nothing for each in (theirs, mine)
             )
-            if _tag(theirs) == "tensor" or _tag(mine) == "tensor":
+            if tag_of(theirs) == "tensor" or tag_of(mine) == "tensor":
                 return _mismatch_of(path, expected, actual)
         expected, actual = self._words(theirs), self._words(mine, own=True)
         if lengths:
@@ -751,7 +762,7 @@ class _Walk:
         return _mismatch_of(path, expected, actual, detail)
 
     def _layout(self, node: Any) -> str:
-        if not _is_distributed(node):
+        if not is_distributed(node):
             return ""
         return str(self._catalogue.layouts.read((), node[1], node[2])[1])
 
@@ -759,10 +770,10 @@ class _Walk:
         """Return what a node is, for an error; ``own``: a node of the template."""
         if node is None:
             return "None"
-        if _is_distributed(node):
+        if is_distributed(node):
             return self._layout(node)
-        if _tag(node) == "tensor":
-            number = _number_of(node, "")
+        if tag_of(node) == "tensor":
+            number = number_of(node, "")
             if own:
                 return words_of(self._wanted.tensors[number])
             piece = self._catalogue.piece(number)
@@ -778,13 +789,6 @@ class _Walk:
         return f"a value of type {kind.__name__}"
 
 
-def _tag(node: Node) -> str | None:
-    """Return the tag of a node; None for a scalar."""
-    if isinstance(node, list) and node and isinstance(node[0], str):
-        return node[0]
-    return None
-
-
 def _emptied(own: Any, mine: Any) -> Node:
     """Return a node of an equal empty container; see `Wanted` for both nodes."""
     match own:
@@ -793,70 +797,6 @@ def _emptied(own: Any, mine: Any) -> Node:
         case ["odict", keys, values, _]:  # without its attributes, which stay
             return ["odict", keys, values]
     return cast("Node", own)
-
-
-def _values(node: Any) -> list[Node] | None:
-    """Return the nodes of a container's items; None for another node."""
-    match node:
-        case [("tensors" | "dict" | "odict"), _, [*_] as values, *_]:
-            pass
-        case ["defaultdict", _, _, [*_] as values] | ["deque", _, [*_] as values]:
-            pass
-        case ["list" | "tuple", [*_] as values]:
-            pass
-        case _:
-            return None
-    return cast("list[Node]", values)
-
-
-def _opened(node: Any, path: str) -> Iterable[tuple[object, Node, str]] | None:
-    """Return keys, values and paths of what a selection may enter: a dict, a list."""
-    if _tag(node) in _DICTS:
-        pairs = (items_of(node) or {}).items()
-        return ((key, each, below(path, key)) for key, each in pairs)
-    if _tag(node) == "list":
-        return (
-            (at, each, item(path, at)) for at, each in enumerate(_values(node) or ())
-        )
-    return None
-
-
-def _number_of(node: Any, path: str) -> int:
-    match node:
-        case ["tensor", int(number)]:
-            return number
-    raise RemoteProtocolError(f"malformed tree at {path[:200] or 'the root'}")
-
-
-def _is_distributed(node: Any) -> bool:
-    return _tag(node) == "ext" and len(node) == 3 and node[1] in LAYOUTS
-
-
-def _inside(mine: Any, theirs: Any) -> tuple[Any, Any, Callable[[Any], Node]] | None:
-    """Return the children of two values that are rebuilt, and how to do it; or None.
-
-    They are tuples, deques, named tuples or pytree nodes, with as many children.
-    """
-    make: Callable[[Any], Any]
-    match [mine, theirs]:
-        case [["tuple", [*old]], ["tuple", [*new]]]:
-            make = lambda items: ["tuple", items]  # noqa: E731
-        case [["deque", _, [*old]], ["deque", most, [*new]]]:
-            make = lambda items: ["deque", most, items]  # noqa: E731
-        case [["ext", one, ["dict", _, [*old]]], ["ext", two, ["dict", keys, [*new]]]]:
-            make = lambda items: ["ext", two, ["dict", keys, items]]  # noqa: E731
-            if one != two or not one.startswith(NAMED_TUPLE):
-                return None
-        case [
-            ["ext", one, ["tuple", [["list", [*old]], _]]],
-            ["ext", two, ["tuple", [["list", [*new]], more]]],
-        ]:
-            make = lambda items: ["ext", two, ["tuple", [["list", items], more]]]  # noqa: E731
-            if one != two or not one.startswith(PYTREE):
-                return None
-        case _:
-            return None
-    return (old, new, make) if len(old) == len(new) else None
 
 
 def _nested(items: Items) -> dict[Any, Any]:

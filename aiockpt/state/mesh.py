@@ -30,6 +30,8 @@ This is their order in the local tensor, too: each split of a mesh keeps it.
 ShardRuns: TypeAlias = tuple[Runs, ...]
 """What a rank holds of a tensor: the runs along each dimension."""
 
+_MAX_BOXES: Final = 1 << 14  # of two shards; each takes memory and time
+_MAX_PAIRS: Final = 1 << 20  # of shards that are compared, which takes time
 _MAX_RUNS: Final = 1 << 16  # along one dimension; a peer claims the number of pieces
 
 
@@ -147,9 +149,16 @@ class Box:
 
 
 def boxes(mine: ShardRuns, theirs: ShardRuns) -> Iterator[Box]:
-    """Yield the elements that two shards have in common."""
+    """Yield the elements that two shards have in common.
+
+    Raises:
+        ValueError: there are more boxes than between any real meshes.
+    """
     pairs = zip(mine, theirs, strict=True)
-    for row in product(*(_common(one, other) for one, other in pairs)):
+    common = [_common(one, other) for one, other in pairs]
+    if (count := math.prod(map(len, common))) > _MAX_BOXES:
+        raise ValueError(f"two shards have {count} boxes in common")
+    for row in product(*common):
         yield Box(*zip(*row, strict=True)) if row else Box((), (), ())
 
 
@@ -205,12 +214,31 @@ def cover(mine: ShardRuns, shards: Sequence[ShardRuns], prefer: int = 0) -> Cove
 
 
 def apart(shards: Iterable[ShardRuns]) -> bool:
-    """Say whether any two different shards have no element in common."""
+    """Say whether any two different shards have no element in common.
+
+    Raises:
+        ValueError: there are more of them than any real layout has.
+    """
     distinct = [*dict.fromkeys(shards)]
     if all(map(_disjoint, map(set, zip(*distinct, strict=True)))):
         return True  # a grid, as of any mesh
-    pairs = ((one, other) for n, one in enumerate(distinct) for other in distinct[:n])
-    return not any(any(True for _ in boxes(*pair)) for pair in pairs)
+    some = [shard for shard in distinct if all(shard)]
+    # Sorted along the dimension with the most cuts, few shards may meet at once.
+    axes = [len({*runs}) for runs in zip(*some, strict=True)]
+    dim = axes.index(max(axes)) if axes else 0
+    some.sort(key=lambda shard: shard[dim][0])
+    near: list[ShardRuns] = []
+    compared = 0
+    for shard in some:
+        start = shard[dim][0][0]
+        near = [other for other in near if other[dim][-1][1] > start]
+        compared += len(near)
+        if compared > _MAX_PAIRS:
+            raise ValueError(f"{len(some)} shards that form no grid")
+        if any(next(boxes(shard, other), None) for other in near):
+            return False
+        near.append(shard)
+    return True
 
 
 def _disjoint(axis: Iterable[Runs]) -> bool:
@@ -265,27 +293,35 @@ def byte_runs(
         yield ByteRuns(start + at, length, step, count)
 
 
-def touched(found: Iterable[ByteRuns], unit: int, stop: int) -> list[tuple[int, int]]:
-    """Return the ranges of whole units that contain a byte of some runs.
+def touched(found: Iterable[ByteRuns], gap: int) -> list[tuple[int, int]]:
+    """Return the ranges that contain the bytes of some runs.
 
     Args:
         found: The runs.
-        unit: The bytes that are verified together; 1 gives the exact bytes.
-        stop: The end of the memory; the last unit is cut there.
+        gap: A gap of at most so many bytes between two runs is part of a range.
     """
-    joined: list[tuple[int, int]] = []
-    for first, last in sorted(_ranges(found, unit)):
-        lower, upper = first // unit * unit, min(-(-last // unit) * unit, stop)
-        if joined and lower <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], upper)
-        else:
-            joined.append((lower, upper))
-    return joined
+    return merged(_ranges(found, gap), gap)
 
 
-def _ranges(found: Iterable[ByteRuns], unit: int) -> Iterator[tuple[int, int]]:
+def merged(ranges: Iterable[tuple[int, int]], gap: int = 0) -> list[tuple[int, int]]:
+    """Return ranges in order; those that overlap or meet are one.
+
+    Args:
+        ranges: The ranges; empty ones are dropped.
+        gap: A gap of at most so much between two ranges is part of one.
+    """
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1] + gap:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        elif start < stop:
+            found.append((start, stop))
+    return found
+
+
+def _ranges(found: Iterable[ByteRuns], gap: int) -> Iterator[tuple[int, int]]:
     for each in found:
-        if each.step <= max(unit, each.length):  # no unit lies between two runs
+        if each.step - each.length <= gap or each.count > _MAX_RUNS:
             yield each.start, each.start + each.step * (each.count - 1) + each.length
         else:
             for n in range(each.count):

@@ -185,15 +185,15 @@ class Frame:
     """
 
     tree: Node
-    entries: int
+    entries: Sequence[range]
     tensors: int
     total_bytes: int
 
     @classmethod
     def of(cls, manifest: Manifest) -> Frame:
         """Return the frame of ``manifest``."""
-        entries, tensors = len(manifest.entries), manifest.tensor_count
-        return cls(manifest.tree, entries, tensors, manifest.total_bytes)
+        entries, tensors = range(len(manifest.entries)), manifest.tensor_count
+        return cls(manifest.tree, [entries], tensors, manifest.total_bytes)
 
 
 def assemble(
@@ -248,7 +248,8 @@ def check_meshes(frame: Frame, *, limits: Limits) -> None:
 
 def _bytes(frame: Frame, number: int, tensors: Sequence[torch.Tensor]) -> bytes:
     # Only whole entries: each view of an entry would become a copy of the entry.
-    if number >= frame.entries or tensors[number].dtype != torch.uint8:
+    is_entry = any(number in each for each in frame.entries)
+    if not is_entry or tensors[number].dtype != torch.uint8:
         raise RemoteProtocolError(f"bytes cannot come from tensor {number}")
     tensor = tensors[number]
     if tensor.device.type != "cpu":  # its address is not in host memory

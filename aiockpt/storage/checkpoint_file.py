@@ -26,6 +26,7 @@ from aiockpt.runtime.words import command_line
 from aiockpt.storage.files import named, open_regular, read_at
 
 __all__ = [
+    "blocks_of",
     "bytes_at",
     "chunk_errors",
     "contents",
@@ -178,11 +179,12 @@ def digest_of(path: Path, fd: int, manifest: Manifest, chunk: int) -> str:
     """Return the digest of a chunk's bytes in the open file."""
     start, stop = manifest.grid.range(chunk)
     base = manifest.header_bytes
-    blocks = _blocks(path, fd, base + start, base + stop)
+    blocks = blocks_of(path, fd, base + start, base + stop)
     return digest(blocks, manifest.algorithm)
 
 
-def _blocks(path: Path, fd: int, start: int, stop: int) -> Iterator[memoryview]:
+def blocks_of(path: Path, fd: int, start: int, stop: int) -> Iterator[memoryview]:
+    """Yield the bytes of an open file, block by block, in memory that is used again."""
     # Read, not mapped: a file that shrinks under a mapping kills the process.
     block = memoryview(bytearray(min(_BLOCK, stop - start)))
     for at in range(start, stop, _BLOCK):

@@ -441,8 +441,11 @@ def _what_is_at(place: Path) -> str:
         return "there is no such checkpoint"
     if not place.is_dir():
         return "it is a file"
-    if _read_marker(place / MARKER) is not None:
-        return "files that its marker names are missing, or not of their full size"
+    if (found := _read_marker(place / MARKER)) is not None:
+        files = sorted(found[0].files.items())
+        lost = [name for name, said in files if _size(place / name) != said.bytes]
+        shown = ", ".join(lost[:_SHOWN]) + ", ..." * (len(lost) > _SHOWN)
+        return f"missing, or not of the size that its marker says: {shown}"
     return _what_is_in(place)
 
 
@@ -457,10 +460,10 @@ def _what_is_in(place: Path) -> str:
         )
     names = sorted(each.name for each in place.iterdir() if each.is_file())
     if _DCP in names:
-        tool = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+        command = command_line("aiockpt", "convert", os.fspath(place), "NEW")
         return (
-            "it is a checkpoint of torch.distributed.checkpoint: turn it into a file "
-            f"with {tool} {command_line(os.fspath(place))} FILE.pt, and load FILE.pt"
+            "it is a checkpoint of torch.distributed.checkpoint: aiockpt.load() loads "
+            f"it, and {command} makes one of ours of it"
         )
     files = [name for name in names if name.endswith(_FILES)]
     if files:

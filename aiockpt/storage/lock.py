@@ -3,7 +3,7 @@
 The lock is a file beside the checkpoint, ``.step-100.lock``. It exists while a process
 saves to the path, or removes what is there. It says which process that is. A save of a
 single file, such as ``model.pt``, has such a lock, too. Its lock also names the
-temporary file, which a later save removes if the process dies.
+temporary file or directory, which a later save removes if the process dies.
 
 Everything here blocks, and needs no tensors.
 """
@@ -14,6 +14,7 @@ import errno
 import functools
 import os
 import secrets
+import shutil
 import stat
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ from msgspec import Meta
 from aiockpt.errors import StorageError
 from aiockpt.storage.files import is_at, open_locked, regular_file, unlock
 
-__all__ = ["Holder", "SaveLock", "holder_of", "lock_of", "temporary_of"]
+__all__ = ["Holder", "SaveLock", "holder_of", "lock_of", "remove_temporary"]
 
 _MAX_BYTES: Final = 4096
 
@@ -58,8 +59,21 @@ def lock_of(target: Path) -> Path:
 
 
 def temporary_of(path: Path, nonce: str) -> Path:
-    """Return the temporary file of a single file that is saved under a lock."""
+    """Return the temporary name of what is written under a lock."""
     return path.with_name(f"{path.name.removesuffix('.lock')}.{nonce}.tmp")
+
+
+def remove_temporary(path: Path, nonce: str) -> None:
+    """Remove what a dead process was writing under a lock.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    left = temporary_of(path, nonce)
+    if left.is_dir() and not left.is_symlink():
+        shutil.rmtree(left)
+    else:
+        left.unlink(missing_ok=True)
 
 
 def holder_of(path: Path) -> Holder | None:
@@ -78,8 +92,8 @@ class SaveLock(AbstractContextManager["SaveLock"]):
 
     Attributes:
         path: The lock.
-        temporary: Where a single file is written before it gets its name. No other
-            process has this name.
+        temporary: Where a file, or a directory, is written before it gets its name. No
+            other process has this name.
 
     Raises:
         StorageError: another process has it, or the name belongs to something else.
@@ -133,7 +147,7 @@ class SaveLock(AbstractContextManager["SaveLock"]):
             raise StorageError(str(self.path), _FOREIGN)
         with suppress(OSError):  # a full disk: it locks without saying whose it is
             if dead is not None and dead.is_dead():
-                temporary_of(self.path, dead.nonce).unlink(missing_ok=True)
+                remove_temporary(self.path, dead.nonce)
             text = _own(nonce)
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, text, 0)

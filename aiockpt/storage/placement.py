@@ -31,12 +31,17 @@ class Placement:
         segment: The data segment.
         ranges: The byte ranges of the segment to read.
         in_arena: Those that go to the arena of the segment; None: all of them.
+
+    Attributes:
+        ranges: The byte ranges.
+        nbytes: How many bytes of them are needed.
     """
 
     def __init__(
         self, segment: Segment, ranges: Ranges, in_arena: Ranges | None = None
     ) -> None:
         self.ranges = ranges
+        self.nbytes = sum(last - first for first, last in ranges)
         self._in_arena = ranges if in_arena is None else in_arena
         self._stops = [last for _, last in self._in_arena]
         self._arena = segment.arena

@@ -102,7 +102,14 @@ class FileSource:
         manifest: The result of `manifest_of_file`.
         mapped: Whether tensors lie over a mapping of the file, which outlives the
             descriptor. Otherwise they lie over a new arena.
+
+    Attributes:
+        bytes_needed: The bytes that somebody needed.
+        bytes_read: The bytes that were read: whole chunks, to verify them.
+        ranges_read: The ranges that were read.
     """
+
+    bytes_needed = bytes_read = ranges_read = 0
 
     def __init__(
         self,
@@ -136,6 +143,9 @@ class FileSource:
                 written.
         """
         spans = [*_spans(self._manifest, placement.ranges, verify)]
+        self.bytes_needed += placement.nbytes
+        self.bytes_read += sum(each.stop - each.start for each in spans)
+        self.ranges_read += len(placement.ranges)
         unverified = verify == "full" and not self._manifest.digests
         with named(self._path), ExitStack() as stack:
             if unverified:

@@ -29,7 +29,7 @@ from aiockpt.storage.files import (
     set_aside,
     unlock,
 )
-from aiockpt.storage.lock import SaveLock, holder_of, lock_of, temporary_of
+from aiockpt.storage.lock import SaveLock, holder_of, lock_of, remove_temporary
 from aiockpt.storage.ours import is_ours, move_along, others_in, remove_ours
 
 __all__ = ["retire", "superfluous", "sweep"]
@@ -249,7 +249,7 @@ def _sweep_lock(path: Path, age: float) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if lock(fd) and is_at(path, fd):
-            temporary_of(path, holder.nonce).unlink(missing_ok=True)
+            remove_temporary(path, holder.nonce)
             path.unlink()
     finally:
         unlock(fd)

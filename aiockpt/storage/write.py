@@ -19,7 +19,7 @@ from typing import Final, Protocol
 
 from aiockpt.errors import StateDictError
 from aiockpt.format.chunks import ChunkHasher
-from aiockpt.format.entries import encode_entries
+from aiockpt.format.entries import Entries, encode_entries
 from aiockpt.format.header import LENGTH_BYTES, with_digests
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.memory.snapshot import MappedSnapshot, Snapshot
@@ -32,7 +32,14 @@ from aiockpt.storage.files import (
     write_at,
 )
 
-__all__ = ["BLOCK", "PlainFile", "Writable", "WritableSnapshot", "write_file"]
+__all__ = [
+    "BLOCK",
+    "PlainFile",
+    "Writable",
+    "WritableSnapshot",
+    "plain_header",
+    "write_file",
+]
 
 BLOCK: Final = 4 << 20
 """Bytes that are digested and written at once; they fit into the cache."""
@@ -142,11 +149,7 @@ class PlainFile:
         for number, name in enumerate(entries.names):
             if name in codes:
                 entries.dtypes[number], entries.shapes[number] = codes[name]
-        text = b'{"__metadata__":{"format":"pt"}'
-        text += b"".join(encode_entries(entries)) + b"}"
-        text += b" " * (-len(text) % 8)
-        header = len(text).to_bytes(LENGTH_BYTES, "little") + text
-        self._header = ForeignHeader(entries, {"format": "pt"}, header)
+        self._header = plain_header(entries)
         self.header_bytes = self._header.header_bytes
         self.segment_bytes = writable.segment_bytes
         self.views = writable.views
@@ -157,6 +160,15 @@ class PlainFile:
     def seal(self) -> ForeignHeader:
         """Return the header."""
         return self._header
+
+
+def plain_header(entries: Entries) -> ForeignHeader:
+    """Return the header of a safetensors file without our metadata."""
+    text = b'{"__metadata__":{"format":"pt"}'
+    text += b"".join(encode_entries(entries)) + b"}"
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return ForeignHeader(entries, {"format": "pt"}, header)
 
 
 def write_file(

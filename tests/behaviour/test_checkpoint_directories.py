@@ -76,7 +76,9 @@ class TestWhole:
             (path / lost).unlink()
         assert find_checkpoint(path) is None
         assert latest(tmp_path) is None
-        full = "not of their full size" if lost == "some bytes" else "step-7"
+        full = (
+            "not of the size that its marker says" if lost == "some bytes" else "step-7"
+        )
         with pytest.raises(CheckpointNotFoundError, match=full) as caught:
             load(path)
         assert isinstance(caught.value, FileNotFoundError)

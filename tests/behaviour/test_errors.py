@@ -116,6 +116,14 @@ SAMPLES: list[tuple[AiockptError, str]] = [
         errors.DeviceMeshError("a mesh", "no group", path="a"),
         "a: a mesh has no place here: no group",
     ),
+    (
+        errors.RankValuesError("run/7", ["rng", "data.step"]),
+        (
+            "run/7: its ranks saved different values at rng, data.step: pass "
+            'rank_values=0 for those of rank 0, rank_values="keep" for those of the '
+            "template, or leave them out by select="
+        ),
+    ),
     (errors.StagingError("why"), "why"),
     (errors.StorageError("/a", "full"), "/a: full"),
     (errors.CheckpointNotFoundError("/a", "nothing"), "/a: nothing"),

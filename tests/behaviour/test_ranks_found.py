@@ -17,7 +17,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - the back
 import aiockpt
 from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
 from aiockpt.storage.directory import list_checkpoints
-from tests.support.saving import OwnFormat, names
+from tests.support.saving import OwnFormat, names, save_by_two
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -73,14 +73,15 @@ class TestEarlyCheckpointer:
 
     def test_loads_follow_the_group(self, tmp_path) -> None:
         """So do checkpointers, and readers without one."""
-        path = tmp_path / "step-1"
+        path = save_by_two(tmp_path / "step-1")
         with make("sync") as made:
-            save(made, path)
-            with one_rank(0, 2):
-                for load in (made.load, aiockpt.load):
-                    with pytest.raises(aiockpt.errors.WorldSizeMismatchError):
-                        load(path)
-            assert torch.equal(made.load(path)["w"], STATE["w"])
+            for load in (made.load, aiockpt.load):
+                with one_rank(1, 2):
+                    assert load(path) == {"rank": 1}
+                with one_rank(0, 2):
+                    assert load(path) == {"rank": 0}
+                with pytest.raises(aiockpt.errors.RankValuesError):
+                    load(path)
 
     @pytest.mark.asyncio
     async def test_recovery_follows_the_group(self) -> None:

@@ -20,10 +20,9 @@ import aiockpt
 from aiockpt.cli import main
 from aiockpt.errors import (
     CheckpointNotFoundError,
-    DeviceMeshError,
+    RankValuesError,
     StorageError,
     TemplateMismatchError,
-    WorldSizeMismatchError,
 )
 from tests.support.saving import save_by_two
 
@@ -55,17 +54,14 @@ def test_a_directory_of_checkpoints(tmp_path: Path, count: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_dcp(tmp_path: Path) -> None:
-    """The command that the message has makes a file that loads."""
+def test_a_checkpoint_of_dcp(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It loads like any other, and a warning says what is not checked."""
     save_by_dcp(dict(STATE), checkpoint_id=tmp_path / "a dcp", no_dist=True)
-    with pytest.raises(CheckpointNotFoundError) as caught:
-        aiockpt.load(tmp_path / "a dcp")
-    found = re.search(r"with python (-m .*?) FILE\.pt, and load", str(caught.value))
-    assert found is not None
-    target = tmp_path / "whole.pt"
-    command = [sys.executable, *shlex.split(found[1]), os.fspath(target)]
-    subprocess.run(command, check=True, capture_output=True)
-    assert torch.equal(aiockpt.load(target)["w"], STATE["w"])
+    assert torch.equal(aiockpt.load(tmp_path / "a dcp")["w"], STATE["w"])
+    assert "not verified" in caplog.text
+    into = {"w": torch.zeros(2)}
+    aiockpt.load(tmp_path / "a dcp", into=into)
+    assert torch.equal(into["w"], STATE["w"])
 
 
 def test_a_directory_of_files(tmp_path: Path) -> None:
@@ -77,45 +73,49 @@ def test_a_directory_of_files(tmp_path: Path) -> None:
     assert torch.equal(aiockpt.load(tmp_path / "pytorch_model.bin")["w"], STATE["w"])
 
 
-def test_a_part_that_is_no_shard(tmp_path: Path) -> None:
-    """`rank=` loads it, as the message says."""
+def test_values_of_several_ranks(tmp_path: Path) -> None:
+    """The message lists what differs, and each of its ways out works."""
     path = tmp_path / "step-1"
     save_by_two(path, STATE)
-    with pytest.raises(WorldSizeMismatchError, match="say rank= for one") as caught:
+    with pytest.raises(RankValuesError, match=r"at rank: pass rank_values=0") as caught:
         aiockpt.load(path)
-    assert not caught.value.sharded
+    assert [*caught.value.paths] == ["rank"]
+    found = aiockpt.load(path, rank_values=1)
+    assert found["rank"] == 1
+    assert torch.equal(found["w"], STATE["w"])
+    into: dict[str, Any] = {"rank": 5, "w": torch.zeros(2)}
+    aiockpt.load(path, into=into, rank_values="keep")
+    assert into["rank"] == 5
+    assert torch.equal(into["w"], STATE["w"])
+    assert {*aiockpt.load(path, select=["w"])} >= {"w"}
     assert aiockpt.load(path, rank=1) == {"rank": 1}
 
 
 def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No message sends to an option that fails: only a job of two ranks loads them."""
+    """One process puts them together, and so does a command; or it takes one part."""
     path = tmp_path / "step-1"
     command = [sys.executable, f"{SUPPORT / 'two_sharded_ranks.py'}", f"{path}"]
     subprocess.run(
         command, check=True, timeout=120, env={**os.environ, "PYTHONPATH": "."}
     )
-    job = re.escape("load it in a job of 2 ranks (torchrun --nproc-per-node 2)")
+    whole = torch.arange(4.0)
     for into in (None, {"w": torch.zeros(4)}):
-        with pytest.raises(WorldSizeMismatchError, match=job) as caught:
-            aiockpt.load(path, into=into)
-        assert caught.value.sharded
-        assert "rank=" not in str(caught.value)
-    with pytest.raises(DeviceMeshError, match="start a job of as many ranks") as no:
-        aiockpt.load(path, rank=0)
-    assert "into=" not in str(no.value)
-    with pytest.raises(TemplateMismatchError, match=r"a DTensor .* on a mesh of 2"):
+        assert torch.equal(aiockpt.load(path, into=into)["w"], whole)
+    assert torch.equal(aiockpt.load(path, rank=1)["w"], whole[2:])
+    with pytest.raises(TemplateMismatchError, match=r"\[2\].*\[4\]"):
         aiockpt.load(path, into={"w": torch.zeros(4)}, rank=0)
-    for rank in ([], ["--rank", "0"]):
-        assert main(["convert", f"{path}", f"{tmp_path / 'x.pt'}", *rank])
-        said = capsys.readouterr().err
-        assert "convert cannot join them" in said
-        assert "--rank" not in said
-        assert "aiockpt convert" not in said
+    for rank, expected in (([], whole), (["--rank", "0"], whole[:2])):
+        target = tmp_path / f"{len(rank)}.pt"
+        assert main(["convert", f"{path}", f"{target}", *rank]) == 0
+        assert torch.equal(aiockpt.load(target)["w"], expected)
+        capsys.readouterr()
         assert main(["serve", f"{path}", *rank])
         said = capsys.readouterr().err
-        assert "serve cannot join them" in said
+        assert "serve offers one file" in said
         assert "--rank" not in said
-    assert not (tmp_path / "x.pt").exists()
+        remedies = re.findall(r"aiockpt (convert .*?), and serve", said)
+    assert main(shlex.split(remedies[0])) == 0
+    assert torch.equal(aiockpt.load(f"{path}-joined")["w"], whole)
 
 
 def test_a_directory_of_checkpoints_on_the_command_line(

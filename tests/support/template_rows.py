@@ -117,6 +117,9 @@ def everywhere(outcome: str) -> tuple[str, ...]:
     return (outcome,) * len(WAYS)
 
 
+# A load puts the parts of all ranks together; a receive is from one rank.
+RESHARDED = (MISMATCH, "filled", "filled", MISMATCH, "filled", "filled")
+
 # A receive is of everything: tensors must fit one to one, values are adopted.
 # A load is of the template's keys, a selection of its paths, of which each must have a
 # place. These differences are meant.
@@ -275,19 +278,15 @@ ROWS: dict[str, Row] = {
     "another mesh": Row(
         lambda: on_mesh(ones(2)),
         lambda: on_mesh(zeros(2), "tp"),
-        everywhere(MISMATCH),
+        RESHARDED,
     ),
     "other placements": Row(
         lambda: on_mesh(ones(2)),
         lambda: on_mesh(zeros(2), split=False),
-        everywhere(MISMATCH),
+        RESHARDED,
     ),
-    "distributed here": Row(
-        lambda: ones(2), lambda: on_mesh(zeros(2)), everywhere(MISMATCH)
-    ),
-    "distributed there": Row(
-        lambda: on_mesh(ones(2)), lambda: zeros(2), everywhere(MISMATCH)
-    ),
+    "distributed here": Row(lambda: ones(2), lambda: on_mesh(zeros(2)), RESHARDED),
+    "distributed there": Row(lambda: on_mesh(ones(2)), lambda: zeros(2), RESHARDED),
     # ------------------------------------------------------------ lists and kinds
     # A list has no keys: a load takes the items that the template lacks.
     "a shorter list here, of tensors": Row(

@@ -213,12 +213,16 @@ async def in_the_background() -> None:
 async def keywords(own: dict[str, Any]) -> None:
     """A typo is seen; keywords for a hook or a reader of one's own travel in a dict."""
     aiockpt.load("step-1", into={"a": 1}, select=["a"], verify="none", rank=1)
+    aiockpt.load("step-1", full=True, rank_values="keep")
+    aiockpt.load("step-1", rank_values=0)
+    aiockpt.load("step-1", rank_values="first")  # type: ignore[arg-type]
     aiockpt.load("step-1", selekt=["a"])  # type: ignore[arg-type]
     aiockpt.load("step-1", verify="all")  # type: ignore[arg-type]
     with aiockpt.make_sync_checkpointer() as sync:
         sync.save({"a": 1}, "step-1", step=1, progress=print, **own)
         sync.save({"a": 1}, "step-1", stp=1)  # type: ignore[arg-type]
         sync.load("step-1", into={"a": 1}, strict=True, mmap=True, **own)
+        sync.load("step-1", full=True, rank_values=0)
         sync.load("step-1", template={"a": 1})  # type: ignore[arg-type]
     with aiockpt.make_background_checkpointer() as background:
         background.save({"a": 1}, "step-1", timeout=3, **own)

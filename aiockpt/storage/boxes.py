@@ -1,0 +1,561 @@
+"""Reads the boxes of several sources into tensors that are put together from them.
+
+`aiockpt.state.reshard` plans such tensors. A `BoxSource` reads them as a `FileSource`
+reads its file: into the memory that a `Placement` gives. Bytes that are contiguous on
+both sides go straight there. Others arrive in spare memory, from which their elements
+are copied. It takes one source after the other, so this memory is at most as large as
+what is needed of one source.
+
+Everything here blocks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain, islice
+from math import gcd
+from operator import attrgetter, mul
+from typing import Final, NamedTuple, Protocol, cast
+
+import torch
+
+from aiockpt.errors import RankValuesError
+from aiockpt.format.dtypes import itemsize
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import CONJ, NEG, Manifest, dense_stride
+from aiockpt.memory.arena import Arena
+from aiockpt.memory.copies import physical
+from aiockpt.memory.device import Event
+from aiockpt.runtime.system import allocating
+from aiockpt.state.catalogue import Catalogue, Piece
+from aiockpt.state.leaves import DTYPES
+from aiockpt.state.load_plan import Ranges
+from aiockpt.state.mesh import ByteRuns, byte_runs, merged, touched
+from aiockpt.state.rebuild import parts_over
+from aiockpt.state.reshard import BoxCopy, Claim, United
+from aiockpt.state.segment import Segment, check_memory
+from aiockpt.storage.placement import Placement, Spare, VerifyOnly
+from aiockpt.storage.read import OnBytes, Verify
+
+__all__ = ["BoxSource", "LoadedSource", "Source", "compare"]
+
+_GAP: Final = 64 << 10  # bytes; to read a smaller gap is faster than to skip it
+_COMPARED: Final = 256 << 20  # bytes of values that are compared at most
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Source(Protocol):
+    """What a load reads from: a data segment, and how its bytes are read."""
+
+    @property
+    def segment(self) -> Segment:
+        """Its data segment."""
+
+    def read(
+        self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None = None
+    ) -> None:
+        """Read the ranges of ``placement``; see `FileSource.read`."""
+
+
+class LoadedSource:
+    """Values that a program has loaded already.
+
+    Args:
+        values: The values.
+        limits: Bound their tree.
+    """
+
+    def __init__(self, values: object, *, limits: Limits) -> None:
+        self.values, self._limits = values, limits
+
+    def __repr__(self) -> str:
+        return f"<LoadedSource {type(self.values).__name__}>"
+
+    @cached_property
+    def segment(self) -> Segment:
+        """The data segment; only a load of a part needs it."""
+        return Segment.of(self.values, limits=self._limits)
+
+    def read(
+        self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None = None
+    ) -> None:
+        """Do nothing: all tensors are there."""
+
+
+class BoxSource:
+    """Tensors that are put together from the boxes of other sources.
+
+    Args:
+        united: The plan.
+        sources: The sources.
+        limits: Bound the memory.
+
+    Attributes:
+        segment: Its data segment, in memory.
+    """
+
+    def __init__(
+        self, united: United, sources: Sequence[Source], *, limits: Limits
+    ) -> None:
+        self.segment = Segment(united.manifest)
+        self._pieces, self._copies = united.pieces, united.copies
+        self._sources, self._limits = sources, limits
+
+    def __repr__(self) -> str:
+        return f"<BoxSource tensors={len(self._pieces)}>"
+
+    def read(
+        self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None = None
+    ) -> None:
+        """Read the ranges of ``placement``, which are whole tensors.
+
+        Raises:
+            StorageError, IntegrityError: see `FileSource.read`.
+            LimitExceededError: the host has too little memory.
+        """
+        target = _Target(self.segment.arena, placement)
+        moves: list[list[_Move]] = [[] for _ in self._sources]
+        needed = [*self._needed(placement.ranges)]
+        for number, piece in needed:
+            for copy in self._copies[number]:
+                moves[copy.piece.source].append(_Move(copy, piece))
+        spare = _Spread()
+        for source, some in zip(self._sources, moves, strict=True):
+            if source.segment.tensors is not None:
+                for move in some:
+                    move.copy_tensor(source.segment.tensors[move.number], target)
+            elif some:
+                plan = _SourcePlan(some, target, spare)
+                check_memory(plan.spread, self._limits)
+                source.read(plan, verify=verify, on_bytes=on_bytes)
+                plan.finish()
+        target.finish(needed)
+
+    def _needed(self, ranges: Ranges) -> Iterator[tuple[int, Piece]]:
+        """Yield the pieces in some ranges, and their numbers."""
+        starts = [start for start, _ in ranges]
+        for number, piece in enumerate(self._pieces):
+            at = bisect_right(starts, piece.start) - 1
+            if at >= 0 and piece.start < min(piece.stop, ranges[at][1]):
+                yield number, piece
+
+
+class _Target:
+    """The memory of the tensors that are put together."""
+
+    def __init__(self, arena: Arena, placement: Placement) -> None:
+        self._arena, self._placement = arena, placement
+
+    def memory(self, piece: Piece) -> memoryview:
+        """Return the memory of a piece: its final memory, if that is in the host."""
+        views = self._views(piece)
+        return views[0] if len(views) == 1 else self._own(piece)
+
+    def prepare(self, start: int, stop: int) -> None:
+        """Map the pages of a range; see `Placement.prepare`."""
+        self._placement.prepare(start, stop)
+
+    def finish(self, pieces: Sequence[tuple[int, Piece]]) -> None:
+        """Copy to the memory that is not in the host, or not in one place."""
+        events: list[Event] = []
+        whole = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
+        for _, piece in pieces:
+            views = self._views(piece)
+            if len(views) > 1:
+                data, at = self._own(piece), 0
+                for view in views:
+                    view[:] = data[at : at + view.nbytes]
+                    at += view.nbytes
+            window = whole[piece.start : piece.stop]
+            events += self._placement.send(piece.start, piece.stop, window)
+        for event in events:
+            event.synchronize()
+
+    def _views(self, piece: Piece) -> Sequence[memoryview]:
+        # What has no memory in the host stays in the arena until it is sent.
+        stay = cast("Spare", _Stay(self._own(piece)))
+        return self._placement.views(piece.start, piece.stop, stay)
+
+    def _own(self, piece: Piece) -> memoryview:
+        return self._arena.buffer[piece.start : piece.stop]
+
+
+class _Stay(NamedTuple):
+    """Memory of a piece, in place of a thread's spare memory."""
+
+    view: memoryview
+
+    def turn(self, nbytes: int) -> memoryview:
+        del nbytes
+        return self.view
+
+
+class _Move:
+    """A box of a source's piece, and the piece that it goes to.
+
+    Attributes:
+        source: The piece of the source.
+        number: Its number in the source.
+        target: The piece that it goes to.
+        nbytes: The bytes of its elements.
+        straight: The range of its bytes, if they are contiguous on both sides.
+    """
+
+    def __init__(self, copy: BoxCopy, target: Piece) -> None:
+        self.source, self.number, self._box = copy
+        self.target = target
+        self._size = itemsize(target.dtype)
+        self._dense = dense_stride(target.shape)
+        self.nbytes = self._box.count * self._size
+        self._differ = (copy.piece.flags ^ target.flags) & (CONJ | NEG)
+        self.straight = self._straight()
+
+    def _straight(self) -> _Row | None:
+        """Return the range of the box; None: it is not contiguous on both sides."""
+        (one, *more), (other, *others) = (
+            islice(self._theirs(), 2),
+            islice(self._mine(), 2),
+        )
+        if more or others or one.count > 1 or other.count > 1 or self._differ:
+            return None
+        return _Row(one.start, one.start + one.length, self.target, other.start)
+
+    def runs(self) -> Iterator[ByteRuns]:
+        """Yield where the bytes are in the source, in the order of its memory."""
+        stride = self.source.stride
+        order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
+        return self._theirs(order)
+
+    def _theirs(self, order: Sequence[int] | None = None) -> Iterator[ByteRuns]:
+        box, piece = self._box, self.source
+        dims = range(len(box.sizes)) if order is None else order
+        first, sizes, shape, stride = (
+            [column[dim] for dim in dims]
+            for column in (box.theirs, box.sizes, piece.shape, piece.stride)
+        )
+        found = byte_runs(first, sizes, shape, stride, self._size)
+        return (replace(each, start=piece.start + each.start) for each in found)
+
+    def _mine(self) -> Iterator[ByteRuns]:
+        shape = self.target.shape
+        box = self._box
+        return byte_runs(box.mine, box.sizes, shape, self._dense, self._size)
+
+    def copy(self, data: torch.Tensor, target: _Target) -> None:
+        """Copy the elements out of the bytes of the source's data segment."""
+        piece = self.source
+        first = piece.start + self._size * _dot(self._box.theirs, piece.stride)
+        self._copy(data, first, piece.stride, target)
+
+    def copy_tensor(self, tensor: torch.Tensor, target: _Target) -> None:
+        """Copy the elements of a tensor in memory."""
+        part = _part(physical(tensor), self._box.theirs, self._box.sizes)
+        data = _bytes_of(part)
+        self._copy(data, 0, dense_stride(self._box.sizes), target)
+
+    def _copy(
+        self, data: torch.Tensor, first: int, stride: Sequence[int], target: _Target
+    ) -> None:
+        memory = torch.frombuffer(target.memory(self.target), dtype=torch.uint8)
+        start = self._size * _dot(self._box.mine, self._dense)
+        # Torch's words must be aligned; a foreign file need not align its tensors.
+        places = data.data_ptr(), memory.data_ptr(), first, start
+        word = gcd(8, self._size, *places)
+        made = partial(_elements, self._box.sizes, self._size, word)
+        made(self._dense, memory, start).copy_(made(stride, data, first))
+        if self._differ:
+            whole = memory.view(DTYPES[self.target.dtype])
+            whole = whole.as_strided(self.target.shape, self._dense)
+            part = _part(whole, self._box.mine, self._box.sizes)
+            if self._differ & CONJ:
+                part.conj_physical_()
+            if self._differ & NEG:
+                part.neg_()
+
+
+def _dot(index: Sequence[int], stride: Sequence[int]) -> int:
+    return sum(map(mul, index, stride))
+
+
+def _elements(
+    sizes: Sequence[int],
+    itemsize: int,
+    word: int,
+    stride: Sequence[int],
+    data: torch.Tensor,
+    start: int,
+) -> torch.Tensor:
+    """Return elements in some bytes as words, along one more dimension."""
+    count = itemsize // word
+    words = data[: data.numel() // word * word].view(_WORDS[word])
+    steps = (*(each * count for each in stride), 1)
+    first = int(words.storage_offset()) + start // word
+    return words.as_strided((*sizes, count), steps, first)
+
+
+def _part(
+    tensor: torch.Tensor, first: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
+    """Return a box of a tensor."""
+    for dim, (at, size) in enumerate(zip(first, sizes, strict=True)):
+        tensor = tensor.narrow(dim, at, size)
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A range of a source, and where its bytes go.
+
+    Attributes:
+        start: The first byte of the range.
+        stop: Its end.
+        piece: The piece that its bytes go to; None: they arrive in spare memory.
+        offset: The first byte in the piece.
+    """
+
+    start: int
+    stop: int
+    piece: Piece | None = None
+    offset: int = 0
+
+
+class _Spread:
+    """Spare memory for the bytes of one source after the other.
+
+    Its pages are reused, because new ones would take longer than the bytes.
+    """
+
+    def __init__(self) -> None:
+        self._arena, self._size = Arena(0), 0
+
+    def take(self, ranges: Ranges) -> Arena:
+        """Return an arena for some ranges; the pages of all others are freed."""
+        if ranges and ranges[-1][1] > self._size:
+            self._size = ranges[-1][1]
+            with allocating("parts of tensors", self._size):
+                self._arena = Arena(self._size)
+        at = 0
+        for start, stop in ranges:
+            self._arena.discard(at, start)
+            at = stop
+        if ranges:
+            self._arena.discard(at, self._size)
+        return self._arena
+
+
+class _SourcePlan(Placement):
+    """Where the bytes of one source go.
+
+    Args:
+        moves: What is needed of the source.
+        target: The memory of the tensors.
+        spare: Memory for what does not go straight there.
+
+    Attributes:
+        spread: The ranges whose bytes arrive in spare memory, and are copied from it.
+    """
+
+    def __init__(self, moves: Sequence[_Move], target: _Target, spare: _Spread) -> None:
+        self._target = target
+        straight, self._late = _sorted_out(moves)
+        self.spread: Ranges = _spread(self._late)
+        rows = [*straight, *(_Row(*each) for each in self.spread)]
+        self._rows = sorted(rows, key=attrgetter("start"))
+        self._stops = [row.stop for row in self._rows]
+        self.ranges = merged((row.start, row.stop) for row in self._rows)
+        self.nbytes = sum(move.nbytes for move in moves)
+        self._arena = spare.take(self.spread)
+
+    def finish(self) -> None:
+        """Copy what arrived in spare memory."""
+        if self._late:
+            data = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
+            for move in self._late:
+                move.copy(data, self._target)
+
+    def prepare(self, start: int, stop: int) -> None:
+        """Map the pages for ``[start, stop)``; see `Placement.prepare`."""
+        for row, first, last in self._between(start, stop):
+            if row.piece is None:
+                self._arena.populate(first, last)
+            else:
+                begin = row.piece.start + row.offset + first - row.start
+                self._target.prepare(begin, begin + last - first)
+
+    def views(self, start: int, stop: int, spare: Spare) -> Sequence[memoryview]:
+        """Return memory for ``[start, stop)``."""
+        found: list[memoryview] = []
+        at, block = start, None
+        for row, first, last in self._between(start, stop):
+            if at < first:
+                block = block or spare.turn(stop - start)
+                found.append(block[at - start : first - start])
+            if row.piece is None:
+                found += self._arena.buffers(first, last)
+            else:
+                begin = row.offset + first - row.start
+                memory = self._target.memory(row.piece)
+                found.append(memory[begin : begin + last - first])
+            at = last
+        if at < stop:
+            block = block or spare.turn(stop - start)
+            found.append(block[at - start :])
+        return found
+
+    def _between(self, start: int, stop: int) -> Iterator[tuple[_Row, int, int]]:
+        """Yield the rows that overlap a range, and the part of the range."""
+        for at in range(bisect_right(self._stops, start), len(self._rows)):
+            row = self._rows[at]
+            if row.start >= stop:
+                break
+            yield row, max(row.start, start), min(row.stop, stop)
+
+
+def _sorted_out(moves: Sequence[_Move]) -> tuple[list[_Row], list[_Move]]:
+    """Return the ranges that go straight to their piece, and all other moves.
+
+    A byte goes to one place only, so no two ranges overlap.
+    """
+    of_piece: dict[tuple[int, int], list[_Move]] = {}
+    for move in moves:
+        of_piece.setdefault((move.source.start, move.source.stop), []).append(move)
+    late = {
+        key
+        for key, some in of_piece.items()
+        if any(move.straight is None for move in some)
+    }
+    while True:
+        ranges: list[tuple[int, int, tuple[int, int]]] = []
+        for key, some in of_piece.items():
+            if key in late:
+                ranges.append((*key, key))
+            else:
+                rows = (move.straight for move in some)
+                ranges += ((row.start, row.stop, key) for row in rows if row)
+        ranges.sort()
+        clash: set[tuple[int, int]] = set()
+        end, last = -1, (0, 0)
+        for start, stop, key in ranges:
+            if start < end:
+                clash.update((key, last))
+            if stop > end:
+                end, last = stop, key
+        if clash <= late:
+            break
+        late |= clash
+    straight = [
+        move.straight
+        for key, some in of_piece.items()
+        for move in some
+        if key not in late and move.straight is not None
+    ]
+    others = [m for key, some in of_piece.items() if key in late for m in some]
+    return straight, others
+
+
+def _spread(moves: Iterable[_Move]) -> list[tuple[int, int]]:
+    """Return the ranges with the bytes of some moves, without those of others."""
+    of_piece: dict[tuple[int, int], list[_Move]] = {}
+    for move in moves:
+        of_piece.setdefault((move.source.start, move.source.stop), []).append(move)
+    found = (
+        touched(chain.from_iterable(move.runs() for move in some), _GAP)
+        for some in of_piece.values()
+    )
+    return merged(chain.from_iterable(found))
+
+
+# --------------------------------------------------------------- values that may differ
+
+
+def compare(
+    united: United,
+    sources: Sequence[Source],
+    known: Mapping[Claim, bool],
+    *,
+    limits: Limits,
+    verify: Verify,
+    on_bytes: OnBytes | None = None,
+) -> dict[Claim, bool]:
+    """Say which of the claims that are not known hold.
+
+    Chunks of equal digests at the same bytes are equal. Everything else is read.
+
+    Raises:
+        RankValuesError: there is too much to compare.
+        StorageError, IntegrityError: see `FileSource.read`.
+    """
+    manifests = [source.segment.manifest for source in sources]
+    catalogue = Catalogue(manifests, limits=limits, tree=["dict", [], []])
+    found: dict[Claim, bool] = {}
+    ranges: dict[int, dict[tuple[int, int], None]] = {}
+    nbytes = 0
+    for claim in united.claims:
+        if claim in known:
+            continue
+        pieces = [*map(catalogue.piece, claim)]
+        found[claim] = True
+        if len({_digests(each, manifests[each.source]) for each in pieces}) == 1:
+            continue
+        found[claim] = False  # until its bytes are compared
+        for each in pieces:
+            ranges.setdefault(each.source, {})[each.start, each.stop] = None
+            nbytes += each.stop - each.start
+            if nbytes > _COMPARED:
+                limit = f"only {_COMPARED >> 20} MiB of values are compared"
+                name = united.name
+                raise RankValuesError(name, [united.claims[claim]], limit)
+    for number, some in ranges.items():
+        source, wanted = sources[number], merged(some)
+        if not source.segment.is_there:
+            placement = Placement(source.segment, wanted)
+            source.read(placement, verify=verify, on_bytes=on_bytes)
+        elif verify != "none" and manifests[number].digests:
+            checked = VerifyOnly(source.segment, wanted)
+            source.read(checked, verify=verify, on_bytes=on_bytes)
+    for claim in [claim for claim, same in found.items() if not same]:
+        first, *others = (_bits(catalogue, sources, number) for number in claim)
+        found[claim] = all(torch.equal(first, other) for other in others)
+    return found
+
+
+def _digests(piece: Piece, manifest: Manifest) -> object:
+    """Return what is equal for pieces of equal bytes; unique without digests."""
+    if not manifest.digests:
+        return piece.source
+    grid = manifest.grid
+    first, last = grid.index_of(piece.start), grid.index_of(piece.stop - 1)
+    chunks = range(first, last + 1)
+    where = piece.start, piece.stop, piece.stride, piece.flags, manifest.algorithm
+    return (
+        *where,
+        *map(grid.range, chunks),
+        *map(manifest.digests.__getitem__, chunks),
+    )
+
+
+def _bits(catalogue: Catalogue, sources: Sequence[Source], number: int) -> torch.Tensor:
+    """Return the elements of a piece as bytes."""
+    at = catalogue.source_of(number)
+    segment, local = sources[at].segment, number - catalogue.numbers_of(at).start
+    if segment.tensors is not None:
+        tensor = segment.tensors[local]
+    else:
+        made = parts_over(
+            segment.manifest, segment.buffer, parts=set(), blobs=set(), fresh={local}
+        )
+        tensor = made[local]
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    return _bytes_of(physical(tensor))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's elements in their order."""
+    # Torch calls a tensor of one element contiguous, whatever its strides are.
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    flat.view(tensor.shape).copy_(tensor)
+    return flat.view(torch.uint8)

@@ -1,0 +1,1424 @@
+"""A checkpoint of any mesh loads on any other one, or in one process.
+
+Real ranks save and load in `tests.support.mesh_ranks`. What needs no collective is
+asked of ranks of a fake group in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from operator import is_
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import aiockpt
+from aiockpt import errors
+from aiockpt.checkpointers import CheckpointReader, RankInfo, reader
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointNotFoundError,
+    IntegrityError,
+    MissingKeysError,
+    StateDictError,
+    WorldSizeMismatchError,
+)
+from aiockpt.testing import assert_same as assert_all_same
+from aiockpt.testing.leaves import Point, Settings
+from tests.support import mesh_ranks
+from tests.support.accelerators import FakeAccelerator
+from tests.support.mesh_ranks import (
+    CASES,
+    DCP,
+    SAVED,
+    WAYS,
+    Case,
+    as_rank,
+    assembled,
+    check,
+    distributed,
+    known,
+    loaded,
+    own,
+    zeroed,
+)
+from tests.support.ranks import kill_all
+from tests.support.saving import run_beside
+
+SECONDS = 120
+
+pytestmark = pytest.mark.timeout(3 * SECONDS)
+
+
+# ------------------------------------------------------------------ jobs of real ranks
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory that all workers of this run share."""
+    base = tmp_path_factory.getbasetemp()
+    found = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    made = found / "any-mesh"
+    made.mkdir(exist_ok=True)
+    return made
+
+
+def once(place: Path, verb: str, world: int) -> None:
+    """Run a job, unless another worker has run it."""
+    with (place / f"{verb}-{world}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = place / f"{verb}-{world}.done"
+        if done.exists():
+            return
+        leader = subprocess.Popen(
+            [sys.executable, mesh_ranks.__file__, verb, str(world), str(place)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            said, complained = leader.communicate(timeout=SECONDS)
+        finally:
+            kill_all(leader.pid)
+            leader.communicate()
+        assert leader.returncode == 0, complained
+        assert said.count("done") == world
+        done.touch()
+
+
+@pytest.fixture(scope="session")
+def saved(place: Path) -> Path:
+    """Return the directory with what was saved on each mesh."""
+    once(place, "save", 4)
+    return place
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_mesh_loads_every_other(saved: Path, case: Case) -> None:
+    """Each local tensor is what torch cuts out of the full one, bit by bit."""
+    once(saved, "load", case.world)
+    for rank in range(case.world):
+        said = json.loads((saved / f"load-{case.world}-{rank}.json").read_text())
+        assert said[case.name] == "", f"rank {rank}: {said[case.name]}"
+
+
+@pytest.mark.parametrize("way", [*WAYS, "process"])
+def test_every_checkpointer_loads_any_mesh(saved: Path, way: str) -> None:
+    """Also without a process group, and with a process that writes."""
+    whole = known(saved / "tp_fsdp")
+    check(loaded(way, saved / "tp_fsdp", zeroed(whole)), whole)
+
+
+@pytest.mark.parametrize("kind", DCP)
+def test_one_process_loads_what_dcp_saved(saved: Path, kind: str) -> None:
+    """Into plain tensors, and anew; a rank's own values are as torch saved them."""
+    whole = known(saved / kind)
+    template = zeroed(whole)
+    template.pop("sharded", None)
+    check(aiockpt.load(saved / kind, into=template), whole)
+    found = aiockpt.load(saved / kind, select=["cut", "train.model", "same"])
+    assert {*found["cut"]} == {*whole["cut"]}
+    assert {*found["train"]["model"]} == {*whole["train"]["model"]}
+    check(found, whole)
+
+
+@pytest.mark.parametrize("kind", SAVED)
+class TestOneProcess:
+    """Without a process group, it gets full tensors."""
+
+    def test_with_a_template(self, saved: Path, kind: str) -> None:
+        """Plain tensors are filled in place."""
+        whole = known(saved / kind)
+        template = zeroed(whole)
+        homes = {name: each.data_ptr() for name, each in template["cut"].items()}
+        found = aiockpt.load(saved / kind, into=template)
+        assert found is template
+        check(found, whole)
+        assert homes == {name: each.data_ptr() for name, each in found["cut"].items()}
+
+    def test_without_a_template(self, saved: Path, kind: str) -> None:
+        """Everything comes, but what differs by rank must be chosen."""
+        whole = known(saved / kind)
+        if kind != "one":
+            with pytest.raises(errors.RankValuesError, match="rank_values=0") as caught:
+                aiockpt.load(saved / kind)
+            assert [*caught.value.paths] == ["mine.rank", "mine.rng"]
+        for rank in (0, 3) if kind != "one" else (0,):
+            found = aiockpt.load(saved / kind, rank_values=rank)
+            assert {*found} == {*whole, "mine"}
+            check(found, {**whole, "mine": own(rank)})
+            assert not [each for each in leaves(found) if isinstance(each, DTensor)]
+
+    def test_in_part(self, saved: Path, kind: str) -> None:
+        """What differs is no error where nobody asks for it."""
+        whole = known(saved / kind)
+        found = aiockpt.load(saved / kind, select=["cut", "train.model"])
+        check(found, whole)
+        assert {*found} == {"cut", "train"}
+        assert {*found["cut"]} == {*whole["cut"]}
+        assert {*found["train"]} == {"model"}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Compare states of which no two tensors share memory."""
+    assert_all_same(found, apart(expected))
+
+
+def apart(value: Any) -> Any:
+    """Return a state whose tensors have memory of their own."""
+    if isinstance(value, dict):
+        return type(value)((key, apart(each)) for key, each in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(map(apart, value))
+    return value.clone() if type(value) is torch.Tensor else value
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what is in the containers of a state."""
+    if isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from leaves(each)
+    else:
+        yield value
+
+
+# ---------------------------------------------------------------- ranks in one process
+
+WHOLE = torch.arange(24.0).view(8, 3)
+TIED = torch.arange(4.0)
+
+
+def flat(world: int) -> DeviceMesh:
+    """Return the mesh of all ranks."""
+    return init_device_mesh("cpu", (world,))
+
+
+def cut(world: int, *placements: Any, whole: torch.Tensor = WHOLE) -> DTensor:
+    """Return a DTensor over all ranks, split by rows if nothing is said."""
+    return distributed(whole, flat(world), *(placements or (Shard(0),)))
+
+
+def rows(local: torch.Tensor, world: int) -> DTensor:
+    """Return a DTensor with these rows here, whatever should be here."""
+    facts: dict[str, Any] = {"shape": WHOLE.shape, "stride": WHOLE.stride()}
+    return DTensor.from_local(local, flat(world), [Shard(0)], run_check=False, **facts)
+
+
+def rows_of(tensor: Any, rank: int, world: int) -> torch.Tensor:
+    """Return a rank's rows."""
+    return tensor.chunk(world)[rank]
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Path:
+    """Return what four ranks have saved: shards, and what differs by rank."""
+    return assembled(
+        tmp_path / "step-1",
+        4,
+        lambda rank: {"w": cut(4), "b": WHOLE, "n": 1, "mine": own(rank)},
+    )
+
+
+def by_ranks(path: Path, *states: Any) -> Path:
+    """Save plain states, one for each rank."""
+    return assembled(path, len(states), lambda rank: states[rank])
+
+
+class TestRankValues:
+    """What differs by rank is never chosen in silence."""
+
+    SAME: ClassVar[dict[str, Any]] = {
+        "nan": {"a": math.nan},
+        "nan tensor": {"a": torch.tensor([math.nan])},
+        "nothing": {"a": None, "b": {}, "c": []},
+        "numbers": {"a": 1, "b": 1.5, "c": True, "d": 2**80, "e": 1j},
+        "text": {"a": "ä", "b": b"x", "c": b"y" * 5000},
+        "arrays": {"a": np.arange(5), "b": np.arange(9000)},
+        "containers": {"a": [1, (2, {3: {"x"}})], "b": OrderedDict(c=1)},
+        "tensors": {"a": torch.ones(3), "b": [torch.zeros(2, 0), torch.tensor(1)]},
+        "ties": {"a": TIED, "b": TIED, "c": TIED[1:3]},
+        "a leaf": {"a": Point(1.5, torch.ones(2))},
+        "a dataclass": {"a": Settings("x", torch.ones(2), {"k": [1]})},
+        "strided": {"a": torch.arange(6.0).view(2, 3).t()},
+    }
+
+    @pytest.mark.parametrize("what", SAME)
+    @pytest.mark.parametrize("number", [2, 5])
+    def test_what_all_files_have_is_loaded(
+        self, tmp_path: Path, what: str, number: int
+    ) -> None:
+        """By one process, by another number of ranks, anew and into a template."""
+        state = self.SAME[what]
+        path = by_ranks(tmp_path / "s", *[state] * 3)
+        reader = CheckpointReader(RankInfo(number - 1, number))
+        assert_all_same(aiockpt.load(path), state)
+        assert_all_same(reader.read(path)[0], state)
+        template = zeroed_tensors(state)
+        assert_all_same(reader.read(path, into=template, strict=True)[0], state)
+
+    DIFFERENT: ClassVar[dict[str, tuple[Any, Any, list[str]]]] = {
+        "numbers": ({"a": 1, "b": 2}, {"a": 1, "b": 3}, ["b"]),
+        "zeros": ({"a": 0.0}, {"a": -0.0}, ["a"]),
+        "types": ({"a": 1}, {"a": True}, ["a"]),
+        "an int and a float": ({"a": 1}, {"a": 1.0}, ["a"]),
+        "text": ({"a": "x"}, {"a": "y"}, ["a"]),
+        "short bytes": ({"a": b"x"}, {"a": b"y"}, ["a"]),
+        "long bytes": ({"a": b"x" * 5000}, {"a": b"x" * 4999 + b"y"}, ["a"]),
+        "arrays": ({"a": np.arange(9000)}, {"a": np.arange(9000)[::-1]}, ["a"]),
+        "one bit": ({"a": torch.zeros(40)}, {"a": torch.zeros(40).neg()}, ["a"]),
+        "nothing": ({"a": None}, {"a": 1}, ["a"]),
+        "containers": ({"a": {"b": 1}}, {"a": [1]}, ["a"]),
+        "a tensor and a number": ({"a": torch.tensor(1)}, {"a": 1}, ["a"]),
+        "lengths": ({"a": {"b": [1, 2]}}, {"a": {"b": [1]}}, ["a.b"]),
+        "tuples": ({"a": (1, 2)}, {"a": (1, 3)}, ["a"]),
+        "sets": ({"a": {1, 2}}, {"a": {1, 3}}, ["a"]),
+        "deep": ({"a": [{"b": {0: 1}}]}, {"a": [{"b": {0: 2}}]}, ["a[0].b.0"]),
+        "a leaf": (
+            {"a": Point(1.5, torch.ones(2))},
+            {"a": Point(1.5, torch.zeros(2))},
+            ["a"],
+        ),
+        "many": (
+            {"a": {f"{n}": 0 for n in range(30)}},
+            {"a": {f"{n}": 1 for n in range(30)}},
+            [f"a.{n}" for n in range(30)],
+        ),
+    }
+
+    @pytest.mark.parametrize("what", DIFFERENT)
+    def test_what_differs_is_listed(self, tmp_path: Path, what: str) -> None:
+        """By its path, before a byte is read into anything."""
+        one, other, paths = self.DIFFERENT[what]
+        # The third is like the first: not the neighbours alone are compared.
+        path = by_ranks(tmp_path / "s", {**one, "z": 5}, {**other, "z": 5}, one)
+        with pytest.raises(errors.RankValuesError, match="rank_values=0") as caught:
+            aiockpt.load(path)
+        assert [*caught.value.paths] == paths
+        assert paths[0] in str(caught.value)
+        for rank, state in enumerate((one, other)):
+            found = aiockpt.load(path, rank_values=rank)
+            assert_same(found, {**state, "z": 5})
+
+    def test_a_template_stays_as_it_is(self, four: Path) -> None:
+        """Until what differs is chosen."""
+        seen: list[int] = []
+        with as_rank(1, 2):
+            template = {"w": cut(2, whole=0 * WHOLE), "n": 0, "mine": zeroed(own(0))}
+            before = {**template, "mine": {**template["mine"]}}
+            with pytest.raises(errors.RankValuesError) as caught:
+                aiockpt.load(four, into=template, on_bytes=seen.append)
+            assert [*caught.value.paths] == ["mine.rank", "mine.rng"]
+            assert_same(template, before)
+            assert not template["w"].to_local().any()
+            assert "the template was not modified" in caught.value.__notes__
+            into: dict[str, Any] = {"w": template["w"]}
+            assert aiockpt.load(four, into=into) is into
+            assert torch.equal(into["w"].to_local(), WHOLE[4:])
+            into = {**template, "mine": (mine := own(8))}
+            aiockpt.load(four, into=into, rank_values="keep")
+            assert into["mine"] is mine
+            assert_same(mine, own(8))
+            aiockpt.load(four, into=template, rank_values=3)
+            assert_same(template["mine"], own(3))
+            assert template["n"] == 1
+
+    def test_as_many_ranks_get_their_own(self, four: Path) -> None:
+        """On another mesh, too, where the shards come from other files."""
+        for rank in range(4):
+            with as_rank(rank, 4):
+                for placement in (Shard(0), Shard(1)):
+                    zero = cut(4, placement, whole=0 * WHOLE)
+                    into = {"w": zero, "mine": zeroed(own(0))}
+                    assert aiockpt.load(four, into=into) is into
+                    assert_same(into["mine"], own(rank))
+                    expected = mesh_ranks.part_of(WHOLE, zero)
+                    assert torch.equal(zero.to_local(), expected)
+        for rank in range(4):  # by number, without a group
+            reader = CheckpointReader(RankInfo(rank, 4))
+            into = {"w": torch.zeros(8, 3), "mine": zeroed(own(0))}
+            reader.read(four, into=into)
+            assert_same(into, {"w": WHOLE, "mine": own(rank)})
+
+    def test_nobody_decides_by_a_variable(
+        self, four: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Only a group, or `rank_info=`, says how many ranks load."""
+        for name, value in {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(errors.RankValuesError):
+            aiockpt.load(four)
+        found = aiockpt.load(four, rank_info=RankInfo(2, 4))
+        assert_same(found["mine"], own(2))
+        assert_same(found["w"], WHOLE)
+
+    @pytest.mark.parametrize("value", ["first", True, -1, 1.5, None, [0]])
+    def test_what_is_no_choice(self, four: Path, value: Any) -> None:
+        """A choice is one of two words, or a rank."""
+        with pytest.raises((TypeError, ValueError), match="rank_values") as caught:
+            aiockpt.load(four, rank_values=value)
+        assert not isinstance(caught.value, errors.RankValuesError)
+
+    def test_a_rank_that_has_saved_nothing(self, four: Path) -> None:
+        """It is named, and the template stays as it is."""
+        into = {"w": torch.zeros(8, 3), "mine": zeroed(own(0))}
+        for options in ({}, {"into": into}):
+            given: dict[str, Any] = options
+            with pytest.raises(AiockptError, match="rank 4"):
+                aiockpt.load(four, rank_values=4, **given)
+        assert not into["w"].any()
+
+    def test_every_verb_takes_the_choice(self, four: Path) -> None:
+        """It has one name everywhere."""
+        options: dict[str, Any] = {"rank_values": 2, "full": True}
+        expected = {"w": WHOLE, "b": WHOLE, "n": 1, "mine": own(2)}
+        with aiockpt.make_sync_checkpointer() as sync:
+            assert_same(sync.load(four, **options), expected)
+        thread = aiockpt.CheckpointerConfig(use_process=False)
+        with aiockpt.make_background_checkpointer(thread) as background:
+            assert_same(background.load(four, **options), expected)
+        found, missing = CheckpointReader().read(four, **options)
+        assert_same(found, expected)
+        assert missing == []
+
+    def test_nothing_can_be_kept_without_a_template(self, four: Path) -> None:
+        """So `keep` is an error there, and says so."""
+        with pytest.raises(errors.RankValuesError, match="none to keep") as caught:
+            aiockpt.load(four, rank_values="keep")
+        assert [*caught.value.paths] == ["mine.rank", "mine.rng"]
+
+    def test_buffers_that_differ(self, tmp_path: Path) -> None:
+        """Statistics of a BatchNorm are plain tensors, too: none is chosen."""
+        states = [
+            {"norm": {"mean": torch.full((3,), float(rank)), "n": torch.tensor(4)}}
+            for rank in range(4)
+        ]
+        path = by_ranks(tmp_path / "s", *states)
+        into = zeroed_tensors(states[0])
+        with pytest.raises(errors.RankValuesError) as caught:
+            aiockpt.load(path, into=into)
+        assert [*caught.value.paths] == ["norm.mean"]
+        assert not into["norm"]["mean"].any()
+        aiockpt.load(path, into=into, rank_values=1)
+        assert_same(into, states[1])
+
+    def test_large_tensors_are_compared_by_their_bytes(self, tmp_path: Path) -> None:
+        """Not only where chunks of the files lie at the same place."""
+        # The first entries have other sizes, so the chunks of `b` differ.
+        big = torch.arange(100_000.0)
+        states = [
+            {f"a{rank}": torch.zeros(1000 * rank), "b": big} for rank in (0, 1, 2)
+        ]
+        path = by_ranks(tmp_path / "s", *states)
+        assert_same(aiockpt.load(path, select=["b"]), {"b": big})
+        changed = big.clone()
+        changed[77_777] += 1
+        states[2]["b"] = changed
+        path = by_ranks(tmp_path / "t", *states)
+        with pytest.raises(errors.RankValuesError) as caught:
+            aiockpt.load(path)
+        assert [*caught.value.paths] == ["b"]
+
+    def test_memory_is_no_difference(self, tmp_path: Path) -> None:
+        """Equal elements are equal, dense or not, in whatever order they lie."""
+        around = torch.zeros(8, 9)
+        around[:, ::3] = WHOLE
+        for number, other in enumerate((around[:, ::3], WHOLE.t().contiguous().t())):
+            path = by_ranks(tmp_path / f"{number}", {"a": WHOLE}, {"a": other})
+            assert torch.equal(aiockpt.load(path)["a"], WHOLE)
+            into = {"a": torch.zeros(8, 3)}
+            aiockpt.load(path, into=into)
+            assert_same(into, {"a": WHOLE})
+
+    def test_a_tensor_of_another_shape(self, tmp_path: Path) -> None:
+        """A generator's state may have another length; that is a difference."""
+        for name, other in (
+            ("shape", torch.ones(5)),
+            ("dtype", torch.ones(4).double()),
+        ):
+            path = by_ranks(
+                tmp_path / name, {"r": {"a": torch.ones(4)}}, {"r": {"a": other}}
+            )
+            with pytest.raises(StateDictError, match=r"r\.a"):
+                aiockpt.load(path)
+            assert_same(aiockpt.load(path, rank_values=1), {"r": {"a": other}})
+
+
+def zeroed_tensors(state: Any) -> Any:
+    """Return a template with the values and the ties of a state, but no numbers."""
+    storages: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
+
+    def tensor(value: torch.Tensor) -> torch.Tensor:
+        memory = value.untyped_storage()
+        fresh = torch.zeros(memory.nbytes(), dtype=torch.uint8)
+        fresh = storages.setdefault(memory.data_ptr(), fresh)
+        facts = value.storage_offset(), value.shape, value.stride()
+        made = torch.empty(0, dtype=value.dtype)
+        return made.set_(fresh.untyped_storage(), *facts)
+
+    def made(value: Any) -> Any:
+        if isinstance(value, dict):
+            return type(value)((key, made(each)) for key, each in value.items())
+        if type(value) in (list, tuple):
+            return type(value)(map(made, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in tensors:
+            tensors[id(value)] = tensor(value)
+        return tensors[id(value)]
+
+    return made(state)
+
+
+class TestTreesThatDiffer:
+    """Ranks need not save the same paths."""
+
+    def test_stages_of_a_pipeline(self, tmp_path: Path) -> None:
+        """Each has its own layers, by the ranks of its own mesh."""
+
+        def state_of(rank: int) -> Any:
+            stage = rank // 2
+            names = ("stage", "data")
+            both = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            layer = distributed(WHOLE + stage, both["data"], Shard(0))
+            return {
+                "layers": {f"{stage}.w": layer},
+                "shared": distributed(WHOLE, flat(4), Shard(1)),
+                "step": 3,
+            }
+
+        path = assembled(tmp_path / "s", 4, state_of)
+        layers = {"0.w": WHOLE, "1.w": WHOLE + 1}
+        whole = {"layers": layers, "shared": WHOLE, "step": 3}
+        assert_same(aiockpt.load(path), whole)
+        for rank in range(4):
+            with as_rank(rank, 4):
+                # The stages have changed places.
+                stage = 1 - rank // 2
+                into: dict[str, Any] = {
+                    "layers": {f"{stage}.w": cut(4, whole=0 * WHOLE)},
+                    "step": 0,
+                }
+                aiockpt.load(path, into=into)
+                (found,) = into["layers"].values()
+                expected = rows_of(WHOLE + stage, rank, 4)
+                assert torch.equal(found.to_local(), expected)
+                assert into["step"] == 3
+
+    def test_dicts_are_united(self, tmp_path: Path) -> None:
+        """In the order in which the keys are met."""
+        path = by_ranks(
+            tmp_path / "s",
+            {"a": {"x": 1}, "m": {"t": torch.ones(2)}},
+            {"b": 2, "a": {"y": torch.zeros(3), "x": 1}},
+            {"m": {}, "a": {"y": torch.zeros(3)}},
+        )
+        expected = {
+            "a": {"x": 1, "y": torch.zeros(3)},
+            "m": {"t": torch.ones(2)},
+            "b": 2,
+        }
+        found = aiockpt.load(path)
+        assert {*found} == {*expected}
+        assert {*found["a"]} == {"x", "y"}
+        for name, value in expected.items():
+            assert_same(dict(sorted_items(found[name])), dict(sorted_items(value)))
+        into = {"m": {"t": torch.zeros(2)}, "b": 0}
+        assert_same(aiockpt.load(path, into=into), {"m": {"t": torch.ones(2)}, "b": 2})
+
+    def test_those_that_have_it_must_agree(self, tmp_path: Path) -> None:
+        """A rank that lacks it does not hide a difference of the others."""
+        path = by_ranks(tmp_path / "s", {"a": 1}, {}, {"a": 2})
+        with pytest.raises(errors.RankValuesError) as caught:
+            aiockpt.load(path)
+        assert [*caught.value.paths] == ["a"]
+        assert aiockpt.load(path, rank_values=2) == {"a": 2}
+
+    def test_a_state_that_is_no_dict(self, tmp_path: Path) -> None:
+        """It has no path, and still an error."""
+        path = by_ranks(tmp_path / "s", [1, 2], [1, 2])
+        assert aiockpt.load(path) == [1, 2]
+        path = by_ranks(tmp_path / "t", [1, 2], [1, 3])
+        with pytest.raises(errors.RankValuesError) as caught:
+            aiockpt.load(path)
+        assert [*caught.value.paths] == ["[1]"]
+
+    @staticmethod
+    def stages(path: Path, other: torch.Tensor, *placements: Any) -> Path:
+        """Save one path on the mesh of ranks 0 and 1, and on that of 2 and 3."""
+
+        def state_of(rank: int) -> Any:
+            names = ("stage", "data")
+            both = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            cuts = placements if rank // 2 else (Shard(0),)
+            whole = other if rank // 2 else WHOLE
+            return {"a": {"w": distributed(whole, both["data"], *cuts)}, "n": 1}
+
+        return assembled(path, 4, state_of)
+
+    def test_two_meshes_with_one_path(self, tmp_path: Path) -> None:
+        """They are no replicas of each other; so none is chosen, and none is mixed."""
+        path = self.stages(tmp_path / "s", WHOLE + 100, Shard(0))
+        with pytest.raises(errors.RankValuesError) as caught:
+            aiockpt.load(path)
+        assert [*caught.value.paths] == ["a.w"]
+        for rank in range(4):
+            expected = WHOLE + 100 * (rank // 2)
+            found = aiockpt.load(path, rank_values=rank)
+            assert_same(found, {"a": {"w": expected}, "n": 1})
+            with as_rank(rank, 4):  # its own, on whatever mesh
+                into = {"a": {"w": cut(4, Shard(1), whole=0 * WHOLE)}}
+                aiockpt.load(path, into=into)
+                check(into, {"a": {"w": expected}})
+        for rank in range(2):
+            with as_rank(rank, 2):
+                mine = cut(2, whole=0 * WHOLE)
+                into = {"a": {"w": mine}}
+                with pytest.raises(errors.RankValuesError):
+                    aiockpt.load(path, into=into)
+                aiockpt.load(path, into=into, rank_values="keep")
+                assert into["a"]["w"] is mine
+                assert not mine.to_local().any()
+                aiockpt.load(path, into=into, rank_values=2)
+                check(into, {"a": {"w": WHOLE + 100}})
+        assert aiockpt.load(path, select=["n"]) == {"n": 1}
+
+    def test_two_meshes_that_agree(self, tmp_path: Path) -> None:
+        """As the first and the last stage do about tied embeddings."""
+        path = self.stages(tmp_path / "s", WHOLE, Shard(0))
+        assert_same(aiockpt.load(path), {"a": {"w": WHOLE}, "n": 1})
+        for rank in range(3):
+            with as_rank(rank, 3):
+                into = {"a": {"w": cut(3, whole=0 * WHOLE)}}
+                aiockpt.load(path, into=into)
+                check(into, {"a": {"w": WHOLE}})
+
+    def test_two_meshes_that_split_in_two_ways(self, tmp_path: Path) -> None:
+        """What cannot be compared is not chosen."""
+        path = self.stages(tmp_path / "s", WHOLE, Shard(1))
+        with pytest.raises(StateDictError, match=r"a\.w"):
+            aiockpt.load(path)
+        found = aiockpt.load(path, rank_values=3)
+        assert_same(found, {"a": {"w": WHOLE}, "n": 1})
+
+    def test_each_rank_has_a_mesh_of_its_own(self, tmp_path: Path) -> None:
+        """Its tensors are as local as plain ones."""
+
+        def state_of(rank: int) -> Any:
+            alone = DeviceMesh("cpu", [rank], _init_backend=False)
+            whole = WHOLE + rank
+            made = DTensor.from_local(whole, alone, [Shard(0)], run_check=False)
+            return {"w": made}
+
+        path = assembled(tmp_path / "s", 3, state_of)
+        with pytest.raises(errors.RankValuesError):
+            aiockpt.load(path)
+        assert_same(aiockpt.load(path, rank_values=1), {"w": WHOLE + 1})
+
+    def test_one_rank_has_a_shard_and_another_all(self, tmp_path: Path) -> None:
+        """Nobody knows which of them is right."""
+
+        def state_of(rank: int) -> Any:
+            return {"a": {"w": cut(2) if rank else WHOLE}}
+
+        path = assembled(tmp_path / "s", 2, state_of)
+        with pytest.raises(StateDictError, match=r"a\.w"):
+            aiockpt.load(path)
+
+
+def sorted_items(value: Any) -> Any:
+    """Return the items of a dict by key; of anything else, itself alone."""
+    return sorted(value.items()) if isinstance(value, dict) else {"": value}.items()
+
+
+class TestTemplates:
+    """What a rank wants is what its template has."""
+
+    MESHES: ClassVar[dict[str, tuple[tuple[int, ...], tuple[Any, ...]]]] = {
+        "rows": ((3,), (Shard(0),)),
+        "columns": ((3,), (Shard(1),)),
+        "replicas": ((3,), (Replicate(),)),
+        "grid": ((2, 2), (Shard(0), Shard(1))),
+        "twice": ((3, 2), (Shard(0), Shard(0))),
+        "strided": ((2, 3), (_StridedShard(0, split_factor=3), Shard(0))),
+        "hybrid": ((2, 2), (Replicate(), Shard(0))),
+        "three": ((2, 2, 2), (Shard(1), Replicate(), Shard(0))),
+        "more ranks than rows": ((9,), (Shard(0),)),
+    }
+
+    @pytest.mark.parametrize("there", MESHES)
+    def test_any_to_any(self, tmp_path: Path, there: str) -> None:
+        """Each rank gets its elements, from whichever files have them."""
+
+        def state_of(kind: str, whole: torch.Tensor) -> Any:
+            sizes, placements = self.MESHES[kind]
+            mesh = init_device_mesh("cpu", sizes)
+            return {"a": [distributed(whole, mesh, *placements)]}
+
+        def world_of(kind: str) -> int:
+            return math.prod(self.MESHES[kind][0])
+
+        path = assembled(
+            tmp_path / "s", world_of(there), lambda rank: state_of(there, WHOLE)
+        )
+        for here in self.MESHES:
+            for rank in range(world_of(here)):
+                with as_rank(rank, world_of(here)):
+                    into = state_of(here, 0 * WHOLE)
+                    (own_one,) = into["a"]
+                    aiockpt.load(path, into=into)
+                    assert into["a"][0] is own_one
+                    check(into, {"a": [WHOLE]})
+
+    def test_large_tensors(self, tmp_path: Path) -> None:
+        """They have many chunks, of which a rank needs some, or parts of all."""
+        whole = torch.arange(700 * 900, dtype=torch.int32).view(700, 900)
+
+        def state_of(rank: int) -> Any:
+            # What comes first has another size in each file.
+            first = {f"{rank}": torch.zeros(1000 * rank)}
+            return {"first": first, "w": cut(4, whole=whole), "v": cut(4, whole=whole)}
+
+        path = assembled(tmp_path / "s", 4, state_of)
+        needed = whole.nbytes
+        assert_same(aiockpt.load(path, select=["w"]), {"w": whole})
+        for placement in (Shard(0), Shard(1)):
+            for rank in range(3):
+                with as_rank(rank, 3):
+                    into = {"w": cut(3, placement, whole=0 * whole)}
+                    seen: list[int] = []
+                    aiockpt.load(path, into=into, on_bytes=seen.append)
+                    expected = mesh_ranks.part_of(whole, into["w"])
+                    assert torch.equal(into["w"].to_local(), expected)
+                    if placement == Shard(0):
+                        # A third of it, and what else is in the first and last chunks.
+                        assert needed / 3 - 4000 < sum(seen) < needed / 3 + (300 << 10)
+
+    @pytest.mark.parametrize("held", [None, False, True])
+    @pytest.mark.parametrize("dim", [0, 1])
+    def test_memory_of_a_device(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        dim: int,
+        *,
+        held: bool | None,
+    ) -> None:
+        """Through pinned memory, into a template or not, while more is read."""
+        whole = torch.randn(700, 900)
+
+        def state_of(rank: int) -> Any:
+            large = {"w": cut(3, Shard(dim), whole=whole), "b": whole.t().contiguous()}
+            return {**large, "v": cut(3, whole=WHOLE), "n": 1}
+
+        path = assembled(tmp_path / "s", 3, state_of)
+        expected = {"w": whole, "b": whole.t().contiguous(), "v": WHOLE, "n": 1}
+        device = FakeAccelerator(held=bool(held))
+        monkeypatch.setattr(reader, "device_of", lambda _: torch.device("cpu"))
+        loader = CheckpointReader(RankInfo(0, 1), ports=device.port_for)
+        options: dict[str, Any] = {"map_location": "fake"}
+        if held is not None:
+            options = {"into": zeroed(expected)}
+        found, _ = run_beside(device, lambda: loader.read(path, **options))
+        assert_same(found, expected)
+        assert not device.pinned  # any more
+        assert device.copied
+
+    def test_another_order_of_ranks(self, four: Path) -> None:
+        """A mesh of as many ranks in another order holds other parts."""
+        for rank in range(4):
+            with as_rank(rank, 4):
+                turned = DeviceMesh("cpu", [2, 3, 1, 0], _init_backend=False)
+                own_part = WHOLE.chunk(4)[[2, 3, 1, 0].index(rank)]
+                local = torch.zeros(2, 3)
+                made = DTensor.from_local(local, turned, [Shard(0)], run_check=False)
+                aiockpt.load(four, into={"w": made})
+                assert torch.equal(local, own_part)
+
+    def test_other_names_of_a_mesh(self, four: Path) -> None:
+        """They change nothing: the parts are the same."""
+        for rank in range(4):
+            with as_rank(rank, 4):
+                named = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+                into = {"w": distributed(0 * WHOLE, named, Shard(0))}
+                into["mine"] = zeroed(own(0))
+                aiockpt.load(four, into=into)
+                assert torch.equal(into["w"].to_local(), rows_of(WHOLE, rank, 4))
+                assert_same(into["mine"], own(rank))
+
+    def test_containers_of_shards(self, tmp_path: Path) -> None:
+        """Tuples, ordered dicts, keys that are no text."""
+
+        def state_of(rank: int, world: int = 3, factor: int = 1) -> Any:
+            made = [cut(world, whole=factor * (WHOLE + n)) for n in range(4)]
+            return {
+                "a": (made[0], [made[1]]),
+                7: OrderedDict(x={(1, "k"): made[2]}),
+                "b": {None: {True: made[3]}},
+                "e": torch.Size([1]),
+            }
+
+        path = assembled(tmp_path / "s", 3, state_of)
+        full = {
+            "a": (WHOLE, [WHOLE + 1]),
+            7: OrderedDict(x={(1, "k"): WHOLE + 2}),
+            "b": {None: {True: WHOLE + 3}},
+            "e": torch.Size([1]),
+        }
+        assert_all_same(aiockpt.load(path), full)
+        with as_rank(1, 2):
+            into = state_of(9, 2, 0)
+            own_ones = (*(each for each in leaves(into) if isinstance(each, DTensor)),)
+            found = aiockpt.load(path, into=into)
+            check(found, full)
+            filled = [each for each in leaves(found) if isinstance(each, DTensor)]
+            assert len(own_ones) == len(filled) == 4
+            assert all(map(is_, filled, own_ones))
+
+    def test_structures_of_shards(self, tmp_path: Path) -> None:
+        """A named tuple is a structure: what is in it is filled like in a dict."""
+        path = assembled(
+            tmp_path / "s", 3, lambda rank: {"p": [Point(0.5, cut(3))], "n": 1}
+        )
+        (found,) = aiockpt.load(path)["p"]
+        assert_same(found, Point(0.5, WHOLE))
+        with as_rank(1, 2):
+            mine = cut(2, Shard(1), whole=0 * WHOLE)
+            into = {"p": [Point(0.0, mine)]}
+            aiockpt.load(path, into=into)
+            (found,) = into["p"]
+            assert (found.x, found.weight) == (0.5, mine)
+            check(into, {"p": [Point(0.5, WHOLE)]})
+
+    def test_conjugated_and_negated(self, tmp_path: Path) -> None:
+        """Elements are what they are, however the memory says it."""
+        whole = torch.arange(24.0).view(8, 3) * (1 + 2j)
+
+        def term(local: torch.Tensor, world: int) -> DTensor:
+            return DTensor.from_local(local, flat(world), [Shard(0)], run_check=False)
+
+        def state_of(rank: int) -> Any:
+            local = rows_of(whole, rank, 2).clone()
+            return {
+                "conj": term(local.conj(), 2),
+                "neg": term(torch._neg_view(local.real.clone()), 2),
+                "plain": term(local.clone(), 2),
+            }
+
+        path = assembled(tmp_path / "s", 2, state_of)
+        found = aiockpt.load(path)
+        assert torch.equal(found["conj"], whole.conj())
+        assert torch.equal(found["neg"], -whole.real)
+        assert torch.equal(found["plain"], whole)
+        for rank in range(3):
+            with as_rank(rank, 3):
+                size = rows_of(whole, rank, 3).shape
+                lazy = torch.zeros(size, dtype=whole.dtype).conj()
+                plain = torch.zeros(size, dtype=whole.dtype)
+                neg = torch.zeros(size)
+                into = {
+                    "plain": term(lazy, 3),
+                    "conj": term(plain, 3),
+                    "neg": term(neg, 3),
+                }
+                for each in into.values():
+                    meta: Any = each._spec.tensor_meta
+                    each._spec.tensor_meta = meta._replace(shape=whole.shape)
+                aiockpt.load(path, into=into)
+                mine = rows_of(whole, rank, 3)
+                assert torch.equal(lazy.resolve_conj(), mine)
+                assert torch.equal(plain, mine.conj().resolve_conj())
+                assert torch.equal(neg, -mine.real)
+
+    def test_conjugated_on_some_ranks(self, tmp_path: Path) -> None:
+        """Each local tensor says for itself how its elements lie in memory."""
+        whole = torch.arange(24.0).view(8, 3) * (1 + 2j)
+
+        def state_of(rank: int) -> Any:
+            local = rows_of(whole, rank, 2).clone()
+            if rank:
+                local = local.conj().resolve_conj().conj()
+                assert local.is_conj()
+            return {"w": DTensor.from_local(local, flat(2), [Shard(0)])}
+
+        path = assembled(tmp_path / "s", 2, state_of)
+        assert torch.equal(aiockpt.load(path)["w"].resolve_conj(), whole)
+        with as_rank(1, 3):
+            into = {"w": cut(3, whole=0 * whole)}
+            aiockpt.load(path, into=into)
+            check(into, {"w": whole})
+
+    def test_memory_with_gaps_on_some_ranks(self, tmp_path: Path) -> None:
+        """A view of less than half of its memory is saved dense; that is all."""
+
+        def state_of(rank: int) -> Any:
+            local = rows_of(WHOLE, rank, 2)
+            around = torch.zeros(4, 9)
+            if rank:
+                around[:, ::3] = local
+                local = around[:, ::3]
+            return {"w": DTensor.from_local(local, flat(2), [Shard(0)])}
+
+        path = assembled(tmp_path / "s", 2, state_of)
+        assert_same(aiockpt.load(path), {"w": WHOLE})
+        with as_rank(1, 3):
+            into = {"w": cut(3, Shard(1), whole=0 * WHOLE)}
+            aiockpt.load(path, into=into)
+            check(into, {"w": WHOLE})
+
+    def test_limits_are_kept(self, four: Path, tmp_path: Path) -> None:
+        """A limit of memory holds for what is put together, too."""
+        reader = CheckpointReader(limits=aiockpt.Limits(max_bytes=100))
+        with pytest.raises(AiockptError, match="limit of 100"):
+            reader.read(four, select=["w"])
+
+    def test_memory_of_any_kind(self, four: Path) -> None:
+        """Strided, shifted, a parameter; the rest of the memory stays as it is."""
+        for rank in range(2):
+            with as_rank(rank, 2):
+                around = torch.full((100,), 7.0)
+                inside = around[5:17].view(4, 3)
+                turned = torch.zeros(3, 4).t()
+                columns = torch.full((4, 6), 7.0)
+                for local in (inside, turned, columns[:, ::2]):
+                    made = DTensor.from_local(
+                        local, flat(2), [Shard(0)], run_check=False
+                    )
+                    parameter = torch.nn.Parameter(made)
+                    version = parameter._version
+                    into = {"w": parameter}
+                    aiockpt.load(four, into=into)
+                    assert into["w"] is parameter
+                    assert parameter._version > version
+                    assert torch.equal(local, rows_of(WHOLE, rank, 2))
+                assert around.eq(7).sum() >= 100 - 12
+                assert around[:5].eq(7).all()
+                assert around[17:].eq(7).all()
+                assert columns[:, 1::2].eq(7).all()
+
+    def test_a_rank_outside_of_the_mesh(self, tmp_path: Path) -> None:
+        """It saved nothing, or wants nothing."""
+
+        def state_of(rank: int) -> Any:
+            pair = DeviceMesh("cpu", [1, 2], _init_backend=False)
+            local = WHOLE.chunk(2)[rank - 1] if pair.get_coordinate() else WHOLE[:0]
+            facts: dict[str, Any] = {"shape": WHOLE.shape, "stride": WHOLE.stride()}
+            made = DTensor.from_local(local, pair, [Shard(0)], run_check=False, **facts)
+            return {"w": made, "n": 1}
+
+        path = assembled(tmp_path / "s", 4, state_of)
+        assert_same(aiockpt.load(path), {"w": WHOLE, "n": 1})
+        with as_rank(0, 2):
+            into: dict[str, Any] = {"w": cut(2, Shard(1), whole=0 * WHOLE), "n": 0}
+            aiockpt.load(path, into=into)
+            assert torch.equal(into["w"].to_local(), WHOLE[:, :2])
+
+    def test_full_tensors_in_a_group(self, four: Path) -> None:
+        """`full=True` asks for them, on any number of ranks."""
+        for world in (2, 4):
+            with as_rank(1, world):
+                found = aiockpt.load(four, full=True, select=["w", "b", "n"])
+                assert_same(found, {"w": WHOLE, "b": WHOLE, "n": 1})
+                into = {"w": None, "n": 0}
+                aiockpt.load(four, into=into, full=True)
+                assert_same(into, {"w": WHOLE, "n": 1})
+
+    def test_nothing_says_what_a_rank_wants(self, four: Path) -> None:
+        """The saver's mesh is not this rank's: the error names the way out."""
+        with as_rank(1, 2):
+            seen: list[int] = []
+            for options in ({"select": ["b", "w"]}, {"into": {"b": None, "w": None}}):
+                given: dict[str, Any] = options
+                with pytest.raises(AiockptError, match="full=True") as caught:
+                    aiockpt.load(four, on_bytes=seen.append, **given)
+                assert re.search(r"\bw\b", str(caught.value))
+            assert not seen
+        with as_rank(1, 4):
+            (found,) = aiockpt.load(four, select=["w"]).values()
+            assert type(found) is DTensor
+            assert torch.equal(found.to_local(), WHOLE[2:4])
+
+    def test_without_a_group(self, four: Path, tmp_path: Path) -> None:
+        """Full tensors come, from one rank's file as well."""
+        assert_same(aiockpt.load(four, select=["w"]), {"w": WHOLE})
+        assert_same(aiockpt.load(four, into={"w": None}), {"w": WHOLE})
+        alone = assembled(tmp_path / "s", 1, lambda rank: {"w": cut(1), "n": 1})
+        assert_same(aiockpt.load(alone), {"w": WHOLE, "n": 1})
+        into = {"w": torch.zeros(8, 3), "n": 0}
+        assert_same(aiockpt.load(alone, into=into), {"w": WHOLE, "n": 1})
+
+    def test_one_ranks_file(self, four: Path) -> None:
+        """`rank=` gives what that rank held, as local tensors."""
+        for rank in range(4):
+            expected = {"w": WHOLE[2 * rank : 2 * rank + 2], "b": WHOLE, "n": 1}
+            found = aiockpt.load(four, rank=rank)
+            assert_same(found, {**expected, "mine": own(rank)})
+            into = {"w": torch.zeros(2, 3), "mine": zeroed(own(0))}
+            aiockpt.load(four, into=into, rank=rank)
+            assert_same(into, {"w": expected["w"], "mine": own(rank)})
+        with as_rank(0, 2):
+            found = aiockpt.load(four, rank=3, select=["w"])
+            assert_same(found, {"w": WHOLE[6:]})
+        with pytest.raises(CheckpointNotFoundError, match="none of them was rank 4"):
+            aiockpt.load(four, rank=4)
+        with pytest.raises(ValueError, match="full=True"):
+            aiockpt.load(four, rank=1, full=True)
+        # Nothing is lost where one of several files is named; both ways out work.
+        file = four / "checkpoint_1.safetensors"
+        with pytest.raises(AiockptError, match=r"\bw: .*load the directory .*rank="):
+            aiockpt.load(file)
+        assert_same(aiockpt.load(file, rank=1)["w"], WHOLE[2:4])
+
+    def test_a_meta_template(self, four: Path) -> None:
+        """It gets a new local tensor, and keeps its mesh and its placements."""
+        with as_rank(1, 2):
+            meta = cut(2, Shard(1), whole=torch.empty(8, 3, device="meta"))
+            assert meta.to_local().is_meta
+            found = aiockpt.load(four, into={"w": meta, "b": WHOLE.to("meta")})
+            assert type(found["w"]) is DTensor
+            assert (found["w"].device_mesh, found["w"].placements) == (
+                meta.device_mesh,
+                meta.placements,
+            )
+            assert_same(found["w"].to_local(), WHOLE[:, 2:].contiguous())
+            assert_same(found["b"], WHOLE)
+        found = aiockpt.load(four, into={"w": WHOLE.to("meta")})
+        assert_same(found, {"w": WHOLE})
+
+    def test_selected_by_name(self, four: Path) -> None:
+        """A name that no file has is missing."""
+        assert_same(aiockpt.load(four, select=["w", "n"]), {"w": WHOLE, "n": 1})
+        with pytest.raises(MissingKeysError, match="other"):
+            aiockpt.load(four, select=["w", "other"])
+        into = {"w": torch.zeros(8, 3), "n": 0}
+        aiockpt.load(four, into=into, select=["n"])
+        assert_same(into, {"w": torch.zeros(8, 3), "n": 1})
+
+    def test_selected_by_a_function(self, tmp_path: Path) -> None:
+        """It is asked for each path of the united tree, once."""
+        path = by_ranks(
+            tmp_path / "s",
+            {"a": {"x": 1, "y": torch.ones(2)}, "c": [torch.zeros(1), 5]},
+            {"b": {"z": torch.ones(3)}, "c": [torch.zeros(1), 5], "d": np.arange(9000)},
+            {"a": {"x": 1}, "d": np.arange(9000)},
+        )
+        asked: Counter[str] = Counter()
+
+        def select(name: str) -> bool:
+            asked[name] += 1
+            return name in ("a.y", "b.z", "c[1]")
+
+        found = aiockpt.load(path, select=select)
+        assert_same(found["a"]["y"], torch.ones(2))
+        assert_same(found["b"]["z"], torch.ones(3))
+        assert {*asked} >= {"a.x", "a.y", "b.z", "c[0]", "c[1]", "d"}
+        assert {*asked.values()} == {1}, asked
+
+    def test_a_function_and_a_distributed_tensor(self, four: Path) -> None:
+        """Four files have it, and it is still one path."""
+        asked: Counter[str] = Counter()
+
+        def select(name: str) -> bool:
+            asked[name] += 1
+            return name == "w"
+
+        found = aiockpt.load(four, select=select)
+        assert_same(found["w"], WHOLE)
+        assert asked["w"] == 1
+        assert {*asked.values()} == {1}, asked
+
+    def test_another_device(self, four: Path) -> None:
+        """`map_location` says where full tensors go."""
+        found = aiockpt.load(four, select=["w", "b"], map_location="meta")
+        assert {each.device.type for each in found.values()} == {"meta"}
+        assert {each.shape for each in found.values()} == {WHOLE.shape}
+        found = aiockpt.load(four, select=["w"], map_location="cpu")
+        assert_same(found, {"w": WHOLE})
+        with pytest.raises(StateDictError, match="map_location"):
+            aiockpt.load(four, select=["w"], map_location="cuda:99")
+
+    def test_a_mapping_of_whole_entries(self, tmp_path: Path) -> None:
+        """Every wanted tensor is in one file as it is wanted, so it can be mapped."""
+
+        def state_of(rank: int) -> Any:
+            mesh = init_device_mesh("cpu", (2, 2))
+            shard = distributed(WHOLE, mesh, Replicate(), Shard(0))
+            same = distributed(WHOLE, mesh, Replicate(), Replicate())
+            none = distributed(WHOLE[:0], mesh, Shard(0), Shard(1))
+            return {"w": shard, "same": same, "plain": WHOLE, "none": none}
+
+        path = assembled(tmp_path / "s", 4, state_of)
+        expected = {"same": WHOLE, "plain": WHOLE, "none": WHOLE[:0]}
+        found = aiockpt.load(path, mmap=True, select=[*expected])
+        assert_same(found, expected)
+        found["same"].add_(1)  # the file stays as it is
+        assert_same(aiockpt.load(path, select=["same"]), {"same": WHOLE})
+        for rank in range(2):
+            with as_rank(rank, 2):
+                into: dict[str, Any] = {"w": cut(2, whole=0 * WHOLE)}
+                into["same"] = torch.zeros(8, 3)
+                aiockpt.load(path, into=into, mmap=True)
+                assert torch.equal(into["w"].to_local(), rows_of(WHOLE, rank, 2))
+                assert torch.equal(into["same"], WHOLE)
+
+    def test_a_mapping_of_parts(self, four: Path) -> None:
+        """The error names the first tensor that is in pieces, and mmap."""
+        with pytest.raises(AiockptError, match=r"\bw\b.*mmap|mmap.*\bw\b"):
+            aiockpt.load(four, mmap=True, select=["b", "w", "n"])
+        assert_same(aiockpt.load(four, mmap=True, select=["b"]), {"b": WHOLE})
+
+    def test_a_registered_leaf(self, tmp_path: Path) -> None:
+        """It is made anew, out of one file."""
+        point = Point(0.5, torch.arange(3.0))
+        states = ({"p": point, "n": rank} for rank in range(2))
+        path = by_ranks(tmp_path / "s", *states)
+        assert_same(aiockpt.load(path, select=["p"]), {"p": point})
+        into = {"p": Point(0.0, torch.zeros(3))}
+        found = aiockpt.load(path, into=into)
+        assert_same(found, {"p": point})
+
+    def test_a_registered_leaf_of_shards(self, tmp_path: Path) -> None:
+        """Nobody can say what it would be on another mesh."""
+        path = assembled(
+            tmp_path / "s", 2, lambda rank: {"a": [Settings("x", cut(2), {})], "n": 1}
+        )
+        with pytest.raises(StateDictError, match=r"a\[0\]"):
+            aiockpt.load(path)
+        with as_rank(1, 3):
+            into = {"a": [Settings("x", cut(3), {})]}
+            with pytest.raises(AiockptError, match=r"a\[0\]"):
+                aiockpt.load(path, into=into)
+        assert aiockpt.load(path, select=["n"]) == {"n": 1}
+        with as_rank(1, 2):
+            (found,) = aiockpt.load(path, select=["a"])["a"]
+            assert torch.equal(found.weight.to_local(), WHOLE[4:])
+
+    def test_ties(self, tmp_path: Path) -> None:
+        """What is one tensor stays one; what is one only here is refused."""
+
+        def state_of(rank: int) -> Any:
+            tied = cut(3)
+            return {"a": tied, "b": [tied], "c": cut(3, whole=WHOLE + 1)}
+
+        path = assembled(tmp_path / "s", 3, state_of)
+        found = aiockpt.load(path)
+        assert_same(found["a"], WHOLE)
+        assert found["b"][0].data_ptr() == found["a"].data_ptr()
+        assert found["c"].data_ptr() != found["a"].data_ptr()
+        with as_rank(0, 2):
+            tied = cut(2, whole=0 * WHOLE)
+            into = {"a": tied, "b": [tied]}
+            aiockpt.load(path, into=into)
+            assert torch.equal(tied.to_local(), WHOLE[:4])
+            apart: dict[str, Any] = {
+                "a": cut(2, whole=0 * WHOLE),
+                "b": [cut(2, whole=0 * WHOLE)],
+            }
+            aiockpt.load(path, into=apart)
+            assert torch.equal(apart["a"].to_local(), WHOLE[:4])
+            assert torch.equal(apart["b"][0].to_local(), WHOLE[:4])
+            wrong = {"a": tied, "c": tied}
+            tied.to_local().zero_()
+            with pytest.raises(StateDictError):
+                aiockpt.load(path, into=wrong)
+            assert not tied.to_local().any()
+
+    @pytest.mark.parametrize("operation", ["sum", "avg", "max"])
+    def test_terms_of_a_sum(self, tmp_path: Path, operation: str) -> None:
+        """They are no parts of a tensor; on their own mesh they are theirs."""
+
+        def state_of(rank: int, world: int = 2) -> Any:
+            local = WHOLE + rank
+            term = DTensor.from_local(local, flat(world), [Partial(operation)])
+            return {"grad": term, "w": cut(world)}
+
+        path = assembled(tmp_path / "s", 2, state_of)
+        with pytest.raises(AiockptError, match="redistribute") as caught:
+            aiockpt.load(path)
+        assert "grad" in str(caught.value)
+        assert_same(aiockpt.load(path, select=["w"]), {"w": WHOLE})
+        with as_rank(1, 3):
+            into = {**state_of(9, 3), "w": cut(3, whole=0 * WHOLE)}
+            with pytest.raises(AiockptError, match="redistribute"):
+                aiockpt.load(path, into=into)
+            assert not into["w"].to_local().any()
+        with as_rank(1, 2):
+            into = state_of(9)
+            aiockpt.load(path, into=into)
+            assert torch.equal(into["grad"].to_local(), WHOLE + 1)
+
+    def test_what_does_not_fit(self, four: Path) -> None:
+        """Another shape or dtype is an error that names the path; nothing is cast."""
+        with as_rank(1, 2):
+            other = torch.zeros(8, 4), torch.zeros(8, 3).double(), torch.zeros(7, 3)
+            for whole in other:
+                fine = torch.zeros(8, 3)
+                into = {"b": fine, "w": cut(2, whole=whole)}
+                with pytest.raises(errors.TemplateMismatchError, match=r"\bw\b"):
+                    aiockpt.load(four, into=into)
+                assert not fine.any()
+            for whole in other:
+                with pytest.raises(errors.TemplateMismatchError, match=r"\bw\b"):
+                    aiockpt.load(four, into={"w": whole})
+            with pytest.raises(MissingKeysError, match="more"):
+                aiockpt.load(four, into={"w": cut(2), "more": cut(2)})
+            with aiockpt.make_sync_checkpointer() as lax:
+                own_one = cut(2, whole=0 * WHOLE)
+                found = lax.load(four, into={"w": own_one, "more": 5})
+                assert found == {"w": own_one, "more": 5}
+                assert torch.equal(own_one.to_local(), WHOLE[4:])
+
+    def test_plain_tensors_fill_shards(self, tmp_path: Path) -> None:
+        """Of one rank's file, of several that agree, and of files of other tools."""
+        one = by_ranks(tmp_path / "one", {"w": WHOLE})
+        two = by_ranks(tmp_path / "two", {"w": WHOLE}, {"w": WHOLE})
+        save_file({"w": WHOLE}, tmp_path / "x.safetensors")
+        shards = tmp_path / "hf"
+        shards.mkdir()
+        places = {
+            "w": "m-00001-of-00002.safetensors",
+            "v": "m-00002-of-00002.safetensors",
+        }
+        for name, file in places.items():
+            save_file({name: WHOLE}, shards / file)
+        index = {"metadata": {"total_size": 192}, "weight_map": places}
+        (shards / "m.safetensors.index.json").write_text(json.dumps(index))
+        torch.save({"w": WHOLE}, tmp_path / "x.pt")
+        for path in (one, two, tmp_path / "x.safetensors", shards, tmp_path / "x.pt"):
+            for rank in range(3):
+                with as_rank(rank, 3):
+                    for placement in (Shard(0), Shard(1), Replicate()):
+                        into = {"w": cut(3, placement, whole=0 * WHOLE)}
+                        aiockpt.load(path, into=into)
+                        expected = mesh_ranks.part_of(WHOLE, into["w"])
+                        assert torch.equal(into["w"].to_local(), expected)
+
+    def test_bytes_are_told(self, four: Path) -> None:
+        """What `on_bytes` raises ends the load."""
+        seen: list[int] = []
+        aiockpt.load(four, select=["w"], on_bytes=seen.append)
+        assert sum(seen) >= WHOLE.nbytes
+
+        def enough(nbytes: int) -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            aiockpt.load(four, select=["w"], on_bytes=enough)
+
+    def test_nothing_is_verified_if_nobody_wants_it(self, four: Path) -> None:
+        """As on the same mesh."""
+        assert_same(aiockpt.load(four, select=["w"], verify="none"), {"w": WHOLE})
+
+
+class TestDamage:
+    """What is lost or wrong is named, before anything is written."""
+
+    @staticmethod
+    def refused(kind: Any, words: str, path: Path, rank: int = 1) -> str:
+        """Load into a template of a rank of two, which stays as it is."""
+        seen: list[int] = []
+        with as_rank(rank, 2):
+            into: dict[str, Any] = {"b": torch.zeros(8, 3)}
+            into["w"] = cut(2, whole=0 * WHOLE)
+            with pytest.raises(kind, match=words) as caught:
+                aiockpt.load(path, into=into, on_bytes=seen.append)
+            assert not into["w"].to_local().any()
+            assert not into["b"].any()
+        assert not seen
+        return str(caught.value)
+
+    @pytest.mark.parametrize("rank", range(4))
+    def test_a_lost_file(self, four: Path, rank: int) -> None:
+        """It is missed, wherever what it had would have gone."""
+        (four / f"checkpoint_{rank}.safetensors").unlink()
+        self.refused(CheckpointNotFoundError, "missing", four)
+        with pytest.raises(CheckpointNotFoundError, match="missing"):
+            aiockpt.load(four, rank_values=0)
+
+    def test_a_file_of_another_checkpoint(self, four: Path, tmp_path: Path) -> None:
+        """The marker says which file belongs to it."""
+        other = assembled(tmp_path / "other-1", 4, lambda rank: {"w": cut(4)})
+        name = "checkpoint_2.safetensors"
+        shutil.copy(other / name, four / name)
+        self.refused((IntegrityError, errors.StorageError), "step-1", four)
+
+    def test_a_file_of_another_checkpoint_of_the_same_size(
+        self, four: Path, tmp_path: Path
+    ) -> None:
+        """Nor does it help that it looks alike."""
+        state: dict[str, Any] = {"b": WHOLE, "n": 1, "mine": own(2)}
+        other = assembled(
+            tmp_path / "step-2", 4, lambda rank: {"w": cut(4, whole=WHOLE + 1), **state}
+        )
+        name = "checkpoint_2.safetensors"
+        assert (other / name).stat().st_size == (four / name).stat().st_size
+        shutil.copy(other / name, four / name)
+        self.refused(IntegrityError, name, four)
+
+    LACKING: ClassVar[dict[str, Callable[[int], Any]]] = {
+        "no such tensor": lambda rank: {"b": WHOLE},
+        "a smaller share": lambda rank: {
+            "w": rows(WHOLE[:0], 4),
+            "b": WHOLE,
+        },
+        "another shape": lambda rank: {"w": cut(4, whole=WHOLE[:7]), "b": WHOLE},
+        "another dtype": lambda rank: {"w": cut(4, whole=WHOLE.double()), "b": WHOLE},
+        "no column": lambda rank: {"w": cut(4, Shard(1)), "b": WHOLE},
+        "an overlap": lambda rank: {
+            "w": rows(WHOLE[:3], 4),
+            "b": WHOLE,
+        },
+        "all of it": lambda rank: {"w": cut(4, Replicate()), "b": WHOLE},
+    }
+
+    @pytest.mark.parametrize("lost", [1, 3])
+    def test_a_marker_that_forgets_a_rank(self, four: Path, lost: int) -> None:
+        """Its files are whole, and still a part of the tensor is lost."""
+        (four / f"checkpoint_{lost}.safetensors").unlink()
+        for rank in range(lost, 3):
+            names = [f"checkpoint_{each}.safetensors" for each in (rank + 1, rank)]
+            (four / names[0]).rename(four / names[1])
+        marker = json.loads((four / "commit.json").read_text())
+        files = [each for n, each in enumerate(marker["files"].values()) if n != lost]
+        names = [f"checkpoint_{rank}.safetensors" for rank in range(3)]
+        marker |= {"files": dict(zip(names, files, strict=True)), "world_size": 3}
+        (four / "commit.json").write_text(json.dumps(marker, indent=2))
+        said = self.refused(AiockptError, r"\bw\b", four, rank=lost // 2)
+        assert "no file has 6 of the 12 elements" in said
+        with pytest.raises(AiockptError, match=r"\bw\b"):
+            aiockpt.load(four, select=["w"])
+        assert_same(aiockpt.load(four, select=["b"]), {"b": WHOLE})
+
+    @pytest.mark.parametrize("what", LACKING)
+    def test_lost_coverage(self, tmp_path: Path, what: str) -> None:
+        """An element that no file has, or files that contradict one another."""
+
+        def state_of(rank: int) -> Any:
+            if rank == 3:
+                return self.LACKING[what](rank)
+            return {"w": cut(4), "b": WHOLE}
+
+        path = assembled(tmp_path / "s", 4, state_of)
+        seen: list[int] = []
+        with pytest.raises(AiockptError, match=r"\bw\b") as caught:
+            aiockpt.load(path, on_bytes=seen.append)
+        if what == "no such tensor":
+            assert "6" in str(caught.value)  # elements are missing
+        assert not seen
+        self.refused(AiockptError, r"\bw\b", path)
+        if what in ("another shape", "another dtype", "all of it"):
+            # Files that contradict one another are trusted by nobody, not even by a
+            # rank that needs none of the elements in question.
+            self.refused(AiockptError, r"\bw\b", path, rank=0)
+        with as_rank(0, 2):
+            first = {"b": torch.zeros(8, 3)}
+            aiockpt.load(path, into=first)
+            assert torch.equal(first["b"], WHOLE)
+
+    def test_a_replica_does_not_hide_a_lost_file(self, tmp_path: Path) -> None:
+        """All files of the marker must be there, as for any load."""
+
+        def state_of(rank: int) -> Any:
+            mesh = init_device_mesh("cpu", (2, 2))
+            return {"w": distributed(WHOLE, mesh, Replicate(), Shard(0))}
+
+        path = assembled(tmp_path / "s", 4, state_of)
+        (path / "checkpoint_3.safetensors").unlink()
+        with pytest.raises(CheckpointNotFoundError, match="missing"):
+            aiockpt.load(path)
+
+    def test_flipped_bits(self, tmp_path: Path) -> None:
+        """None of a thousand changes what is loaded; a note says what was modified."""
+        big = torch.arange(60_000.0).view(200, 300)  # two chunks in each file
+
+        def state_of(rank: int) -> Any:
+            return {"w": cut(3, whole=big), "b": torch.arange(500), "n": [1, "x"]}
+
+        path = assembled(tmp_path / "s", 3, state_of)
+        files = sorted(path.glob("*.safetensors"))
+        rng = random.Random(5)
+        notes: Counter[str] = Counter()
+        for trial in range(1000):
+            file = rng.choice(files)
+            offset, bit = rng.randrange(file.stat().st_size), 1 << rng.randrange(8)
+            into = {"w": torch.zeros(200, 300), "b": torch.zeros(500).long()}
+            given: dict[str, Any] = {"into": into} if trial % 2 else {}
+            # Each byte of these files is needed here, so no load may succeed.
+            with flipped(file, offset, bit), pytest.raises(AiockptError) as caught:
+                aiockpt.load(path, **given)
+            if offset > HEADER:  # else it may be no header any more
+                assert isinstance(caught.value, IntegrityError), (file, offset, bit)
+            (note,) = getattr(caught.value, "__notes__", None) or [""]
+            notes[note] += 1
+            if note != "the template was modified":
+                assert not into["w"].any()
+                assert not into["b"].any()
+        assert notes[""] == 500, notes  # there was no template
+        assert notes["the template was modified"] > 50, notes
+        assert notes["the template was not modified"] > 10, notes
+        assert notes.total() == sum(notes[each] for each in NOTES)
+
+
+HEADER = 4096
+NOTES = ("", "the template was modified", "the template was not modified")
+
+
+@contextlib.contextmanager
+def flipped(file: Path, offset: int, bit: int) -> Iterator[None]:
+    """Flip a bit of a file until the end of the block."""
+    with file.open("r+b") as opened:
+        byte = os.pread(opened.fileno(), 1, offset)[0]
+        os.pwrite(opened.fileno(), bytes([byte ^ bit]), offset)
+        try:
+            yield
+        finally:
+            os.pwrite(opened.fileno(), bytes([byte]), offset)
+
+
+def test_only_the_seeds_files_count_their_ranks(tmp_path: Path) -> None:
+    """Files of torch.save say nothing that could be put together."""
+    for rank in (0, 1):
+        torch.save({"rank": rank}, tmp_path / f"checkpoint_{rank}.pt")
+    with pytest.raises(WorldSizeMismatchError, match="rank="):
+        aiockpt.load(tmp_path)
+    assert aiockpt.load(tmp_path, rank=1) == {"rank": 1}
+
+
+def test_the_event_of_a_load_has_its_numbers(four: Path) -> None:
+    """How many bytes were needed and read, in how many ranges, of which files."""
+    told: list[aiockpt.TransferEvent] = []
+    remove = aiockpt.add_hook(told.append)
+    seen: list[int] = []
+    try:
+        aiockpt.load(four, select=["w"], on_bytes=seen.append)
+        with aiockpt.make_sync_checkpointer() as checkpointer:
+            checkpointer.load(four, select=["w"])
+        with as_rank(1, 2):
+            aiockpt.load(four, into={"w": cut(2)})
+    finally:
+        remove()
+    one, other, half = (each for each in told if each.stop == "load")
+    for event in (one, other):
+        assert (event.needed, event.files, event.ranges) == (WHOLE.nbytes, 4, 4)
+        assert event.needed <= event.nbytes == sum(seen)
+        assert str(four) in event.detail
+    assert (half.needed, half.files) == (WHOLE.nbytes // 2, 2)

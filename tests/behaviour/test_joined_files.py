@@ -1,0 +1,209 @@
+"""Trees of several ranks that look alike, and are not."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import aiockpt
+from aiockpt.errors import (
+    CheckpointNotFoundError,
+    MissingKeysError,
+    RankValuesError,
+    TemplateMismatchError,
+)
+from tests.support.mesh_ranks import as_rank, assembled, distributed
+
+ROWS = torch.arange(8.0).view(4, 2)
+Pair = namedtuple("Pair", ["a", "b"])
+
+
+def flat(world: int) -> DeviceMesh:
+    """Return a mesh of all ranks."""
+    return init_device_mesh("cpu", (world,))
+
+
+def test_two_stages_have_a_tensor_of_one_name(tmp_path: Path) -> None:
+    """None of them is taken silently, and no rank gets a mixture."""
+
+    def state_of(rank: int) -> Any:
+        stage = rank // 2
+        mesh = DeviceMesh("cpu", [2 * stage, 2 * stage + 1])
+        return {"w": distributed(ROWS + 100 * stage, mesh, Shard(0)), "n": 1}
+
+    path = assembled(tmp_path / "s", 4, state_of)
+    with pytest.raises(RankValuesError) as caught:
+        aiockpt.load(path)
+    assert caught.value.paths == ["w"]
+    for rank in range(4):
+        found = aiockpt.load(path, rank_values=rank)
+        assert torch.equal(found["w"], ROWS + 100 * (rank // 2))
+    kept = torch.ones(4, 2)
+    into = {"w": kept, "n": 0}
+    aiockpt.load(path, into=into, rank_values="keep")
+    assert into["n"] == 1
+    assert torch.equal(kept, torch.ones(4, 2))
+
+
+def test_replicas_on_other_meshes_are_equal(tmp_path: Path) -> None:
+    """As of tensor parallelism in each replica of the data."""
+
+    def state_of(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        return {"w": distributed(ROWS, mesh["tensor"], Shard(1)), "rank": rank}
+
+    path = assembled(tmp_path / "s", 4, state_of)
+    assert torch.equal(aiockpt.load(path, select=["w"])["w"], ROWS)
+
+
+def test_two_tensors_of_one_memory_on_other_meshes(tmp_path: Path) -> None:
+    """The order of the ranks decides what each has."""
+
+    def state_of(_: int) -> Any:
+        a = distributed(ROWS, flat(2), Shard(0))
+        mesh = DeviceMesh("cpu", [1, 0])
+        b = DTensor.from_local(a.to_local(), mesh, [Shard(0)], run_check=False)
+        return {"a": a, "b": b}
+
+    found = aiockpt.load(assembled(tmp_path / "s", 2, state_of))
+    assert torch.equal(found["a"], ROWS)
+    assert torch.equal(found["b"], ROWS.roll(2, 0))
+
+
+def with_attributes(rank: int) -> Any:
+    """Return an OrderedDict as `Module.state_dict` makes it."""
+    made: Any = OrderedDict(a=1)
+    made._metadata = {"rank": rank}
+    return made
+
+
+FACTORIES: list[Any] = [dict, list]
+
+FRAMES: dict[str, Any] = {
+    "attributes": with_attributes,
+    "kind": lambda rank: {"a": 1} if rank else OrderedDict(a=1),
+    "factory": lambda rank: defaultdict(FACTORIES[rank % 2], a=1),
+    "length": lambda rank: deque([1, 2], maxlen=2 + rank),
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_containers_that_differ(tmp_path: Path, name: str) -> None:
+    """Their kind and their attributes are values, too."""
+    path = assembled(tmp_path / "s", 3, lambda rank: {"m": FRAMES[name](rank)})
+    with pytest.raises(RankValuesError) as caught:
+        aiockpt.load(path)
+    assert caught.value.paths == ["m"]
+    found, expected = aiockpt.load(path, rank_values=1)["m"], FRAMES[name](1)
+    assert type(found) is type(expected)
+    assert found == expected
+    for each in ("_metadata", "default_factory", "maxlen"):
+        assert getattr(found, each, None) == getattr(expected, each, None)
+
+
+@pytest.mark.parametrize("kind", [tuple, deque, lambda items: Pair(*items)])
+def test_structures_of_plain_tensors_fill_shards(tmp_path: Path, kind: Any) -> None:
+    """At any depth, as lists do."""
+    path = assembled(tmp_path / "s", 1, lambda _: {"t": kind([ROWS, ROWS + 1])})
+    for rank in range(2):
+        with as_rank(rank, 2):
+            made = [distributed(torch.zeros(4, 2), flat(2), Shard(0)) for _ in "ab"]
+            aiockpt.load(path, into={"t": kind(made)})
+            for at, each in enumerate(made):
+                expected = (ROWS + at)[2 * rank : 2 * rank + 2]
+                assert torch.equal(each.to_local(), expected)
+
+
+def test_a_named_tuple_of_tensors_is_filled_in_place(tmp_path: Path) -> None:
+    """Also if it has nothing else."""
+    path = assembled(tmp_path / "s", 1, lambda _: {"x": Pair(ROWS, ROWS + 1)})
+    own = Pair(torch.zeros(4, 2), torch.zeros(4, 2))
+    found = aiockpt.load(path, into={"x": own})
+    assert found["x"].a is own.a
+    assert torch.equal(own.a, ROWS)
+    assert torch.equal(own.b, ROWS + 1)
+
+
+class TestDottedNames:
+    """Other tools save flat names."""
+
+    def test_a_template_of_dicts(self, tmp_path: Path) -> None:
+        """Its paths have the same names."""
+        file = tmp_path / "m.safetensors"
+        save_file({"model.w.0": ROWS, "model.b": ROWS + 1, "c": ROWS + 2}, file)
+        into: dict[str, Any] = {
+            "model": {"w": {0: torch.zeros(4, 2)}, "b": torch.zeros(4, 2)},
+            "c": torch.zeros(4, 2),
+        }
+        aiockpt.load(file, into=into)
+        assert torch.equal(into["model"]["w"][0], ROWS)
+        assert torch.equal(into["model"]["b"], ROWS + 1)
+        assert torch.equal(into["c"], ROWS + 2)
+
+    def test_two_paths_of_one_name(self, tmp_path: Path) -> None:
+        """Neither is guessed."""
+        file = tmp_path / "m.safetensors"
+        save_file({"model.w.b": ROWS, "x": ROWS + 1}, file)
+        into: dict[str, Any] = {
+            "model": {"w.b": torch.zeros(4, 2), "w": {"b": torch.ones(4, 2)}},
+            "x": torch.zeros(4, 2),
+        }
+        with pytest.raises(TemplateMismatchError, match=r"model\.w\.b"):
+            aiockpt.load(file, into=into)
+        assert not into["x"].any()
+
+    def test_our_own_files_have_paths(self, tmp_path: Path) -> None:
+        """A name with dots is another key there."""
+        path = assembled(tmp_path / "s", 1, lambda _: {"a.b": ROWS, "c": 1})
+        with pytest.raises(MissingKeysError):
+            aiockpt.load(path, into={"a": {"b": torch.zeros(4, 2)}, "c": 0})
+
+
+def test_a_tensor_of_one_element_with_a_stride(tmp_path: Path) -> None:
+    """Torch calls it contiguous."""
+
+    def state_of(rank: int) -> Any:
+        return {"w": torch.arange(8)[rank : rank + 4 : 4], "x": torch.zeros(3)}
+
+    path = assembled(tmp_path / "s", 2, state_of)
+    with pytest.raises(RankValuesError) as caught:
+        aiockpt.load(path)
+    assert caught.value.paths == ["w"]
+    assert aiockpt.load(path, rank_values=1)["w"].tolist() == [1]
+
+
+def test_nothing_is_left_to_keep(tmp_path: Path) -> None:
+    """The message does not name the option that was given."""
+    path = assembled(tmp_path / "s", 2, lambda rank: {"rank": rank})
+    with pytest.raises(RankValuesError, match="none to keep") as caught:
+        aiockpt.load(path, rank_values="keep")
+    assert '"keep"' not in str(caught.value)
+
+
+def test_lists_of_other_lengths(tmp_path: Path) -> None:
+    """The chosen rank has the length; parts of its items come from all files."""
+
+    def state_of(rank: int) -> Any:
+        whole = distributed(ROWS, flat(2), Shard(0))
+        return {"parts": [whole for _ in range(1 + rank)]}
+
+    path = assembled(tmp_path / "s", 2, state_of)
+    with pytest.raises(RankValuesError, match="parts"):
+        aiockpt.load(path)
+    (only,) = aiockpt.load(path, rank_values=0)["parts"]
+    assert torch.equal(only, ROWS)
+
+
+def test_a_lost_file_is_named(tmp_path: Path) -> None:
+    """Before anything is read."""
+    path = assembled(tmp_path / "s", 3, lambda rank: {"rank": rank})
+    (path / "checkpoint_1.safetensors").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"checkpoint_1\.safetensors"):
+        aiockpt.load(path)
