@@ -20,7 +20,7 @@ from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.words import command_line, printable
 from aiockpt.storage.directory import local_path
 
-__all__ = ["Address", "UsageError", "address", "is_url", "parse", "size"]
+__all__ = ["FLOATS", "Address", "UsageError", "address", "is_url", "parse", "size"]
 
 
 class UsageError(LocalProtocolError):
@@ -28,6 +28,9 @@ class UsageError(LocalProtocolError):
 
 
 # ------------------------------------------------------------------- kinds of values
+
+FLOATS: Final = ("bfloat16", "float16", "float32", "float64")
+"""What ``--dtype`` casts tensors from and to."""
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _SIZE = re.compile(
@@ -113,6 +116,16 @@ def _port(text: str) -> int:
     return value
 
 
+def _prefixes(text: str) -> tuple[str, str]:
+    """Parse ``OLD=NEW``: prefixes of names, without the dot behind them."""
+    old, equals, new = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not OLD=NEW, such as model=transformer"
+        )
+    return old.removesuffix("."), new.removesuffix(".")
+
+
 def _step(text: str) -> int:
     if re.fullmatch(r"[0-9]{1,18}", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a step: use a whole number")
@@ -145,6 +158,36 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "target TO": {"type": _converted},
     "--step N": {"type": _step},
     "--rank N": {"type": _step},
+    "--rank-values N": {
+        "type": _step,
+        "help": "take the values of this rank where the ranks saved different ones, "
+        "such as the states of random number generators",
+    },
+    "--select PATH": {
+        "action": "append",
+        "help": "convert this dotted path and what is below it, such as model; may be "
+        "given several times",
+    },
+    "--hf": {
+        "help": "write a Hugging Face directory: model.safetensors, or several files "
+        "and their index, and config.json and tokenizer files from beside FROM",
+        **_FLAG,
+    },
+    "--dtype NAME": {
+        "choices": FLOATS,
+        "help": "with --hf, cast floating tensors of 16 bits and more to bfloat16, "
+        "float16, float32 or float64",
+    },
+    "--rename OLD=NEW": {
+        "type": _prefixes,
+        "action": "append",
+        "help": "with --hf, write NEW where a name begins with OLD; model= leaves out "
+        "that prefix; may be given several times",
+    },
+    "--max-shard-size SIZE": {
+        "type": size,
+        "help": "with --hf, the size of a file (default: 5GB)",
+    },
     "--json": _FLAG,
     "--import MODULE": {
         "dest": "imports",
@@ -338,16 +381,19 @@ _COMMANDS: Final = {
         ),
     ),
     "convert": _Command(
-        "convert a checkpoint from or to .pt and plain safetensors",
-        "Convert a checkpoint. FROM is a checkpoint directory, any safetensors file, a "
-        "directory of such files, or a file of torch.save. The name of TO decides the "
-        "format: .pt for torch.save, .safetensors for a plain file, and a name without "
-        "a suffix, or with a slash at the end, for a checkpoint directory. The result "
+        "convert a checkpoint to or from .pt, safetensors, Hugging Face",
+        "Convert a checkpoint. FROM is a checkpoint directory of any number of ranks, "
+        "any safetensors file, a directory of such files, or a file of torch.save. The "
+        "name of TO decides the format: .pt for torch.save, .safetensors for a plain "
+        "file, and a name without a suffix, or with a slash at the end, for a "
+        "checkpoint directory, or with --hf for a Hugging Face directory. The result "
         "is read back and compared, so a conversion is exact or refused.",
         (
             *("source FROM", "target TO", "--overwrite"),
-            ("--rank N", "the rank whose file to convert"),
+            ("--rank N", "convert the part of this rank alone (default: join all)"),
+            *("--rank-values N", "--select PATH"),
             ("--step N", "the step (default: the number in the directory's name)"),
+            *("--hf", "--dtype NAME", "--rename OLD=NEW", "--max-shard-size SIZE"),
             "--import MODULE",
         ),
     ),

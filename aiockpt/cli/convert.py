@@ -1,8 +1,9 @@
 """``aiockpt convert``: a checkpoint as another kind of file, exactly or not at all.
 
-What was written is read back and compared before it gets its name. A plain safetensors
-file has no place for strides, ties and flags, so it gets the values: each name with its
-dtype, its logical shape and its elements.
+The files of several ranks are joined: the result has full tensors. What was written is
+read back and compared before it gets its name. A plain safetensors file has no place
+for strides, ties and flags, so it gets the values: each name with its dtype, its
+logical shape and its elements. `huggingface.py` writes a Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -22,17 +23,25 @@ import torch
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.cli import huggingface
 from aiockpt.cli.arguments import UsageError
-from aiockpt.cli.paths import check_parts, for_a_command, one_file, pointing_below
+from aiockpt.cli.paths import for_a_command, holds_shards, pointing_below
 from aiockpt.cli.text import command_line, printable
-from aiockpt.errors import StateDictError, StorageError
+from aiockpt.errors import (
+    RankValuesError,
+    StateDictError,
+    StorageError,
+    WorldSizeMismatchError,
+)
 from aiockpt.format.dtypes import CODES, DTYPES
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.memory.arena import ArenaPool
 from aiockpt.state.equality import assert_same
 from aiockpt.state.flatten import describe
 from aiockpt.state.leaves import DTYPE_NAMES
-from aiockpt.storage.directory import MARKER, find_checkpoint, step_in
+from aiockpt.state.reshard import RankValues
+from aiockpt.storage.dcp import is_dcp
+from aiockpt.storage.directory import find_checkpoint, step_in
 from aiockpt.storage.files import in_place, named, rename_to_new, sync_directory
 from aiockpt.storage.lock import SaveLock
 from aiockpt.storage.partfile import TAKEN, check_target
@@ -42,6 +51,8 @@ from aiockpt.transfer.live import LiveState
 __all__ = ["run"]
 
 _ALONE = RankInfo(0, 1)
+_MAX_SHARD_BYTES = 5 * 1000**3  # as of transformers
+_SHOWN = 5
 _CODES = {name: code for code, name in CODES.items()}
 _BYTES_ONLY = {code for code, name in CODES.items() if DTYPES[name][1] is None}
 
@@ -51,46 +62,57 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         StorageError: it cannot be read or written, or the target is there already.
-        StateDictError: the other form cannot hold it exactly; nothing was written.
-        UsageError: ``--rank`` or ``--step`` mean nothing here.
+        StateDictError: the other form cannot hold it exactly, or the ranks saved
+            different values; nothing was written.
+        UsageError: an option means nothing here.
     """
-    source: Path = arguments.source
     target: Path = arguments.target
-    rank, step, replace = arguments.rank, arguments.step, arguments.overwrite
     write = _FORMS.get(target.suffix.lower())
-    if write is None:
-        _check_directory(target, replace=replace)
-        state = _load(source, rank)
-        writer = CheckpointWriter(CheckpointWriterConfig(), _ALONE)
-        writer.write(target, state, step=step)
-        _compare(target, state)
-        if step is None and step_in(target) is None:
-            print(
-                f"aiockpt: {printable(target.name)} has no step in its name, so it is "
-                "step 0; --step gives another",
-                file=sys.stderr,
-            )
-    elif step is not None:
-        raise UsageError("--step is for checkpoint directories")
+    _check_options(arguments, is_file=write is not None)
+    if arguments.hf:
+        with _joining(arguments.source):
+            huggingface.export(arguments.source, target, _export(arguments))
+    elif write is None:
+        _to_directory(arguments)
     else:
-        file = check_target(target, replace=replace)
-        state = _load(source, rank)
-        try:
-            if write is _write_plain:
-                state = _logical(state)
-            _write_file(file, state, write, replace=replace)
-        except StateDictError as error:
-            place = target.with_suffix("")
-            if os.path.lexists(place):
-                place = target.with_name(f"{place.name}-checkpoint")
-            command = ["aiockpt", "convert", str(source), str(place)]
-            command += [] if rank is None else ["--rank", str(rank)]
-            for module in arguments.imports or ():
-                command += ["--import", module]
-            how = f"to convert it to a checkpoint directory: {command_line(*command)}"
-            raise StateDictError(f"{source}: {error}; {how}") from error
+        _to_file(arguments, write)
     print(f"wrote {printable(str(target))}", file=sys.stderr)
     return 0
+
+
+def _check_options(arguments: argparse.Namespace, *, is_file: bool) -> None:
+    """Refuse options that mean nothing for the source or the target.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if arguments.rank is not None and arguments.source.is_file():
+        raise UsageError("--rank is for checkpoint directories")
+    if arguments.step is not None and (is_file or arguments.hf):
+        raise UsageError("--step is for checkpoint directories")
+    if arguments.hf and is_file:
+        raise UsageError(
+            f"--hf writes a directory, and {arguments.target} is the name of a file"
+        )
+    for option in () if arguments.hf else ("dtype", "max_shard_size", "rename"):
+        if getattr(arguments, option) is not None:
+            raise UsageError(f"--{option.replace('_', '-')} needs --hf, too")
+
+
+def _to_directory(arguments: argparse.Namespace) -> None:
+    """Write a checkpoint directory."""
+    target, step = arguments.target, arguments.step
+    _check_directory(target, replace=arguments.overwrite)
+    state = _load(arguments)
+    writer = CheckpointWriter(CheckpointWriterConfig(), _ALONE)
+    writer.write(target, state, step=step)
+    _compare(target, state)
+    if step is None and step_in(target) is None:
+        print(
+            f"aiockpt: {printable(target.name)} has no step in its name, so it is "
+            "step 0; --step gives another",
+            file=sys.stderr,
+        )
 
 
 def _check_directory(target: Path, *, replace: bool) -> None:
@@ -103,17 +125,108 @@ def _check_directory(target: Path, *, replace: bool) -> None:
         raise StorageError(str(target), detail)
 
 
-def _load(source: Path, rank: int | None) -> Any:
-    with named(source):
-        if source.is_file() or (source / MARKER).exists():
-            check_parts(source, rank, "convert")
-            source, rank = one_file(source, rank), None
-    with pointing_below(source), for_a_command(source, "convert"):
-        return _read(source, rank=rank)
+def _to_file(
+    arguments: argparse.Namespace, write: Callable[[Path, int, Any], None]
+) -> None:
+    """Write a file.
+
+    Raises:
+        StateDictError: it cannot hold the state dict; the message has the command that
+            writes a checkpoint directory.
+    """
+    source, target, replace = arguments.source, arguments.target, arguments.overwrite
+    file = check_target(target, replace=replace)
+    state = _load(arguments)
+    try:
+        if write is _write_plain:
+            state = _logical(state)
+        _write_file(file, state, write, replace=replace)
+    except StateDictError as error:
+        place = target.with_suffix("")
+        if os.path.lexists(place):
+            place = target.with_name(f"{place.name}-checkpoint")
+        command = ["aiockpt", "convert", str(source), str(place), *_again(arguments)]
+        how = f"to convert it to a checkpoint directory: {command_line(*command)}"
+        raise StateDictError(f"{source}: {error}; {how}") from error
 
 
-def _read(path: Path, *, rank: int | None = None) -> Any:
-    return CheckpointReader(_ALONE).read(path, mmap=True, rank=rank)[0]
+def _again(arguments: argparse.Namespace) -> list[str]:
+    """Return the options that say what is read, for the command of a message."""
+    found: list[str] = []
+    for option in ("rank", "rank_values"):
+        if (value := getattr(arguments, option)) is not None:
+            found += [f"--{option.replace('_', '-')}", f"{value}"]
+    for path in arguments.select or ():
+        found += ["--select", path]
+    for module in arguments.imports:
+        found += ["--import", module]
+    return found
+
+
+def _export(arguments: argparse.Namespace) -> huggingface.Export:
+    return huggingface.Export(
+        max_shard_bytes=arguments.max_shard_size or _MAX_SHARD_BYTES,
+        dtype=arguments.dtype,
+        select=arguments.select,
+        rename=arguments.rename or (),
+        rank=arguments.rank,
+        rank_values=_rank_values(arguments),
+        overwrite=arguments.overwrite,
+    )
+
+
+def _rank_values(arguments: argparse.Namespace) -> RankValues:
+    chosen: int | None = arguments.rank_values
+    return "error" if chosen is None else chosen
+
+
+def _load(arguments: argparse.Namespace) -> Any:
+    source: Path = arguments.source
+    with _joining(source):
+        # Strict only says that every selected path must be there.
+        return CheckpointReader(_ALONE).read(
+            source,
+            mmap=not _is_cut(source),
+            rank=arguments.rank,
+            rank_values=_rank_values(arguments),
+            select=arguments.select,
+            strict=arguments.select is not None,
+        )[0]
+
+
+def _read(path: Path) -> Any:
+    return CheckpointReader(_ALONE).read(path, mmap=True)[0]
+
+
+def _is_cut(source: Path) -> bool:
+    """Say whether a checkpoint may have tensors that are put together from parts."""
+    found = find_checkpoint(source)
+    if is_dcp(source) or (found is not None and found.world_size > 1):
+        return True
+    file = source if found is None else found.file_of(0)
+    return file.is_file() and holds_shards(file)
+
+
+@contextmanager
+def _joining(source: Path) -> Iterator[None]:
+    """Say which options help where the files of several ranks cannot be joined."""
+    try:
+        with pointing_below(source), for_a_command("convert"):
+            yield
+    except RankValuesError as error:
+        more = len(error.paths) - _SHOWN
+        shown = ", ".join(path or "the whole" for path in error.paths[:_SHOWN])
+        shown += f" and {more} more" if more > 0 else ""
+        why = f" ({error.detail})" if error.detail else ""
+        raise StateDictError(
+            f"{source}: its ranks saved different values{why} at {shown}: take those "
+            "of one rank with --rank-values 0, choose other paths with --select, or "
+            "convert the part of one rank with --rank 0"
+        ) from error
+    except WorldSizeMismatchError as error:
+        raise UsageError(
+            f"{error.saved} ranks wrote {source}: choose one with --rank"
+        ) from error
 
 
 def _write_file(

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.text import command_line, counted
 from aiockpt.errors import (
     CheckpointNotFoundError,
-    DeviceMeshError,
-    StateDictError,
+    StorageError,
     UnsupportedLeafError,
 )
+from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.format.manifest import Manifest
 from aiockpt.format.paths import PICKLE
+from aiockpt.format.references import registered
 from aiockpt.format.tree import UnknownLeafError
-from aiockpt.storage.directory import (
-    Checkpoint,
-    checkpoint_at,
-    find_checkpoint,
-    list_checkpoints,
-)
+from aiockpt.storage.checkpoint_file import read_header
+from aiockpt.storage.directory import Checkpoint, checkpoint_at, list_checkpoints
 
 __all__ = [
-    "check_parts",
     "checkpoint_or_file",
     "for_a_command",
+    "holds_shards",
     "one_file",
     "pointing_below",
 ]
@@ -60,28 +58,18 @@ def pointing_below(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def for_a_command(source: Path, verb: str) -> Iterator[None]:
+def for_a_command(verb: str) -> Iterator[None]:
     """Say what to do about a checkpoint that only a program can decode.
 
     Args:
-        source: The checkpoint.
         verb: The command.
 
     Raises:
-        StateDictError: it holds one rank's shards of tensors.
         UnsupportedLeafError: it has a pickle, or a type that no imported module has
             registered.
     """
     try:
         yield
-    except DeviceMeshError as error:
-        detail = (
-            f"{source}: it holds one rank's shards of tensors, and {verb} cannot "
-            "join them; load it in a job of as many ranks, gather the state "
-            "(StateDictOptions(full_state_dict=True) of "
-            "torch.distributed.checkpoint.state_dict), and save that on rank 0"
-        )
-        raise StateDictError(detail) from error
     except UnsupportedLeafError as error:
         unknown = error.__cause__
         if isinstance(unknown, UnknownLeafError) and unknown.tag != PICKLE:
@@ -91,20 +79,19 @@ def for_a_command(source: Path, verb: str) -> Iterator[None]:
         raise
 
 
-def check_parts(path: Path, rank: int | None, verb: str) -> None:
-    """Refuse a checkpoint of shards where `one_file` would ask for a rank in vain.
+def holds_shards(file: Path) -> bool:
+    """Say whether a file has parts of distributed tensors.
 
     Raises:
-        StateDictError: it holds the shards of several ranks.
+        IntegrityError: the header of our file is damaged.
     """
-    found = find_checkpoint(path) if rank is None else None
-    if found is not None and found.world_size > 1:
-        from aiockpt.checkpointers.config import RankInfo
-        from aiockpt.checkpointers.reader import CheckpointReader
+    from aiockpt.state.sharding import LAYOUTS  # most commands need no torch
 
-        with for_a_command(path, verb):
-            reader = CheckpointReader(RankInfo(0, 1))
-            reader.read(found.file_of(0), mmap=True, verify="none")
+    with suppress(StorageError):  # such as a file of torch.save, which has no header
+        header = read_header(file, limits=FILE_LIMITS)
+        tree = header.tree if isinstance(header, Manifest) else None
+        return any(tag in LAYOUTS for _, tag, _ in registered(tree))
+    return False
 
 
 def one_file(path: Path, rank: int | None) -> Path:

@@ -20,9 +20,14 @@ from urllib.parse import urlsplit
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.cli.arguments import UsageError
-from aiockpt.cli.paths import check_parts, for_a_command, one_file
+from aiockpt.cli.paths import for_a_command, holds_shards, one_file
 from aiockpt.cli.text import command_line, format_bytes, printable
-from aiockpt.errors import CheckpointNotFoundError, LocalProtocolError, StorageError
+from aiockpt.errors import (
+    CheckpointNotFoundError,
+    LocalProtocolError,
+    StateDictError,
+    StorageError,
+)
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.http.options import Auth, Server
 from aiockpt.http.protocol import parse_metadata
@@ -214,7 +219,7 @@ class _Chosen:
 
     def read(self) -> StateFile:
         """Return the state dict in memory of its own, with verified digests if ours."""
-        with for_a_command(self.path, "serve"):
+        with for_a_command("serve"):
             if not self.file.is_dir():
                 return read_state_file(self.file, limits=FILE_LIMITS)
             reader = CheckpointReader(RankInfo(0, 1))
@@ -231,16 +236,34 @@ def _choose(path: Path, rank: int | None) -> _Chosen:
     with named(path):
         path.stat()
     if not path.is_dir() or find_checkpoint(path):
-        check_parts(path, rank, "serve")
-        return _Chosen(path, one_file(path, rank), None)
+        return _Chosen(path, _one_file(path, rank), None)
     if found := list_checkpoints(path):
         last = found[-1].path
-        check_parts(last, rank, "serve")
         remark = f"the latest of {len(found)} there, " if len(found) > 1 else ""
-        return _Chosen(last, one_file(last, rank), None, remark)
+        return _Chosen(last, _one_file(last, rank), None, remark)
     with named(path):
         names = [each.name for each in path.iterdir()]
     if not any(_READABLE.fullmatch(name) for name in names):
         detail = "there is no checkpoint and no safetensors file in it"
         raise CheckpointNotFoundError(str(path), detail)
     return _Chosen(path, path, rank)
+
+
+def _one_file(path: Path, rank: int | None) -> Path:
+    """Return the file of one rank, unless it holds only a part of each tensor.
+
+    Raises:
+        StateDictError: it does.
+    """
+    found = find_checkpoint(path)
+    file = one_file(path, rank if found is None else rank or 0)
+    if holds_shards(file):
+        whole = path if path.is_dir() else path.parent
+        joined = whole.with_name(f"{whole.name}-joined")
+        raise StateDictError(
+            f"{path}: a file of it has only one rank's shards of tensors, and serve "
+            "offers one file: join the files of all ranks with "
+            f"{command_line('aiockpt', 'convert', f'{whole}', f'{joined}')}, and serve "
+            "that"
+        )
+    return one_file(path, rank)
