@@ -28,6 +28,7 @@ RECORDS = {
     "Receive": aiockpt.Receive,
     "Limits": aiockpt.Limits,
     "recv_checkpoint": aiockpt.HTTPTransport.recv_checkpoint,
+    "load": aiockpt.load,
     "PGTransport": aiockpt.PGTransport,
     "CheckpointerConfig": aiockpt.CheckpointerConfig,
     "CheckpointWriterConfig": checkpointers.CheckpointWriterConfig,
