@@ -238,6 +238,9 @@ class _Walk:
         self._refs: list[tuple[int, int]] = []  # such a number, and flags
         self._made: dict[object, int] = {}  # the number of a tensor
         self._in_structure = 0  # the depth; it is made of all of its items
+        # What was taken for a memory that the template has twice.
+        self._ties: dict[object, tuple[Held, Node]] = {}
+        self._absent: list[tuple[object, list[Node], Node, list[Node]]] = []
         self._shards: dict[int, ShardRuns | None] = {}  # by the id of a layout
         self._same: dict[tuple[int, int], bool] = {}  # by the ids of two layouts
         self._fit: set[tuple[int, ...]] = set()  # the ids of layouts of one tensor
@@ -252,7 +255,12 @@ class _Walk:
         if self._policy.is_foreign and self._wanted is not None:
             trees = [renested(each, self._wanted.tree) for each in trees]
         held: Held = [*enumerate(trees)]
-        return self._unite(held, mine, "", chosen=self._selection.everything)
+        tree = self._unite(held, mine, "", chosen=self._selection.everything)
+        for tie, named, key, values in self._absent:
+            if tie in self._ties:
+                named.append(key)
+                values.append(deepcopy(self._ties[tie][1]))
+        return tree
 
     def check_values(self) -> None:
         """Refuse values that differ by rank.
@@ -329,6 +337,26 @@ class _Walk:
         if mine is _SKIPPED:
             return self._moved(*held[0])
         mine = self._plain(mine)
+        tie = self._tie_of(mine)
+        if tie is not None and tie in self._ties:
+            first, node = self._ties[tie]
+            if self._are_equal(first, held, path):
+                return deepcopy(node)
+        found = self._taken(held, mine, path, kinds, chosen=chosen)
+        if tie is not None:
+            self._ties.setdefault(tie, (held, found))
+        return found
+
+    def _taken(
+        self,
+        held: Held,
+        mine: Any,
+        path: str,
+        kinds: set[str | None],
+        *,
+        chosen: bool,
+    ) -> Node:
+        """Return what is taken at a path that counts; ``kinds`` are the tags there."""
         if kinds <= DICTS:
             return self._dicts(held, mine, path, chosen=chosen)
         if kinds == {"list"}:
@@ -374,6 +402,9 @@ class _Walk:
             each = other if old is None else old.get(key, _SKIPPED)
             values.append(self._unite(some, each, below(path, key), chosen=chosen))
         named = [*map(keys.__getitem__, order)]
+        for key, node in (old or {}).items() if self._policy.is_foreign else ():
+            if key not in order and (tie := self._tie_of(node)) is not None:
+                self._absent.append((tie, named, keys_of(mine)[key], values))
         frames = [(source, _frame(node)) for source, node in held]
         taken = self._chosen(frames, path)
         if taken is None and other is _NEW:  # else it stays that of the template
@@ -383,6 +414,49 @@ class _Walk:
         if made[0] == "defaultdict":
             return [*made[:2], named, values]
         return [made[0], named, values, *made[3:]]
+
+    def _tie_of(self, mine: Any) -> object:
+        """Return what is equal for tensors of the template with the same memory.
+
+        None: nothing shares this memory, or ours wrote the sources, which have ties.
+        Other tools write tied tensors twice, or under one name only.
+        """
+        own = self._wanted
+        if own is None or not self._policy.is_foreign:
+            return None
+        if tag_of(mine) == "tensor":
+            numbers, layout = [number_of(mine, "")], None
+        elif is_distributed(mine):
+            numbers, layout = self._catalogue.layouts.read((), *mine[1:])
+        else:
+            return None
+        tensors = [own.tensors[each] for each in numbers]
+        if not all(own.sizes[each] for each in numbers):
+            return None
+        memory = [(own.held.addresses[each], own.shapes[each]) for each in numbers]
+        return (*memory, *(each.dtype for each in tensors), id(layout))
+
+    def _are_equal(self, first: Held, held: Held, path: str) -> bool:
+        """Say whether sources have equal tensors at two paths, as far as is known."""
+        one, other = self._elements_of(first, path), self._elements_of(held, path)
+        if not one or one.keys() != other.keys():
+            return False
+        claims = [(one[shard], other[shard]) for shard in one]
+        return all([n == m or self._equal((n, m), path) for n, m in claims])  # noqa: C419 - claims
+
+    def _elements_of(self, held: Held, path: str) -> dict[ShardRuns, int]:
+        """Return the pieces of a tensor by what they hold; none of another value."""
+        found: dict[ShardRuns, int] = {}
+        for source, node in held:
+            if is_distributed(node):
+                numbers, layout = self._read(source, node, path)
+                sizes = [self._piece(each).shape for each in numbers]
+                found |= zip(self._shards_of(layout, sizes), numbers, strict=True)
+            elif tag_of(node) == "tensor":
+                first = self._catalogue.numbers_of(source).start
+                number = first + number_of(node, path)
+                found[whole(self._piece(number).shape)] = number
+        return found
 
     def _lists(self, held: Held, mine: Any, path: str, *, chosen: bool) -> Node:
         sizes = {len(values_of(each) or ()) for _, each in held}

@@ -525,7 +525,7 @@ def compare(
 def _digests(piece: Piece, manifest: Manifest) -> object:
     """Return what is equal for pieces of equal bytes; unique without digests."""
     if not manifest.digests:
-        return piece.source
+        return piece
     grid = manifest.grid
     first, last = grid.index_of(piece.start), grid.index_of(piece.stop - 1)
     chunks = range(first, last + 1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -164,6 +165,44 @@ class TestDottedNames:
         path = assembled(tmp_path / "s", 1, lambda _: {"a.b": ROWS, "c": 1})
         with pytest.raises(MissingKeysError):
             aiockpt.load(path, into={"a": {"b": torch.zeros(4, 2)}, "c": 0})
+
+
+class TestTiesOfOtherTools:
+    """They write a tied tensor twice, or under one of its names."""
+
+    @pytest.mark.parametrize("names", [["e", "h"], ["e"], ["h"]])
+    @pytest.mark.parametrize("form", ["file", "directory", "dcp"])
+    def test_a_tied_template(self, tmp_path: Path, names: list[str], form: str) -> None:
+        """Plain or in shards; nothing is lost."""
+        path = tmp_path / "m.safetensors"
+        state = {**{name: ROWS.clone() for name in names}, "w": ROWS + 1}
+        if form == "file":
+            save_file(state, path)
+        elif form == "directory":
+            path.mkdir()
+            for name, tensor in state.items():
+                save_file({name: tensor}, path / f"{name}.safetensors")
+        else:
+            with as_rank(0, 1):
+                save_dcp(state, checkpoint_id=path)
+        own = torch.zeros(4, 2)
+        into = {"e": own, "w": torch.zeros(4, 2), "h": torch.nn.Parameter(own)}
+        aiockpt.load(path, into=into)
+        assert torch.equal(own, ROWS)
+        assert torch.equal(into["w"], ROWS + 1)
+        with as_rank(1, 2):
+            cut = distributed(torch.zeros(4, 2), flat(2), Shard(0))
+            aiockpt.load(path, into={"e": cut, "h": cut})
+            assert torch.equal(cut.to_local(), ROWS[2:])
+
+    def test_two_values_for_one_memory(self, tmp_path: Path) -> None:
+        """One of them would be lost."""
+        path = tmp_path / "m.safetensors"
+        save_file({"e": ROWS, "h": ROWS + 1}, path)
+        own = torch.zeros(4, 2)
+        with pytest.raises(TemplateMismatchError, match="shared with e"):
+            aiockpt.load(path, into={"e": own, "h": own})
+        assert not own.any()
 
 
 def test_a_tensor_of_one_element_with_a_stride(tmp_path: Path) -> None:

@@ -20,11 +20,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from aiockpt.cli import convert, main
+from aiockpt.errors import IntegrityError
 from aiockpt.storage.directory import checkpoint_at
 from aiockpt.storage.lock import SaveLock
 from aiockpt.testing import assert_same
+from tests.support import dcp_ranks
 from tests.support.commandline import ENVIRONMENT, Commands
 from tests.support.saving import flip, load, names, save, save_by_two, training_state
 from tests.support.shortages import SystemCallFault, small_disk
@@ -535,3 +538,26 @@ class TestOptions:
         finally:
             os.umask(before)
         assert stat.S_IMODE((tmp_path / form).stat().st_mode) == 0o640
+
+
+def test_a_checkpoint_of_dcp(
+    cli: Commands, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four ranks saved it; one of ours holds the full tensors, and has digests."""
+    job = [sys.executable, dcp_ranks.__file__, "tp", "4", str(tmp_path)]
+    subprocess.run(job, check=True, timeout=300, env=ENVIRONMENT, capture_output=True)
+    target = tmp_path / "run" / "step-0"
+    cli("convert", tmp_path / "saved", target)
+    assert "its bytes are not verified" in caplog.text
+    cli("verify", target)
+    flat, _ = flatten_state_dict(load(target))
+    full = torch.load(tmp_path / "full.pt", weights_only=False)
+    for name, value in full.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(flat[name], value), name
+        else:
+            assert flat[name] == value, name
+    file = next(target.glob("*.safetensors"))
+    flip(file, file.stat().st_size - 1)
+    with pytest.raises(IntegrityError):
+        load(target)
