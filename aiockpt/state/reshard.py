@@ -343,7 +343,7 @@ class _Walk:
             if self._are_equal(first, held, path):
                 return deepcopy(node)
         found = self._taken(held, mine, path, kinds, chosen=chosen)
-        if tie is not None:
+        if tie is not None and found is not HOLE:
             self._ties.setdefault(tie, (held, found))
         return found
 
