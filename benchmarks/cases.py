@@ -10,6 +10,7 @@ plain files, and the rivals in the best of their settings.
 from __future__ import annotations
 
 import csv
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -48,7 +49,17 @@ _STAR = (1, 2, 4, 8)  # receivers at once
 _SPARES = 2  # processes that start at once
 _FEW, _MANY = 4, 8  # processes that keep all cores busy
 _FLEET, _PARTS = (10, 100, 1000), 5  # receivers of a small state, and their processes
+_JOB = 4  # ranks that save
+_TENSOR, _TALL = 16 << 20, 4096  # bytes of a tensor of 1024 columns, and its rows
+_SMALL = 10_000  # tensors of 1 KiB
 _LOOPBACK = Line("127.0.0.1")
+_ALONE_TOO = (("one", 1), ("new", 1))
+_ONTO = {
+    "FSDP": (("FSDP", 2), ("FSDP", 3), ("TP", 2), *_ALONE_TOO),
+    "TPxFSDP": (("FSDP", 4), ("TP", 2), *_ALONE_TOO),
+    "HSDP": (("FSDP", 2), ("FSDP", 3), *_ALONE_TOO),
+}
+"""The layout of the four ranks that save -> the layouts and ranks that load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -740,6 +751,76 @@ def _group(setup: Setup) -> Phases:
     ]
 
 
+def _meshes(setup: Setup) -> Phases:
+    """Yield loads on other meshes than those that saved; of DCP, too."""
+    with tempfile.TemporaryDirectory(prefix="benchmarks-", dir=Path.cwd()) as place:
+        ranks = [
+            setup.stack.enter_context(Worker("benchmarks.meshes:Rank", setup.tree))
+            for _ in range(_JOB)
+        ]
+        tall = {"count": max(setup.nbytes // _TENSOR // 3 * 3, 3), "rows": _TALL}
+        if setup.nbytes < 3 * _TENSOR:  # a trial
+            tall["rows"] = 16
+        for source, targets in _ONTO.items():
+            _run_all(ranks, source, **tall)
+            _together(ranks, "save", place=place)
+            _together(ranks, "leave")
+            for target, world in targets:
+                yield from _loads(setup, ranks[:world], source, target, place, tall)
+            ranks[0].call("remove", place=place)
+        many = {"count": _SMALL if setup.nbytes >= 3 * _TENSOR else 30, "rows": 16}
+        _run_all(ranks, "FSDP", **many)
+        _together(ranks, "save", place=place)
+        _together(ranks, "leave")
+        yield from _loads(setup, ranks[:2], "small", "FSDP", place, many)
+
+
+def _loads(
+    setup: Setup,
+    ranks: Sequence[Worker],
+    source: str,
+    target: str,
+    place: str,
+    shape: Mapping[str, int],
+) -> Phases:
+    """Yield the loads of one job on another mesh."""
+    new, world = target == "new", len(ranks)
+    _run_all(ranks, "one" if new else target, **shape)
+    nbytes = shape["count"] * shape["rows"] * min(shape["rows"], 1024) * 4
+
+    def run(by: str) -> Sample:
+        found = _together(ranks, "load", by=by, place=place, new=new)
+        slowest = max(each["seconds"] for each in found)
+        return saved(nbytes, {**found[0], "seconds": slowest})
+
+    name = f"{source} to {target} {world}"
+    yield [
+        Candidate(name, partial(run, "aiockpt"), ours=True),
+        Candidate(f"{name}, unverified", partial(run, "unverified"), ours=True),
+        *[Candidate(f"{name}, DCP", partial(run, "DCP"), "DCP")] * setup.rivals,
+    ]
+    _together(ranks, "leave")
+
+
+def _run_all(ranks: Sequence[Worker], layout: str, **shape: int) -> None:
+    """Start a job of some processes, which has a state; one alone is none."""
+    if len(ranks) > 1:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        for rank, each in enumerate(ranks):
+            each.begin("join", port=port, rank=rank, world=len(ranks))
+        for each in ranks:
+            each.finish()
+    _together(ranks, "prepare", layout=layout, **shape)
+
+
+def _together(ranks: Sequence[Worker], do: str, **arguments: Any) -> list[Any]:
+    """Run a command in several processes at once; return their results."""
+    for each in ranks:
+        each.begin(do, **arguments)
+    return [each.finish() for each in ranks]
+
+
 # ---------------------------------------------------------------- the table of cases
 
 
@@ -777,6 +858,7 @@ CASES: Mapping[str, Case] = {
         ("trainer", 256, _trainer, "what serving costs a training loop"),
         ("followers", 256, _followers, "followers of a trainer that publishes"),
         ("saving", 512, _saving, "saves and loads below the working directory"),
+        ("meshes", 3072, _meshes, "loads on other meshes than those that saved"),
         ("background", 128, _background, "saves beside training, ours and torch's"),
         ("pg", 512, _group, "transfers over a process group of gloo"),
     )
