@@ -585,11 +585,12 @@ class RankValuesError(StateDictError):
         shown = ", ".join(path or "the state dict" for path in self.paths[:10])
         more = f" and {len(self.paths) - 10} more" if len(self.paths) > 10 else ""
         why = f" ({self.detail})" if self.detail else ""
+        saved = "may have saved" if self.detail else "saved"
         keep = ', rank_values="keep" for those of the template,'
         if self.kept:
             why, keep = ", and the template has none to keep,", ""
         return (
-            f"{self.name}: its ranks saved different values{why} at {shown}{more}: "
+            f"{self.name}: its ranks {saved} different values{why} at {shown}{more}: "
             f"pass rank_values=0 for those of rank 0{keep} or leave them out by select="
         )
 

@@ -235,6 +235,7 @@ class CheckpointReader:
             first, is_alone = found.sources[0], len(found.sources) == 1
             everything = template is None and select is None and device is None
             if everything and is_alone and isinstance(first, LoadedSource):
+                _tell(policy.name, began)
                 return first.values, []
             sources, part = _fitted(found, template, policy, matched, reading)
             if everything and len(sources) == 1:
@@ -342,18 +343,20 @@ def _fitted(
     wanted = None if template is None else template.wanted
     united = _united(sources, wanted, policy, how)
     if united.pieces:
-        sizes = (piece.stop - piece.start for piece in united.pieces)
-        if how.mmap and any(sizes):
+        pairs = zip(united.paths, united.pieces, strict=True)
+        made = [path for path, piece in pairs if piece.start < piece.stop]
+        if how.mmap and made:
             raise StateDictError(
-                f"{united.paths[0]} is put together from parts of files, which "
-                "mmap=True cannot do: leave it out"
+                f"{made[0]} is put together from parts of files, which mmap=True "
+                "cannot do: leave it out"
             )
         sources = [*sources, BoxSource(united, sources, limits=how.limits)]
     segments = [source.segment for source in sources]
     try:
         return sources, matched(segments, tree=united.tree)
     except DeviceMeshError as error:
-        error.detail += "; or pass full=True to load full tensors"
+        if policy.distributed == "mesh":  # else the tensor is a part of another value
+            error.detail += "; or pass full=True to load full tensors"
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from aiockpt.checkpointers.config import ELSEWHERE
 from aiockpt.checkpointers.reader import CheckpointReader, own_read
 from aiockpt.checkpointers.writer import CheckpointWriter, Writers, own_functions
 from aiockpt.errors import ClosedError
-from aiockpt.events import Progress
+from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.state.reshard import RankValues
 from aiockpt.state.selection import Select
 from aiockpt.storage.directory import StrPath
@@ -158,6 +159,7 @@ class SyncCheckpointer(Checkpointer):
         refuse_unknown(SyncCheckpointer.load, own, *own_read(self._reader))
         template = template_of(state_dict, into)
         self._check()
+        began = time.monotonic()
         options = options_of(
             select=select,
             verify=verify,
@@ -175,6 +177,13 @@ class SyncCheckpointer(Checkpointer):
             **options,
             **own,
         )
+        reader: object = self._reader
+        if not isinstance(reader, CheckpointReader):  # ours tells it itself
+            seconds, name = time.monotonic() - began, _without_token(path)
+            told = TransferEvent(
+                stop="load", seconds=seconds, detail=name, level=logging.INFO
+            )
+            emit(told)
         return loaded
 
     def _note_written(

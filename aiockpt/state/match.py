@@ -26,6 +26,9 @@ lists of other lengths                   items that the template lacks are extra
 
 With `NEAR`, none of these is an error: what does not fit is *new*.
 
+Another mesh does not end a load of files. The load then unites the files of all ranks
+for the mesh of the template, and matches again; see `aiockpt.state.reshard`.
+
 Each tensor that goes to the template's memory is *straight* (the bytes of its piece are
 the bytes of that memory) or *copy* (they arrive in an arena, and their elements are
 copied). `aiockpt.state.dispositions` compares the memory of both sides. What has no

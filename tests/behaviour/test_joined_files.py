@@ -18,8 +18,10 @@ from aiockpt.errors import (
     CheckpointNotFoundError,
     MissingKeysError,
     RankValuesError,
+    StateDictError,
     TemplateMismatchError,
 )
+from aiockpt.events import TransferEvent, add_hook
 from tests.support.mesh_ranks import as_rank, assembled, distributed
 
 ROWS = torch.arange(8.0).view(4, 2)
@@ -246,3 +248,28 @@ def test_a_lost_file_is_named(tmp_path: Path) -> None:
     (path / "checkpoint_1.safetensors").unlink()
     with pytest.raises(CheckpointNotFoundError, match=r"checkpoint_1\.safetensors"):
         aiockpt.load(path)
+
+
+def test_an_empty_tensor_is_not_blamed(tmp_path: Path) -> None:
+    """`mmap=True` names the first tensor that it cannot map."""
+
+    def state_of(_: int) -> Any:
+        none = distributed(torch.empty(0, 2), flat(2), Shard(0))
+        return {"none": none, "w": distributed(ROWS, flat(2), Shard(0))}
+
+    path = assembled(tmp_path / "s", 2, state_of)
+    with pytest.raises(StateDictError, match=r"^w is put together"):
+        aiockpt.load(path, mmap=True)
+
+
+def test_a_file_of_torch_tells_its_load(tmp_path: Path) -> None:
+    """As every other file does."""
+    torch.save({"a": 1}, tmp_path / "m.pt")
+    events: list[TransferEvent] = []
+    remove = add_hook(events.append)
+    try:
+        aiockpt.load(tmp_path / "m.pt")
+    finally:
+        remove()
+    (event,) = events
+    assert (event.stop, event.detail) == ("load", str(tmp_path / "m.pt"))
