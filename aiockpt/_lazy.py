@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 
-__all__ = ["lazy"]
-
 
 def lazy(
     package: str, homes: Mapping[str, str], *, rooms: Collection[str] = ()

@@ -15,23 +15,6 @@ from xxhash import xxh3_128
 
 from aiockpt.errors import IntegrityError, LocalProtocolError, MissingExtraError
 
-__all__ = [
-    "ALGORITHM",
-    "ALGORITHMS",
-    "CHUNK_ALIGNMENT",
-    "DEVICE_ALGORITHM",
-    "MIN_CHUNK_BYTES",
-    "Algorithm",
-    "ChunkGrid",
-    "ChunkHasher",
-    "HashedChunk",
-    "check_algorithm",
-    "check_chunk_bytes",
-    "chunks_over",
-    "digest",
-    "digits_of",
-]
-
 Algorithm: TypeAlias = Literal["xxh3-128", "sha256", "blake3"]
 """A digest algorithm that a sender may choose, and that every receiver accepts."""
 
@@ -203,9 +186,6 @@ class ChunkHasher:
         self._expected = expected
         self._new = _HASHES[grid.algorithm][1]
         self._state = self._new()
-
-    def __repr__(self) -> str:
-        return f"<ChunkHasher position={self.position} of {self._grid.segment_bytes}>"
 
     def update(
         self, start: int, *views: memoryview | bytes | bytearray

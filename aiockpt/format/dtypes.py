@@ -12,16 +12,6 @@ from typing import Final
 
 from aiockpt.errors import RemoteProtocolError
 
-__all__ = [
-    "CODES",
-    "CODE_BITS",
-    "COMPLEX",
-    "DIFFERENTIABLE",
-    "DTYPES",
-    "itemsize",
-    "torch_name",
-]
-
 DTYPES: Final[dict[str, tuple[int, str | None]]] = {
     "bool": (1, "BOOL"),
     "uint8": (1, "U8"),

@@ -20,18 +20,6 @@ from msgspec import Meta
 from aiockpt.errors import LocalProtocolError, RemoteProtocolError
 from aiockpt.format.limits import raise_if_cancelled
 
-__all__ = [
-    "INT64_MAX",
-    "Bytes",
-    "Count",
-    "Entries",
-    "Entry",
-    "Shape",
-    "decode_entries",
-    "encode_entries",
-    "place",
-]
-
 INT64_MAX: Final = 2**63 - 1
 
 Bytes: TypeAlias = bytes | mmap

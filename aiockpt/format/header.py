@@ -44,19 +44,6 @@ from aiockpt.format.manifest import (
 from aiockpt.format.paths import Node
 from aiockpt.format.validate import fault_of, foreign_fault
 
-__all__ = [
-    "ALIGNMENT",
-    "CHECK_SLICE",
-    "LENGTH_BYTES",
-    "PREFIX",
-    "build_manifest",
-    "decode_header",
-    "header_length",
-    "snapshot_id_of",
-    "with_digests",
-    "with_step",
-]
-
 ALIGNMENT: Final = 64
 LENGTH_BYTES: Final = 8
 PREFIX: Final = b'{"__metadata__":{"aiockpt.snapshot":"'

@@ -16,20 +16,6 @@ from typing import Final
 
 from aiockpt.errors import LimitExceededError
 
-__all__ = [
-    "FILE_LIMITS",
-    "IS_CANCELLED",
-    "OF_A_COMMAND",
-    "OF_A_FILE",
-    "OF_A_SAVE",
-    "Limits",
-    "WorkCancelledError",
-    "advising",
-    "enforce",
-    "enforce_values",
-    "raise_if_cancelled",
-]
-
 MIB: Final = 1 << 20
 
 

@@ -20,21 +20,6 @@ from aiockpt.format.dtypes import torch_name
 from aiockpt.format.entries import Bytes, Count, Entries, Shape
 from aiockpt.format.paths import Node
 
-__all__ = [
-    "COMPACTED",
-    "CONJ",
-    "NEG",
-    "PARAMETER",
-    "REQUIRES_GRAD",
-    "VERSION",
-    "ForeignHeader",
-    "Manifest",
-    "ManifestDocument",
-    "Outline",
-    "TensorSpec",
-    "dense_stride",
-]
-
 VERSION: Final = 1
 
 REQUIRES_GRAD: Final = 1

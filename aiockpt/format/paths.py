@@ -6,19 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias, Union
 
-__all__ = [
-    "NAMED_TUPLE",
-    "PICKLE",
-    "PYTREE",
-    "Node",
-    "Path",
-    "Step",
-    "format_path",
-    "format_received",
-    "format_refusal",
-    "is_unicode",
-]
-
 NAMED_TUPLE: Final = "namedtuple:"
 PYTREE: Final = "pytree:"
 """Prefixes of tags: the tensors in such a value are the state dict's own."""

@@ -14,18 +14,6 @@ from aiockpt.format.limits import raise_if_cancelled
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE, Node, Path, format_path
 from aiockpt.format.tree import children_of
 
-__all__ = [
-    "Mention",
-    "Reference",
-    "check_numbers",
-    "mentions",
-    "references",
-    "registered",
-    "renumber",
-    "tensor_leaves",
-    "tensor_paths",
-]
-
 _Leaf: TypeAlias = tuple[Path, str] | None
 
 

@@ -15,16 +15,6 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE
 
-__all__ = [
-    "BUILTIN_TYPES",
-    "REGISTRY",
-    "STRUCTURES",
-    "Codec",
-    "Registry",
-    "exactly",
-    "register_leaf",
-]
-
 T = TypeVar("T")
 
 BUILTIN_TYPES: Final[frozenset[type]] = frozenset(

@@ -22,8 +22,6 @@ from uuid import UUID, SafeUUID
 from aiockpt.errors import UnsupportedLeafError
 from aiockpt.format.registry import REGISTRY, exactly
 
-__all__ = ["MAX_DECIMAL_TEXT"]
-
 T = TypeVar("T")
 
 MAX_DECIMAL_TEXT: Final = 4096

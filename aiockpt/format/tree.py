@@ -52,20 +52,6 @@ from aiockpt.format.paths import (
 )
 from aiockpt.format.registry import BUILTIN_TYPES, Codec, Registry
 
-__all__ = [
-    "BLOB_BYTES",
-    "LeafEncoder",
-    "Refusals",
-    "RowEncoder",
-    "UnknownLeafError",
-    "children_of",
-    "decode_tree",
-    "encode_tree",
-    "fault_of",
-    "remedy_for",
-    "unsupported",
-]
-
 LeafEncoder: TypeAlias = Callable[[object, Path], Node]
 """Turns a leaf into a node such as ``["tensor", 3]``; None: it cannot."""
 
@@ -178,9 +164,6 @@ class Refusals:
 
     def __init__(self) -> None:
         self._first: UnsupportedLeafError | None = None
-
-    def __repr__(self) -> str:
-        return f"<Refusals {self._first}>"
 
     def add(self, error: UnsupportedLeafError) -> None:
         """Note the leaves of an error. Its traceback, which holds them, is dropped."""

@@ -30,8 +30,6 @@ from aiockpt.format.manifest import (
     TensorSpec,
 )
 
-__all__ = ["fault_of", "foreign_fault", "views_fault"]
-
 _ALL_FLAGS: Final = 31
 _WRITTEN_BYTES: Final = {
     code: size for size, code in DTYPES.values() if code is not None

@@ -44,8 +44,6 @@ from aiockpt.runtime.children import Parent, leave_terminal
 from aiockpt.runtime.ipc import unpack
 from aiockpt.runtime.system import raise_descriptor_limit
 
-__all__ = ["ServerMain", "main"]
-
 logger = logging.getLogger("aiockpt")
 
 T = TypeVar("T")
@@ -85,9 +83,6 @@ class ServerMain:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._prepared: dict[int, asyncio.Task[TrainersSnapshot]] = {}
         self._trainer = Parent(fd, trainer, self._hear, self._outlive_trainer)
-
-    def __repr__(self) -> str:
-        return f"<ServerMain {self._server}>"
 
     async def run(self) -> None:
         """Serve until the trainer ends this process, or has gone."""
@@ -286,9 +281,6 @@ class TrainersSnapshot:
         self._number = number
         self._tell = tell
 
-    def __repr__(self) -> str:
-        return f"<TrainersSnapshot {self._number} references={self._references}>"
-
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes ``[start, stop)`` of the data segment, in order."""
         return self._mapped.views(start, stop)
@@ -315,9 +307,6 @@ class TrainersArena:
         self._tell = tell
         self._spent = False
         self._lent = -1
-
-    def __repr__(self) -> str:
-        return f"<TrainersArena {self._number} spent={self.spent}>"
 
     @property
     def spent(self) -> bool:

@@ -28,8 +28,6 @@ from aiockpt.http.security import network_of
 from aiockpt.runtime.children import close_in_forks
 from aiockpt.runtime.system import descriptor_limit, is_hosts
 
-__all__ = ["Acceptor", "Caller"]
-
 logger = logging.getLogger("aiockpt")
 
 _PART: Final = 4  # one in so many descriptors may be a connection without a token,
@@ -151,10 +149,6 @@ class Acceptor:
         for each in self._sockets:
             each.settimeout(0)
         self._resume()
-
-    def __repr__(self) -> str:
-        known = len(self._callers) - self._strangers
-        return f"<Acceptor known={known} strangers={self._strangers}>"
 
     async def aclose(self) -> None:
         """Stop listening, and end the connections that are not open yet."""

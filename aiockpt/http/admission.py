@@ -25,8 +25,6 @@ from typing import Final, Protocol, TypeAlias
 
 from aiockpt.http.problems import PeerBusy
 
-__all__ = ["Admission"]
-
 _MOST_WAITING: Final = 4096  # requests,
 _MOST_OF_HOST: Final = 256  # and of one host
 _LOOK: Final = 1.0  # seconds between two looks, while requests wait
@@ -99,9 +97,6 @@ class Admission:
         self._freed = 0  # places, by bodies that ended by themselves since then
         self._timer: asyncio.TimerHandle | None = None
         self.waiting = 0
-
-    def __repr__(self) -> str:
-        return f"<Admission free={self._free} waiting={self.waiting}>"
 
     @asynccontextmanager
     async def take(self, host: str, body: _Body, *, wait: float) -> AsyncIterator[None]:

@@ -19,8 +19,6 @@ from typing import Final
 
 from aiohttp import web
 
-__all__ = ["STATUS", "VISIT", "Access", "Auditor", "Visit"]
-
 logger = logging.getLogger("aiockpt.audit")
 
 _REFUSED: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, 421)
@@ -102,9 +100,6 @@ class Auditor:
     def __init__(self) -> None:
         self._since = -_PERIOD
         self._refusals = 0
-
-    def __repr__(self) -> str:
-        return f"<Auditor refusals={self._refusals}>"
 
     @contextmanager
     def visit(self, request: web.Request) -> Iterator[Visit]:

@@ -26,8 +26,6 @@ from aiockpt.runtime.secrets import Token, discreet
 from aiockpt.storage.directory import expanded
 from aiockpt.storage.files import named, regular_file
 
-__all__ = ["Credentials", "admit", "bearer", "find_credentials"]
-
 logger = logging.getLogger("aiockpt")
 
 _LONGEST: Final = 4096  # bytes of a token file

@@ -16,8 +16,6 @@ from aiockpt.runtime.background import (
 )
 from aiockpt.transport import T
 
-__all__ = ["BackgroundTransport", "make_background_transport"]
-
 
 class BackgroundTransport(Background[HTTPTransport[T]], Generic[T]):
     """Sends and receives without an event loop; any thread may use it.

@@ -27,8 +27,6 @@ from aiockpt.http.chunk_run import ChunkRun, Place
 from aiockpt.http.sockets import MIN_TURN_BYTES, Turn, duplicate
 from aiockpt.runtime.bridge import Bridge
 
-__all__ = ["BodySink", "Buffers", "read_body"]
-
 Buffers: TypeAlias = Callable[[int, int], Sequence[memoryview]]
 
 # One receive, and so one callback, moves at most this much: the loop stays live.

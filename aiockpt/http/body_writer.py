@@ -44,8 +44,6 @@ from aiockpt.http.sockets import (
 )
 from aiockpt.runtime.bridge import Bridge
 
-__all__ = ["BodySender", "Outcome", "Views"]
-
 Views: TypeAlias = Callable[[int, int], list[memoryview]]
 """Returns the bytes ``[start, stop)`` of a body, in order."""
 
@@ -110,10 +108,6 @@ class BodySender:
         self._waiter: asyncio.Future[None] | None = None
         self._clock = IdleClock(stall_timeout, self._loop.time())
         self._timer: asyncio.TimerHandle | None = None
-
-    def __repr__(self) -> str:
-        how = self.outcome.value if self.outcome else "running"
-        return f"<BodySender {how} {self.sent}/{self._nbytes}>"
 
     def evict(self) -> None:
         """Stop: abort the connection, read no more memory."""

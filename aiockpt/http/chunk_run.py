@@ -16,8 +16,6 @@ from aiockpt.errors import IntegrityError
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.manifest import Outline
 
-__all__ = ["ChunkRun", "Place", "bits_of"]
-
 
 class Place(NamedTuple):
     """How much has come of a chunk, or of a whole body, for an error."""
@@ -54,9 +52,6 @@ class ChunkRun:
         self._owner: object = None
         self._on_verified: Callable[[int], None] = _ignore
         self._begin()
-
-    def __repr__(self) -> str:
-        return f"<ChunkRun position={self.position} chunks={len(self._todo)}>"
 
     @property
     def chunk(self) -> int | None:

@@ -51,8 +51,6 @@ from aiockpt.runtime.secrets import severed
 from aiockpt.runtime.system import is_callers, is_hosts, refused_by_host
 from aiockpt.transport import require
 
-__all__ = ["Answer", "CheckpointClient", "Line", "Request"]
-
 # aiohttp's parser must not hold a part of the body while the protocols change.
 _READ_BUFFER = 1 << 20
 _MAX_PROBLEM = 64 << 10
@@ -135,9 +133,6 @@ class Answer:
         self.writer: BodySink | None = None
         self._response, self._timer, self._threads = response, timer, threads
 
-    def __repr__(self) -> str:
-        return f"<Answer {self.status}>"
-
     def length(self) -> int:
         """Return the length of the body.
 
@@ -212,9 +207,6 @@ class _Response(ClientResponse):
             self.line = Line(*map(_address_in, names))
         return await super().start(connection)
 
-    def __repr__(self) -> str:
-        return f"<Response {self.status}>"
-
 
 class _Way(NamedTuple):
     """Where requests may go, and how; a session of the caller has no resolver here."""
@@ -260,9 +252,6 @@ class CheckpointClient:
         self._threads = Bridge(threads=IO_THREADS, name="aiockpt-receive")
         self._closed = False
         self._end = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"<CheckpointClient {'closed' if self._closed else 'open'}>"
 
     async def aclose(self) -> None:
         """Close the client's own session. Calls still under way fail; idempotent."""

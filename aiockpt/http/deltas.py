@@ -19,8 +19,6 @@ from aiockpt.runtime.system import usable_cores
 from aiockpt.runtime.tasks import run_all
 from aiockpt.transfer.deltas import RAW, SAME, encode, head
 
-__all__ = ["DeltaBody", "Deltas"]
-
 _THREADS: Final = 2  # per answer
 _MOST: Final = 0.5  # of the range; the range itself is sent instead of longer deltas
 
@@ -60,9 +58,6 @@ class Deltas:
         # More threads than cores would only compete for the caches.
         self._cores = asyncio.Semaphore(max(2, usable_cores()))
         self._turns: dict[tuple[Publication, int], asyncio.Future[None]] = {}
-
-    def __repr__(self) -> str:
-        return f"<Deltas encoding={len(self._turns)}>"
 
     async def body(
         self, target: Publication, base: Publication, chunks: range

@@ -61,8 +61,6 @@ from aiockpt.runtime.system import of_caller
 from aiockpt.runtime.tasks import Notifier, task_group
 from aiockpt.transfer.source import OnProgress, Target
 
-__all__ = ["Download"]
-
 _MAX_RUN = 1 << 30  # tens of megabytes might come in the time of one request
 _TURN = 0.25  # seconds that a run takes where several peers share the work
 _BUSY = 0.25  # seconds between two looks; if it takes longer, this process is slow
@@ -149,11 +147,6 @@ class Download:
         for peer, patience in self._patience.items():
             peer.given, patience.connected = 0, True
         self._set_alone()
-
-    def __repr__(self) -> str:
-        wanted = self._fresh.bit_count() + len(self._begun)
-        state = f"wanted={wanted} assignments={len(self._assignments)}"
-        return f"<Download peers={len(self._peers)} {state}>"
 
     async def run(self) -> None:
         """Download the chunks; once only.

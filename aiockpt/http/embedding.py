@@ -14,8 +14,6 @@ from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.protocol import LATEST
 from aiockpt.http.transport import HTTPTransport
 
-__all__ = ["APP_KEY", "create_app", "get_transport", "routes", "serves", "setup"]
-
 _VARIABLE = re.compile(r"\{[^{}]*\}")  # such as {run}, for aiohttp to fill in
 _QUOTED = re.compile(r"[^A-Za-z0-9._~!$&'()*+,;=:@/{}-]")
 

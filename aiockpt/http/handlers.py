@@ -78,14 +78,6 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.system import crowding
 
-__all__ = [
-    "SMALL_BYTES",
-    "CheckpointService",
-    "ServerConfig",
-    "ServerStatistics",
-    "routes",
-]
-
 logger = logging.getLogger("aiockpt")
 
 SMALL_BYTES: Final = 64 << 10
@@ -233,10 +225,6 @@ class CheckpointService:
         self._auditor = Auditor()
         self._log_limit = LogLimit()
         self._closed = False
-
-    def __repr__(self) -> str:
-        step = self.store.statistics().step
-        return f"<CheckpointService step={step} readers={self._readers}>"
 
     def statistics(self) -> ServerStatistics:
         """Return the counters as one immutable record."""
@@ -976,9 +964,6 @@ class _Rounds:
     def __init__(self) -> None:
         self._begun = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
-
-    def __repr__(self) -> str:
-        return f"<_Rounds waiting={len(self._waiting)}>"
 
     async def begin(self) -> None:
         """Return in this round if it has room, or else in a later one."""

@@ -14,8 +14,6 @@ from aiockpt.http.shared_memory import format_mark, identity
 from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge
 
-__all__ = ["RelayHost"]
-
 
 class RelayHost:
     """An address, and the server that serves there; a server process has no relays.
@@ -40,9 +38,6 @@ class RelayHost:
         self._endpoint, self._server, self._bridge = endpoint, server, bridge
         self.members: set[Membership] = set()
         self.has_warned = False
-
-    def __repr__(self) -> str:
-        return f"<RelayHost {self._endpoint} members={len(self.members)}>"
 
     async def start(self) -> None:
         """Serve, unless an application does. Idempotent.

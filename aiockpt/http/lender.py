@@ -56,8 +56,6 @@ from aiockpt.runtime.ipc import (
     receive,
 )
 
-__all__ = ["Lender"]
-
 _VALID: Final = 30.0  # seconds for which a ticket is valid
 _SLOWEST: Final = 256 << 20  # bytes per second that a guest reads at least
 _MAC_BYTES: Final = 32
@@ -107,9 +105,6 @@ class Lender:
         self._auditor = Auditor()
         self._log_limit = LogLimit()
         self._closed = False
-
-    def __repr__(self) -> str:
-        return f"<Lender guests={len(self._visits)} lent={self.count}>"
 
     async def offer(
         self,

@@ -35,20 +35,6 @@ from aiockpt.runtime.children import close_in_forks
 if sys.platform == "linux":
     import fcntl
 
-__all__ = [
-    "BACKLOG",
-    "PREFIX",
-    "Endpoint",
-    "addresses_of",
-    "advertised_address",
-    "check_advertised",
-    "check_public_path",
-    "interface_address",
-    "interfaces_matching",
-    "open_sockets",
-    "url_host",
-]
-
 logger = logging.getLogger("aiockpt")
 
 PREFIX: Final = "/checkpoint"
@@ -98,9 +84,6 @@ class Endpoint:
         self._sockets: list[socket.socket] = []
         self._found: Addresses | None = None
         self._closed = False
-
-    def __repr__(self) -> str:
-        return f"<Endpoint sockets={len(self._sockets)}>"
 
     def url(self) -> str:
         """Return the base URL, without the token.

@@ -56,17 +56,6 @@ from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.system import collector_paused
 
-__all__ = [
-    "PATIENCE",
-    "SUPERSEDED",
-    "LatestInfo",
-    "ManifestAnswer",
-    "Steps",
-    "chase",
-    "fetch_latest",
-    "fetch_manifest",
-]
-
 V = TypeVar("V")
 
 OnAnswer: TypeAlias = Callable[[Mapping[str, str]], None]

@@ -45,8 +45,6 @@ from aiockpt.transfer.source import Target
 if TYPE_CHECKING:  # it imports the server, of which a receive knows nothing
     from aiockpt.http.host import RelayHost
 
-__all__ = ["Membership", "watch"]
-
 _MOST: Final = 24  # members that are asked at a time; the tracker names no more
 _LONGEST: Final = 64 << 10  # bytes of an answer to an announcement
 _LONGEST_LIST: Final = 64  # ids in an announcement
@@ -215,9 +213,6 @@ class Membership:
         self._lingers = self._leaves = False
         self._until = math.inf  # when to leave
         self._gone = asyncio.Event()  # nothing is served, or will be
-
-    def __repr__(self) -> str:
-        return f"<Membership {self._relay} members={len(self.members)}>"
 
     @property
     def members(self) -> list[Peer]:

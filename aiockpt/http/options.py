@@ -15,8 +15,6 @@ from aiockpt.http.security import check_peers
 from aiockpt.runtime.secrets import Token
 from aiockpt.transport import check_fields, require, require_type
 
-__all__ = ["Auth", "Receive", "Server", "Swarm"]
-
 _CONNECTIONS = min(4, os.cpu_count() or 4)
 _NICEST = 19
 _HIGHEST_PORT = 65535

@@ -59,18 +59,6 @@ from aiockpt.http.retry import OnRetry, poll
 from aiockpt.runtime.secrets import Token, discreet
 from aiockpt.runtime.tasks import Notifier, run_all
 
-__all__ = [
-    "ALL",
-    "LOST",
-    "MemberLeftError",
-    "OtherSnapshotError",
-    "Peer",
-    "Peers",
-    "distinct",
-    "origins_of",
-    "verdict",
-]
-
 V = TypeVar("V")
 
 ALL = -1
@@ -216,9 +204,6 @@ class Peers:
     ) -> Peers:
         """Return the peers at these addresses."""
         return cls(client, [Peer(origin) for origin in origins], on_retry, deadline)
-
-    def __repr__(self) -> str:
-        return f"<Peers {len(self.left())} of {len(self.all)}>"
 
     @property
     def name(self) -> str:

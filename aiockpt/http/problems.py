@@ -34,17 +34,6 @@ from aiockpt.http.protocol import (
     format_unsatisfied_range,
 )
 
-__all__ = [
-    "PROBLEM_TYPE",
-    "HostNotAllowed",
-    "PeerBusy",
-    "Problem",
-    "RefusedError",
-    "from_problem",
-    "parse_retry_after",
-    "to_problem",
-]
-
 PROBLEM_TYPE = "application/problem+json"
 _TAG = "tag:aiockpt,2025:"
 _CLOSING = "closing"

@@ -42,8 +42,6 @@ from aiockpt.runtime.tasks import Notifier, beside
 from aiockpt.transfer.deltas import HEAD_BYTES, split
 from aiockpt.transfer.source import OnProgress, PlainTarget, Prepare, Target
 
-__all__ = ["RangeFetcher"]
-
 _AHEAD = 64 << 20  # bytes of memory that all requests together prepare ahead
 _STEP = 8 << 20  # bytes that are prepared at a time, by whole strides of the arena
 _SHORT = 1 << 20  # bytes of a range that come sooner than a thread maps their pages
@@ -83,9 +81,6 @@ class RangeFetcher:
         self._on_progress = on_progress
         self._patched = self._unpatched = 0
         self._plain: set[int] = set()  # chunks whose delta did not fit the held bytes
-
-    def __repr__(self) -> str:
-        return f"<RangeFetcher step={self._outline.step} deltas={self._patched}>"
 
     def close(self) -> None:
         """Let go of the memory.

@@ -19,8 +19,6 @@ from aiockpt.memory.arena import Memory
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.tasks import Notifier
 
-__all__ = ["Copy", "Relay", "Slots"]
-
 _BATCH: Final = 3  # chunks that are announced together, on average
 _SOON, _LATE = 0.02, 0.5  # seconds
 _RETRY_AFTER: Final = 0.0  # seconds; the request has waited already,
@@ -169,9 +167,6 @@ class Relay:
         self.ended = self.is_lent = False
         self.slots = Slots(slots)
         self.pace = None if rate is None else max(int(rate / slots), 1)
-
-    def __repr__(self) -> str:
-        return f"<Relay step={self.manifest.step} chunks={len(self.order)}>"
 
     def add(self, chunk: int) -> None:
         """Serve a chunk that was verified."""

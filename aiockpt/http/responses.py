@@ -18,17 +18,6 @@ from aiockpt.http import protocol as http
 from aiockpt.http.problems import RefusedError
 from aiockpt.http.status import PAGE, PAGE_HEADERS
 
-__all__ = [
-    "COMMON_HEADERS",
-    "Reply",
-    "landing_reply",
-    "latest_reply",
-    "no_news_headers",
-    "page_reply",
-    "plan_reply",
-]
-
-
 COMMON_HEADERS: Final[Mapping[str, str]] = {
     "Server": "aiockpt",  # but not the versions of what it runs on
     "X-Content-Type-Options": "nosniff",

@@ -24,17 +24,6 @@ from aiockpt.errors import (
 )
 from aiockpt.http.problems import PeerBusy
 
-__all__ = [
-    "MAX_BAD_ANSWERS",
-    "HostLimitError",
-    "OnRetry",
-    "Patience",
-    "Pause",
-    "Retries",
-    "backoff",
-    "poll",
-]
-
 T = TypeVar("T")
 OnRetry = Callable[[AiockptError], None]
 Pause = Callable[[float], Awaitable[None]]

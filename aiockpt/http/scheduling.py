@@ -20,8 +20,6 @@ from aiockpt.http.peers import Peer
 from aiockpt.http.retry import Patience, Retries
 from aiockpt.http.swarm import average
 
-__all__ = ["Assignment", "Connection", "Pace", "choose", "choose_member"]
-
 _MUCH = 2.0  # a connection that needs so many times as long is much slower
 _SLACK = 0.25  # seconds; a lost packet, or a loop that was busy, is not slowness
 _GLANCE = 0.5  # seconds for which a connection is watched at most, if bytes come

@@ -22,18 +22,6 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from aiockpt.errors import AiockptError, LocalProtocolError, PeerUnreachableError
 
-__all__ = [
-    "CheckedResolver",
-    "Reach",
-    "Scope",
-    "check_peers",
-    "endpoint",
-    "network_of",
-    "plain_address",
-    "scope_of",
-    "voter_of",
-]
-
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -119,9 +107,6 @@ class Reach:
                 self._networks.append(network)
             else:
                 self._names.append(each.lower())
-
-    def __repr__(self) -> str:
-        return f"<Reach names={self._names} networks={self._networks}>"
 
     def check_host(self, host: str) -> None:
         """Check the host of a URL, as far as no name has to be looked up.

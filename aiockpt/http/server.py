@@ -28,8 +28,6 @@ from aiockpt.http.responses import COMMON_HEADERS
 from aiockpt.http.store import Store, StoreStatistics
 from aiockpt.runtime.bridge import Bridge
 
-__all__ = ["CheckpointServer", "Counters"]
-
 _KEEPALIVE: Final = 75.0  # longer than the 60 s for which proxies keep idle connections
 _LINGERING: Final = 1.0  # for the rest of a body, for which no request here has any use
 _SHUTDOWN: Final = 1.0  # aiohttp may wait twice as long; handlers end at once when told
@@ -92,10 +90,6 @@ class CheckpointServer:
         self._acceptor: Acceptor | None = None
         self._turn = anyio.Lock()
         self._closed = False
-
-    def __repr__(self) -> str:
-        now = self.counters()
-        return f"<CheckpointServer step={now.store.step} readers={now.server.readers}>"
 
     def counters(self) -> Counters:
         """Return the counters as one immutable record, summed over all services."""

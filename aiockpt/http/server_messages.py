@@ -15,25 +15,6 @@ from aiockpt.http.handlers import ServerConfig
 from aiockpt.http.server import Counters
 from aiockpt.http.store import Failure
 
-__all__ = [
-    "Done",
-    "Event",
-    "Fail",
-    "Forget",
-    "FromServer",
-    "LogLine",
-    "Prepare",
-    "Publish",
-    "Ready",
-    "Released",
-    "Retract",
-    "Setup",
-    "Spent",
-    "ToServer",
-    "decode_from_server",
-    "decode_to_server",
-]
-
 
 class Setup(msgspec.Struct, tag=True, frozen=True):
     """The first message; the listening sockets travel with it.

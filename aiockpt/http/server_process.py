@@ -58,8 +58,6 @@ from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.children import Child, Pauses
 from aiockpt.runtime.ipc import pack
 
-__all__ = ["ServerProcess"]
-
 logger = logging.getLogger("aiockpt")
 
 _LOGGERS: Final = ("aiockpt", "aiockpt.runtime.bridge", "aiockpt.audit", "aiockpt.http")
@@ -118,12 +116,6 @@ class ServerProcess:
         self._unanswered: dict[int, asyncio.Event] = {}
         self._last = Counters()  # of the process that runs
         self._before = Counters()  # the sum of those that have ended
-
-    def __repr__(self) -> str:
-        return (
-            f"<ServerProcess {self._state.value} pid={self.pid} "
-            f"restarts={self.restarts} given={len(self._given)}>"
-        )
 
     @property
     def pid(self) -> int | None:

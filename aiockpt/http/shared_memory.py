@@ -41,27 +41,6 @@ from aiockpt.runtime.ipc import allow_descriptors, arrival, is_ours, receive
 if sys.platform == "linux":
     import fcntl
 
-__all__ = [
-    "MAX_MESSAGE",
-    "OFFER_HEADER",
-    "PROBE_HEADER",
-    "RETURNED",
-    "Ask",
-    "Lent",
-    "LentMemory",
-    "NotLentError",
-    "Offer",
-    "attach",
-    "decode_ticket",
-    "encode_ticket",
-    "format_mark",
-    "format_offer",
-    "format_probe",
-    "identity",
-    "is_probe_of",
-    "parse_offer",
-]
-
 _ANSWER: Final = 5.0  # seconds in which the lender must answer
 _PIECE: Final = 1 << 20  # what is copied at once stays in the cache for its digest
 _LARGE: Final = 16 << 10  # bytes; a larger copy releases the interpreter lock
@@ -195,9 +174,6 @@ class LentMemory:
     def __init__(self, lender: socket.socket, fd: int, nbytes: int) -> None:
         self._lender = lender
         self.arena = Borrowed(fd, nbytes)
-
-    def __repr__(self) -> str:
-        return f"<LentMemory bytes={self.arena.nbytes}>"
 
     @property
     def has_ended(self) -> bool:

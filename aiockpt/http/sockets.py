@@ -23,22 +23,6 @@ if sys.platform != "win32":
     import fcntl
     import termios
 
-__all__ = [
-    "IO_THREADS",
-    "MIN_TURN_BYTES",
-    "IdleClock",
-    "Turn",
-    "begin_classic",
-    "cut",
-    "duplicate",
-    "is_same_host",
-    "limit_unsent",
-    "pace",
-    "reset_on_close",
-    "tune",
-    "unacknowledged",
-]
-
 _INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
 _STREAMS: Final = (*_INTERNET, getattr(socket, "AF_UNIX", -1))
 _LINGER_0: Final = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
@@ -81,9 +65,6 @@ class IdleClock:
         self._timeout = timeout
         self._last = now
         self._progress = 0
-
-    def __repr__(self) -> str:
-        return f"<IdleClock idle={self.idle:.2f}/{self._timeout}>"
 
     def has_stalled(self, progress: int, now: float) -> bool:
         """Look at the connection: return whether it has stalled.
@@ -280,9 +261,6 @@ class Turn:
         self._task, self._cancels = task, task.cancelling()
         self._end = time.monotonic() + _TURN
         self._poll = select.poll()
-
-    def __repr__(self) -> str:
-        return f"<Turn over={self.over}>"
 
     @property
     def over(self) -> bool:

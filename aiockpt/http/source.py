@@ -37,9 +37,6 @@ from aiockpt.transfer.deltas import is_available
 from aiockpt.transfer.destination import Destination, Terms, destination_of
 from aiockpt.transfer.source import OnProgress, Target
 
-__all__ = ["HttpSource", "Sharing"]
-
-
 V = TypeVar("V")
 
 _HTTP: Final = "HTTP"
@@ -94,9 +91,6 @@ class HttpSource:
         self._step: int | None = None  # of which the manifest has come
         self._offer: str | None = None
         self._lent: LentMemory | None = None
-
-    def __repr__(self) -> str:
-        return f"<HttpSource {self.name} by {self.medium}>"
 
     async def __aenter__(self) -> HttpSource:
         """Begin a receive."""

@@ -13,8 +13,6 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["PAGE", "PAGE_HEADERS", "wants_page"]
-
 _HTML: Final = "text/html"
 _REFUSED: Final = re.compile(r"q=0(\.0*)?")
 

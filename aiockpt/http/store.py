@@ -37,14 +37,6 @@ from aiockpt.memory.arena import Lendable
 from aiockpt.runtime.deadlines import Deadlines
 from aiockpt.runtime.rwlock import RWLock
 
-__all__ = [
-    "Failure",
-    "Publication",
-    "Servable",
-    "Store",
-    "StoreStatistics",
-]
-
 _MOST_LEASES: Final = 4096  # of one publication; a further receive gets no lease
 _CHECK_EVERY: Final = 0.5  # seconds between two checks of all waits
 _MAX_REASON: Final = 300  # characters of a failure's text
@@ -205,10 +197,6 @@ class Publication:
         self.deltas: dict[int, bytes | None] = {}
         self.lost: PeerFailedError | None = None
 
-    def __repr__(self) -> str:
-        readers = self.lock.statistics().readers
-        return f"<Publication step={self.step} readers={readers}>"
-
     @property
     def step(self) -> int:
         """The step of the checkpoint."""
@@ -343,10 +331,6 @@ class Store:
         self._checks: asyncio.TimerHandle | None = None
         self._evicted = 0
         self._closed = False
-
-    def __repr__(self) -> str:
-        now = self.statistics()
-        return f"<Store step={now.step} readers={now.readers}>"
 
     @property
     def latest(self) -> Publication | None:

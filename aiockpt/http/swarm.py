@@ -14,18 +14,6 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = [
-    "FIRST",
-    "LEASE",
-    "Member",
-    "average",
-    "heartbeat",
-    "neighbours",
-    "next_chunk",
-    "patience",
-    "source_chunk",
-]
-
 LEASE = 3
 """Heartbeats of a member in one lease, so that two of them may be lost."""
 

@@ -21,19 +21,6 @@ from aiockpt.errors import AuthenticationError, ForgedManifestError
 from aiockpt.format.manifest import Manifest
 from aiockpt.runtime.secrets import Token, discreet
 
-__all__ = [
-    "CLOCK_SKEW",
-    "MAC_HEADER",
-    "Grant",
-    "ManifestMacs",
-    "check_manifest_mac",
-    "format_mac",
-    "make_token",
-    "manifest_mac",
-    "read_token",
-    "swarm_token",
-]
-
 CLOCK_SKEW: Final = 30.0
 """Seconds for which a token is accepted after it has expired: clocks differ."""
 
@@ -171,9 +158,6 @@ class ManifestMacs:
     def __init__(self, key: bytes | None) -> None:
         self._key = key
         self._known: dict[str, str] = {}
-
-    def __repr__(self) -> str:
-        return f"<ManifestMacs known={len(self._known)}>"
 
     async def headers_of(self, manifest: Manifest) -> Mapping[str, str]:
         """Return the header that authenticates a manifest; none without a key."""

@@ -48,8 +48,6 @@ from aiockpt.http.swarm import (
 )
 from aiockpt.runtime.deadlines import Deadlines
 
-__all__ = ["MemberStatistics", "Tracker"]
-
 _SAMPLE: Final = 64  # members of which some are named
 _MOST: Final = 16_384  # members
 _MOST_OF_HOST: Final = 64  # members; a host has a few receivers
@@ -127,9 +125,6 @@ class Tracker:
         self._usual = 0.0  # seconds from a promise until the chunk is given
         self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
         self._tokens = _Tokens()
-
-    def __repr__(self) -> str:
-        return f"<Tracker members={len(self._members)}>"
 
     def __len__(self) -> int:
         """Return how many members there are."""

@@ -47,6 +47,7 @@ from aiockpt.http.source import HttpSource, Sharing
 from aiockpt.http.store import Failure, Store
 from aiockpt.memory.arena import CAN_LEND, ArenaPool
 from aiockpt.memory.device import Marks, port_for
+from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.runtime.system import copying_threads
@@ -57,7 +58,7 @@ from aiockpt.transfer.prepared import Prepared
 from aiockpt.transfer.receive import Received, ReceiveOptions
 from aiockpt.transfer.receive import receive as receive_from
 from aiockpt.transfer.repeats import Repeats, content_of
-from aiockpt.transfer.stager import Snapshot, Stager, StagerOptions
+from aiockpt.transfer.stager import Stager, StagerOptions
 from aiockpt.transport import (
     REQUIRED,
     CheckpointTransport,
@@ -71,8 +72,6 @@ from aiockpt.transport import (
     require_type,
     seconds,
 )
-
-__all__ = ["HTTPTransport", "TransportStatistics"]
 
 _DEFAULT_WAIT = 5.0  # seconds for which a server waits for a step
 _CLOSING = 5.0  # seconds for running calls to end, and then for the threads

@@ -27,20 +27,6 @@ from aiockpt.runtime.system import FREE_MEMORY, allocating, spare_memory
 if sys.platform == "linux":
     import fcntl
 
-__all__ = [
-    "CAN_LEND",
-    "LENT_SEALS",
-    "Arena",
-    "ArenaPool",
-    "Borrowed",
-    "Loan",
-    "Memory",
-    "PageChooser",
-    "lend",
-    "return_freed",
-    "view_of_address",
-]
-
 Touch: TypeAlias = Callable[[int, int, bool], float]
 """``touch(start, stop, huge)`` maps pages of one kind; it returns the CPU's seconds."""
 
@@ -301,10 +287,6 @@ class Arena:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._unpin: Callable[[], object] | None = None
 
-    def __repr__(self) -> str:
-        kind = "shared" if self.fd >= 0 else "private"
-        return f"<Arena bytes={self.nbytes} {kind}>"
-
     @property
     def buffer(self) -> memoryview:
         """All of it, for functions that take a buffer (``torch.frombuffer``)."""
@@ -437,9 +419,6 @@ class ArenaPool:
         self._free: deque[Arena] = deque()  # the most recent one is last
         self._idle = self._closed = False
 
-    def __repr__(self) -> str:
-        return f"<ArenaPool free={self.free}>"
-
     @property
     def free(self) -> Sequence[Arena]:
         """The unused arenas, oldest first."""
@@ -525,9 +504,6 @@ class Loan:
         if pool is not None:
             end = weakref.finalize(self.buffer, _come_back, arena, self._finished, pool)
             end.atexit = False
-
-    def __repr__(self) -> str:
-        return f"<Loan {self.arena}>"
 
     def finish(self) -> None:
         """Declare that nothing writes to the memory any more."""

@@ -39,23 +39,6 @@ from aiockpt.memory.device import (
 )
 from aiockpt.memory.held import HeldMemory, picked
 
-__all__ = [
-    "Backing",
-    "Backings",
-    "CopyPlan",
-    "InPlace",
-    "Part",
-    "Reaches",
-    "Spans",
-    "column",
-    "mark_changed",
-    "numbers",
-    "once",
-    "part_pairs",
-    "physical",
-    "raw_bytes",
-]
-
 T = TypeVar("T")
 
 # Releasing the interpreter lock costs more than copying a few pages.

@@ -26,26 +26,6 @@ from aiockpt.errors import StagingError
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import leave_behind, start_daemon
 
-__all__ = [
-    "Accelerator",
-    "Event",
-    "Fences",
-    "Marks",
-    "Move",
-    "OneQueue",
-    "Port",
-    "PortFor",
-    "Scattered",
-    "checked",
-    "completed",
-    "keep_until",
-    "marked",
-    "move",
-    "numbered",
-    "port_for",
-    "settle",
-]
-
 logger = logging.getLogger(__name__)
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -146,9 +126,6 @@ class Accelerator:
         # small copies at once would wait for each other after every one of them.
         self._turn = threading.Lock()
 
-    def __repr__(self) -> str:
-        return f"<Accelerator {self.device}>"
-
     def fence(self) -> Event:
         """Mark the work enqueued so far on the current stream."""
         return self.marker()()
@@ -247,9 +224,6 @@ class OneQueue:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module = torch.get_device_module(device)
-
-    def __repr__(self) -> str:
-        return f"<OneQueue {self.device}>"
 
     def fence(self) -> Event:
         """Return an event that has completed, because later work runs later."""

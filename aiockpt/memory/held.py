@@ -22,8 +22,6 @@ import torch
 
 from aiockpt.errors import LocalProtocolError
 
-__all__ = ["Geometry", "HeldMemory", "changed_error", "picked"]
-
 # How many tensors one C call reads, because it holds the interpreter lock.
 _SLICE: Final = 1000
 
@@ -91,9 +89,6 @@ class HeldMemory:
             addresses.extend(map(_ADDRESS, some))
             sizes.extend(map(_SIZE, own))
         return cls(tensors, storages, addresses, sizes)
-
-    def __repr__(self) -> str:
-        return f"<HeldMemory tensors={len(self.tensors)}>"
 
     def taken(self, order: Sequence[int]) -> HeldMemory:
         """Return the memory of the given tensors, in order; -1 stands for none.
@@ -166,9 +161,6 @@ class Geometry:
             self._dtypes += bytes(map(_DTYPES.__getitem__, map(_DTYPE, some)))
             self._dense += (dense := bytes(map(_IS_CONTIGUOUS, some)))
             self._strides |= _strides(some, dense, start)
-
-    def __repr__(self) -> str:
-        return f"<Geometry tensors={len(self._tensors)}>"
 
     def check(self, name: Callable[[int], str]) -> None:
         """Check that all tensors are as they were.

@@ -21,8 +21,6 @@ from aiockpt.memory.arena import Arena
 if TYPE_CHECKING:  # needs torch, which the checkpoint process does not import
     from aiockpt.memory.copies import InPlace
 
-__all__ = ["TRUSTED", "MappedSnapshot", "Snapshot", "trusted_header"]
-
 TRUSTED: Final = Limits(
     max_header_bytes=1 << 40,
     max_depth=1 << 20,
@@ -115,9 +113,6 @@ class MappedSnapshot:
         self.manifest = manifest
         size = max(manifest.segment_bytes, 1)
         self._map = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
-
-    def __repr__(self) -> str:
-        return f"<MappedSnapshot step={self.manifest.step}>"
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes ``[start, stop)`` of the data segment as one view."""

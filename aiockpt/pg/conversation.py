@@ -55,28 +55,18 @@ from aiockpt.errors import (
     ProcessGroupError,
     RemoteProtocolError,
 )
+from aiockpt.memory.arena import Memory
 from aiockpt.pg.messages import (
     Channel,
     Digests,
     Group,
     Medium,
-    Memory,
     compare,
     rank_in,
 )
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.tasks import beside
-
-__all__ = [
-    "FRAME_BYTES",
-    "Conversation",
-    "Frame",
-    "Kind",
-    "OutdatedError",
-    "Ranks",
-    "telling",
-]
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -179,9 +169,6 @@ class Ranks:
         self._told = set[tuple[bool, int]]()  # peers that know that it is broken
         self._why = ""
         self._rank: int | None = None
-
-    def __repr__(self) -> str:
-        return f"<Ranks {self._why or 'well'}>"
 
     @property
     def broken(self) -> bool:
@@ -310,9 +297,6 @@ class Conversation:
         self._deadline = deadline
         self._over = True  # both ends expect no further message
         self._ended = False  # the block has ended
-
-    def __repr__(self) -> str:
-        return f"<Conversation with rank {self.rank}>"
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[Conversation]:

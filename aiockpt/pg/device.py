@@ -103,18 +103,6 @@ from aiockpt.transfer.destination import (
 )
 from aiockpt.transfer.remarks import Remarks
 
-__all__ = [
-    "ROW_BYTES",
-    "Device",
-    "DeviceChannel",
-    "DeviceMedium",
-    "Segment",
-    "decode_placement",
-    "encode_placement",
-    "fold",
-    "keys",
-]
-
 _WORDS: Final = 1 << 16
 ROW_BYTES: Final = 4 * _WORDS
 _AT_ONCE: Final = 16 * ROW_BYTES
@@ -224,9 +212,6 @@ class Device:
         found = made.get(self.device)
         return self.port.fence() if found is None else checked(found)
 
-    def __repr__(self) -> str:
-        return f"<Device {self.device}>"
-
     def owns(self, tensor: torch.Tensor) -> bool:
         """Say whether a tensor is on the device."""
         return tensor.device == self.device
@@ -330,9 +315,6 @@ class Segment:
         self._starts = [entries.starts[number] for number in own]
         self._homes = [homes[number] for number in own]
         self._buffered: dict[int, torch.Tensor] = {}
-
-    def __repr__(self) -> str:
-        return f"<Segment on {self.device} tensors={len(self._homes)}>"
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return a range in host memory."""

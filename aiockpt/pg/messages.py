@@ -40,28 +40,6 @@ from aiockpt.state.load_plan import Template
 from aiockpt.transfer.destination import Destination, Terms, destination_of
 from aiockpt.transfer.stager import Stager, StagerOptions
 
-__all__ = [
-    "Channel",
-    "Digests",
-    "Group",
-    "HostDigests",
-    "HostIncoming",
-    "HostMedium",
-    "Incoming",
-    "Medium",
-    "Memory",
-    "Message",
-    "OnChunk",
-    "Parcel",
-    "Pending",
-    "compare",
-    "gathered",
-    "messages_of",
-    "packed",
-    "plan_messages",
-    "rank_in",
-]
-
 _THREADS: Final = 2  # that stage
 
 LARGE_BYTES: Final = 256 << 10
@@ -278,9 +256,6 @@ class HostDigests:
         self._hasher = ChunkHasher(grid)
         self._digests: list[str] = []
 
-    def __repr__(self) -> str:
-        return f"<HostDigests chunks={len(self._digests)} of {len(self._grid)}>"
-
     def add(self, start: int, data: torch.Tensor) -> None:
         """Digest the bytes from ``start`` on, which is where an earlier call ended."""
         with self._lock:
@@ -366,9 +341,6 @@ class Channel:
         if not sending:
             self._out, self._in = _BACKWARD, _FORWARD
         self._abandoned = False
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} to rank {self.rank}>"
 
     def send(self, until: float, data: bytearray) -> None:
         """Send bytes in one message."""

@@ -32,8 +32,6 @@ from aiockpt.state.load_plan import Template
 from aiockpt.transfer.destination import Destination, Terms
 from aiockpt.transfer.source import OnProgress, Target
 
-__all__ = ["GroupSource"]
-
 V = TypeVar("V")
 
 logger = logging.getLogger("aiockpt")
@@ -76,9 +74,6 @@ class GroupSource:
         self._peer: Conversation | None = None
         self._messages: Sequence[tuple[int, int]] = ()
         self._placement: Sequence[int] = ()
-
-    def __repr__(self) -> str:
-        return f"<GroupSource {self.name}>"
 
     async def __aenter__(self) -> GroupSource:
         """Wait for the turn: receives from one rank keep the order of their calls."""

@@ -41,8 +41,6 @@ from aiockpt.transport import (
     whole_number,
 )
 
-__all__ = ["PGTransport"]
-
 _METADATA: Final = "aiockpt-process-group"
 _THREADS: Final = 2
 _CLOSING: Final = 5.0  # seconds for running calls to end, and then for the threads

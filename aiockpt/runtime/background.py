@@ -38,15 +38,6 @@ from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.runtime.sync_facade import Last, SyncFacade
 from aiockpt.transport import Timeout, seconds
 
-__all__ = [
-    "Background",
-    "BlockingIterator",
-    "blocking",
-    "direct",
-    "iterating",
-    "takes_arguments_of",
-]
-
 A = TypeVar("A", bound=AbstractAsyncContextManager[Any])
 S = TypeVar("S")
 R = TypeVar("R")

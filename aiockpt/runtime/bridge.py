@@ -436,12 +436,8 @@ class SerialThread:
     """One thread that makes calls in order, for a caller that may block."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._calls: list[Future[object]] = []
-
-    def __repr__(self) -> str:
-        return f"<SerialThread {self._name} calls={len(self._calls)}>"
 
     def call(self, fn: Callable[[*Args], object], *args: *Args) -> None:
         """Call ``fn(*args)`` in the thread, after all earlier calls."""

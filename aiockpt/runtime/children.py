@@ -26,14 +26,6 @@ from aiockpt.errors import StagingError, WorkerError
 from aiockpt.runtime.bridge import start_daemon
 from aiockpt.runtime.ipc import Channel, close_all, pair, send
 
-__all__ = [
-    "Child",
-    "Parent",
-    "Pauses",
-    "close_in_forks",
-    "leave_terminal",
-]
-
 _CODE: Final = (
     "import sys; sys.path[:] = sys.argv[3:]; "
     "from {module} import main; main(int(sys.argv[1]), int(sys.argv[2]))"
@@ -60,9 +52,6 @@ class Pauses:
 
     def __init__(self) -> None:
         self._deaths = 0
-
-    def __repr__(self) -> str:
-        return f"<Pauses deaths={self._deaths}>"
 
     def next(self, lived: float) -> float:
         """Return the pause, in seconds, after a process that lived so many seconds.
@@ -141,9 +130,6 @@ class Child:
             theirs.close()  # or the end of the process would not close the socket
         with suppress(OSError, AttributeError):  # an old kernel; the socket tells, too
             self._pidfd = os.pidfd_open(self._popen.pid)
-
-    def __repr__(self) -> str:
-        return f"<Child pid={self.pid}>"
 
     @property
     def pid(self) -> int:
@@ -297,9 +283,6 @@ class Parent:
             self._loop.add_reader(self._pidfd, self._end)
         if os.getppid() != pid:
             self._loop.call_soon(self._end)
-
-    def __repr__(self) -> str:
-        return f"<Parent{' gone' if self._is_gone else ''}>"
 
     @property
     def full(self) -> bool:

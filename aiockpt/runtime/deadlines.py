@@ -6,8 +6,6 @@ import heapq
 from math import inf
 from typing import Final, Generic, TypeVar
 
-__all__ = ["Deadlines"]
-
 K = TypeVar("K", int, str)
 
 _SLACK: Final = 64  # outdated entries that a small heap may have
@@ -25,9 +23,6 @@ class Deadlines(Generic[K]):
     def __init__(self) -> None:
         self._times: dict[K, float] = {}
         self._heap: list[tuple[float, K]] = []
-
-    def __repr__(self) -> str:
-        return f"<Deadlines of={len(self._times)}>"
 
     def set(self, key: K, time: float) -> None:
         """Set the deadline of a key, or change it."""

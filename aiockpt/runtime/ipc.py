@@ -27,21 +27,6 @@ import msgspec
 
 from aiockpt.runtime.secrets import Token
 
-__all__ = [
-    "Channel",
-    "allow_descriptors",
-    "arrival",
-    "close_all",
-    "encode",
-    "is_ours",
-    "owner_of",
-    "pack",
-    "pair",
-    "receive",
-    "send",
-    "unpack",
-]
-
 logger = logging.getLogger("aiockpt")
 
 _MAX_PACKET: Final = 192 << 10  # bytes; a packet must fit into the socket's buffer
@@ -217,9 +202,6 @@ class Channel:
         self._is_short = False  # of what the kernel needs, and not of room
         self._retry: asyncio.TimerHandle | None = None
         self._loop.add_reader(sock, self.read)
-
-    def __repr__(self) -> str:
-        return f"<Channel queued={len(self._queue)}>"
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send a message as soon as the socket accepts it. The caller keeps ``fds``.

@@ -15,8 +15,6 @@ from types import TracebackType
 
 from aiockpt.errors import ClosedError, LocalProtocolError, TransferTimeoutError, kept
 
-__all__ = ["Deadline", "Lifetime"]
-
 logger = logging.getLogger("aiockpt")
 
 
@@ -98,10 +96,6 @@ class Lifetime:
         self._calls = 0
         self._idle = asyncio.Event()
         self._ending: asyncio.Task[Exception | None] | None = None
-
-    def __repr__(self) -> str:
-        closed = " closed" if self.closed else ""
-        return f"<Lifetime of {self._what} calls={self._calls}{closed}>"
 
     @property
     def is_open(self) -> bool:

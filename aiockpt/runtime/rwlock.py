@@ -32,8 +32,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Hold", "RWLock", "RWLockStatistics"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-__all__ = ["Token", "discreet", "severed"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)

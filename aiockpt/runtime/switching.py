@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-__all__ = ["python_is_busy", "switching_often"]
-
 _SHORT: Final = 0.0005  # seconds, in which memcpy moves 4 MB
 _ASLEEP: Final = 0.0001  # seconds, in which a thread wakes up and takes the lock
 _ROUNDING: Final = 5e-7  # the interpreter rounds down to whole microseconds

@@ -32,8 +32,6 @@ from aiockpt.errors import (
 )
 from aiockpt.runtime.bridge import Outcome, run_in_thread, start_daemon
 
-__all__ = ["SyncFacade", "run_blocking"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger("aiockpt")
@@ -65,9 +63,6 @@ class SyncFacade:
         self._closed = False
         self._thread = start_daemon(f"aiockpt-{what}", self._serve)
         _open.add(self)
-
-    def __repr__(self) -> str:
-        return f"<SyncFacade of {self._what}{' closed' if self._closed else ''}>"
 
     @property
     def is_ours(self) -> bool:

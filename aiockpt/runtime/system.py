@@ -22,24 +22,6 @@ from aiockpt.errors import AiockptError, LimitExceededError, StagingError
 if sys.platform != "win32":
     import resource
 
-__all__ = [
-    "FREE_MEMORY",
-    "allocating",
-    "available_memory",
-    "collector_paused",
-    "copying_threads",
-    "descriptor_limit",
-    "failing_here",
-    "is_callers",
-    "is_hosts",
-    "is_programs",
-    "of_caller",
-    "raise_descriptor_limit",
-    "refused_by_host",
-    "spare_memory",
-    "usable_cores",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

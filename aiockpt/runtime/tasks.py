@@ -30,8 +30,6 @@ from aiockpt.runtime.bridge import Bridge
 # anyio would load its parts on their first use, which is on an event loop.
 import_module("anyio._backends._asyncio")
 
-__all__ = ["Notifier", "Over", "beside", "map_in_threads", "run_all", "task_group"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

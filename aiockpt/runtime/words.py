@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 
-__all__ = ["clipped", "command_line", "printable"]
-
 
 def printable(text: str) -> str:
     """Escape what would control the terminal."""

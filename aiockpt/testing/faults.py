@@ -20,22 +20,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-__all__ = [
-    "Answer",
-    "BlackHole",
-    "CutAfter",
-    "Delay",
-    "Drip",
-    "Drop",
-    "Fault",
-    "FaultProxy",
-    "FaultProxyStatistics",
-    "FlipBit",
-    "Pipe",
-    "Refuse",
-    "StallAfter",
-]
-
 _HOST = "127.0.0.1"
 _READ = 1 << 18
 _ROUNDS = 5  # of the loop

@@ -27,8 +27,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Interruption", "interrupted", "interruptions"]
-
 T = TypeVar("T")
 
 _KINDS = (

@@ -15,8 +15,6 @@ from aiockpt.state.equality import elements
 from aiockpt.state.flatten import register_leaf
 from aiockpt.state.leaves import DTYPES
 
-__all__ = ["LEAVES", "OVERSIZED_BYTES", "Colour", "Point", "Settings", "every_dtype"]
-
 OVERSIZED_BYTES: Final = 5000
 """Bytes of a ``bytes`` leaf that is too long for the manifest."""
 

@@ -32,16 +32,6 @@ from typing import Self
 
 from aiockpt.runtime.bridge import start_daemon
 
-__all__ = [
-    "FaultUnavailableError",
-    "LaggingLoop",
-    "PeerProcess",
-    "WallClock",
-    "busy_interpreter",
-    "monotonic_ahead",
-    "wall_clock_jumped",
-]
-
 _POLL = 0.001
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _FAKETIME = "faketime/libfaketimeMT.so.1"

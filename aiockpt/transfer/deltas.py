@@ -22,20 +22,6 @@ from typing import Any, Final, TypeAlias
 
 from aiockpt.errors import MissingExtraError, RemoteProtocolError
 
-__all__ = [
-    "HEAD_BYTES",
-    "RAW",
-    "SAME",
-    "SPARSE",
-    "Change",
-    "changer",
-    "check_available",
-    "encode",
-    "head",
-    "is_available",
-    "split",
-]
-
 SAME: Final = 0
 SPARSE: Final = 1
 RAW: Final = 2

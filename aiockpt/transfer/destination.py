@@ -43,16 +43,6 @@ from aiockpt.state.rebuild import OnDevice
 from aiockpt.state.segment import Segment, check_memory
 from aiockpt.transfer.source import Patch, Prepare
 
-__all__ = [
-    "Destination",
-    "Share",
-    "Terms",
-    "destination_of",
-    "everything",
-    "matched",
-    "selected",
-]
-
 # Page-locked memory is allocated as a whole: at least so much of it must be used.
 _USED: Final = 0.75
 
@@ -257,9 +247,6 @@ class Destination:
         self._check_memory(self.values)
         if not self.values:
             self._place()
-
-    def __repr__(self) -> str:
-        return f"<Destination of {len(self._grid)} chunks by {self._rule}>"
 
     def place(self) -> Sequence[int]:
         """Return the chunks to receive in addition to ``values``. For a thread.
@@ -550,9 +537,6 @@ class _Loading:
         self._marks, self._fences = marks, fences
         self._verified: asyncio.Queue[int | None] = asyncio.Queue()
         self.has_sent = False
-
-    def __repr__(self) -> str:
-        return f"<_Loading loaded={len(self._loaded)} of {len(self._grid)} chunks>"
 
     @property
     def is_early(self) -> bool:

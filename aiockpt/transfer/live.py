@@ -27,9 +27,6 @@ from aiockpt.runtime.system import is_programs
 from aiockpt.state.flatten import describe
 from aiockpt.transfer.remarks import Remarks
 
-__all__ = ["LiveState"]
-
-
 _AHEAD: Final = 64 << 20  # bytes that devices copy ahead of the writing
 _PIECE: Final = 16 << 20  # bytes of one device copy, enough for full speed
 
@@ -109,9 +106,6 @@ class LiveState:
             self._pool.give_back(self._arena)
         else:
             self._arena.close()
-
-    def __repr__(self) -> str:
-        return f"<LiveState step={self._step} bytes={self.segment_bytes}>"
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Return the staged bytes ``[start, stop)``; a thread begins to digest them."""

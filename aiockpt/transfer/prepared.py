@@ -13,8 +13,6 @@ from aiockpt.errors import LocalProtocolError
 from aiockpt.events import TransferEvent, emit
 from aiockpt.transfer.destination import Destination
 
-__all__ = ["Prepared"]
-
 T = TypeVar("T")
 
 

@@ -36,8 +36,6 @@ from aiockpt.transfer.reuse import Delta, Held, HeldInTemplate
 from aiockpt.transfer.source import Source
 from aiockpt.transport import exact_step
 
-__all__ = ["ReceiveOptions", "receive"]
-
 _MANY = 1 << 20  # bytes of a header: thousands of tensors
 _SAMPLE = 8  # chunks that show whether many are unchanged
 

@@ -14,8 +14,6 @@ from hashlib import sha256
 from aiockpt.events import TransferEvent
 from aiockpt.format.manifest import Manifest
 
-__all__ = ["Repeats", "content_of"]
-
 
 def content_of(manifest: Manifest) -> str:
     """Return a key that is equal for checkpoints whose tensors hold the same bytes.
@@ -39,9 +37,6 @@ class Repeats:
         self._what = what
         self._content = self._path = ""
         self._step: int | None = None
-
-    def __repr__(self) -> str:
-        return f"<Repeats {self._what} step={self._step}>"
 
     def told(self, event: TransferEvent, content: str, path: str = "") -> TransferEvent:
         """Return the event of a checkpoint, marked if its tensors are unchanged.

@@ -39,8 +39,6 @@ from aiockpt.state.pairing import alike
 from aiockpt.transfer.deltas import HEAD_BYTES, SAME, SPARSE, changer
 from aiockpt.transfer.destination import Destination
 
-__all__ = ["Delta", "Held", "HeldInTemplate", "OnReuse"]
-
 V = TypeVar("V")
 Args = TypeVarTuple("Args")
 
@@ -94,9 +92,6 @@ class Held:
             RemoteProtocolError: the tree names a tensor that the manifest lacks.
         """
         return cls(manifest, alike(manifest, own), arena=arena, ports=ports)
-
-    def __repr__(self) -> str:
-        return f"<Held chunks={len(self.grid) - len(self._unknown)}>"
 
     def known(self, chunks: Iterable[int]) -> list[int]:
         """Return the chunks of which the state dict may have every byte."""
@@ -284,9 +279,6 @@ class Delta:
         self._bridge = bridge
         self._on_reuse = on_reuse
         self._fences: Fences | None = None
-
-    def __repr__(self) -> str:
-        return f"<Delta {self._held}>"
 
     async def plan(self, chunks: Sequence[int]) -> list[int]:
         """Return the chunks that the receiver has, in ascending order.

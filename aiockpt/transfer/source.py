@@ -14,15 +14,6 @@ if TYPE_CHECKING:  # a fetch into a file does without torch
     from aiockpt.state.load_plan import Template
     from aiockpt.transfer.destination import Destination, Terms
 
-__all__ = [
-    "OnProgress",
-    "Patch",
-    "PlainTarget",
-    "Prepare",
-    "Source",
-    "Target",
-]
-
 OnProgress: TypeAlias = Callable[[int, int], None]
 """Is told of bytes that have arrived and of chunks that are whole, on the loop.
 

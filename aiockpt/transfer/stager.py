@@ -44,8 +44,6 @@ from aiockpt.runtime.tasks import map_in_threads, run_all
 from aiockpt.state.flatten import Description, describe
 from aiockpt.transfer.remarks import Remarks
 
-__all__ = ["Snapshot", "Stager", "StagerOptions"]
-
 # Bytes per copy if no digest is computed: enough for a thread, and soon cancelled.
 _SPAN: Final = 64 << 20
 

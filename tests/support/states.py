@@ -30,6 +30,7 @@ from aiockpt.format.paths import Node
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.copies import Backings, CopyPlan
 from aiockpt.memory.device import Port, PortFor
+from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.equality import elements
 from aiockpt.state.flatten import describe
@@ -37,7 +38,7 @@ from aiockpt.state.load_plan import Matching, Template
 from aiockpt.state.match import RECEIVE
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from aiockpt.state.segment import Segment
-from aiockpt.transfer.stager import Snapshot, Stager, StagerOptions
+from aiockpt.transfer.stager import Stager, StagerOptions
 from tests.support.headers import entries_of
 
 DTYPES = [

@@ -39,8 +39,6 @@ from aiockpt.state.equality import assert_same
 from aiockpt.storage.directory import checkpoint_at, latest, list_checkpoints
 from aiockpt.testing.conformance.transports import sample
 
-__all__ = ["CheckpointerConformance"]
-
 C = TypeVar("C", bound=Checkpointer)
 
 _STEP: Final = 7

@@ -46,18 +46,6 @@ from aiockpt.state.equality import assert_same
 from aiockpt.testing.leaves import LEAVES
 from aiockpt.transport import CheckpointTransport, Timeout
 
-__all__ = [
-    "TURNS",
-    "Endings",
-    "Offers",
-    "RoundTrips",
-    "Selections",
-    "Templates",
-    "TransportConformance",
-    "cancelled_after",
-    "sample",
-]
-
 T = TypeVar("T", bound=CheckpointTransport[Any])
 
 TURNS: Final = (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987)
