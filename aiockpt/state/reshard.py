@@ -238,6 +238,7 @@ class _Walk:
         self._refs: list[tuple[int, int]] = []  # such a number, and flags
         self._made: dict[object, int] = {}  # the number of a tensor
         self._in_structure = 0  # the depth; it is made of all of its items
+        self._in_leaf = 0  # the depth in a registered leaf
         # What was taken for a memory that the template has twice.
         self._ties: dict[object, tuple[Held, Node]] = {}
         self._absent: list[tuple[object, list[Node], Node, list[Node]]] = []
@@ -365,6 +366,8 @@ class _Walk:
             return self._distributed(held, mine, path)
         if is_distributed(mine) and kinds == {"tensor"}:
             return self._cut(held, mine, path)
+        if (tag := self._leaf(held)) is not None:
+            return ["ext", tag, self._payload(held, mine, path)]
         if (made_of := self._structure(held, mine)) is not None:
             self._in_structure += 1
             count = len(_inside(held[0][1]))
@@ -493,6 +496,26 @@ class _Walk:
         tags = (tag for node in nodes for _, tag, _ in registered(node))
         return first.made_of if any(tag in LAYOUTS for tag in tags) else None
 
+    def _leaf(self, held: Held) -> str | None:
+        """Return the tag of a registered leaf that has distributed tensors."""
+        nodes: list[Any] = [node for _, node in held]
+        if {*map(tag_of, nodes)} != {"ext"} or any(map(structure_of, nodes)):
+            return None
+        first, *others = {node[1] for node in nodes}
+        inner = {tag for node in nodes for _, tag, _ in registered(node[2])}
+        return None if others or LAYOUTS.keys().isdisjoint(inner) else first
+
+    def _payload(self, held: Held, mine: Any, path: str) -> Node:
+        """Return the payload of a registered leaf that has distributed tensors."""
+        payloads = [(source, node[2]) for source, node in held]  # type: ignore[index]
+        own = mine[2] if tag_of(mine) == "ext" else mine
+        self._in_structure += 1
+        self._in_leaf += 1
+        found = self._unite(payloads, own, path, chosen=True)
+        self._in_leaf -= 1
+        self._in_structure -= 1
+        return found
+
     # -------------------------------------------------------------------- any values
 
     def _value(self, held: Held, mine: Any, path: str) -> Node:
@@ -610,8 +633,10 @@ class _Walk:
                 return self._moved(policy.own, by_source[policy.own])
             detail = (
                 "the template has no place for it, and another number of ranks saved "
-                "it; pass full=True to load the full tensor, or put a tensor there"
+                "it; pass full=True to load the full tensor"
             )
+            # A registered leaf is made anew: its tensors in the template do not count.
+            detail += "" if self._in_leaf else ", or put a tensor there"
             raise DeviceMeshError(f"{rows[0][2]}", detail, path=path)
         layout = rows[0][2]
         self._check_layouts(None, [other for _, _, other in rows], path)

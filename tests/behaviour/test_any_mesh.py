@@ -36,6 +36,7 @@ from aiockpt.checkpointers import CheckpointReader, RankInfo, reader
 from aiockpt.errors import (
     AiockptError,
     CheckpointNotFoundError,
+    DeviceMeshError,
     IntegrityError,
     MissingKeysError,
     StateDictError,
@@ -1097,20 +1098,43 @@ class TestTemplates:
         assert_same(found, {"p": point})
 
     def test_a_registered_leaf_of_shards(self, tmp_path: Path) -> None:
-        """Nobody can say what it would be on another mesh."""
-        path = assembled(
-            tmp_path / "s", 2, lambda rank: {"a": [Settings("x", cut(2), {})], "n": 1}
-        )
-        with pytest.raises(StateDictError, match=r"a\[0\]"):
-            aiockpt.load(path)
-        with as_rank(1, 3):
-            into = {"a": [Settings("x", cut(3), {})]}
-            with pytest.raises(AiockptError, match=r"a\[0\]"):
-                aiockpt.load(path, into=into)
-        assert aiockpt.load(path, select=["n"]) == {"n": 1}
+        """It is made anew: of full tensors on another mesh, of its own on its own."""
+
+        def state_of(rank: int, world: int = 3, whole: torch.Tensor = WHOLE) -> Any:
+            columns = {"k": [cut(world, Shard(1), whole=whole)], "n": 1}
+            return {"a": [Settings("x", cut(world, whole=whole), columns)], "n": 1}
+
+        path = assembled(tmp_path / "s", 3, state_of)
+        expected = Settings("x", WHOLE, {"k": [WHOLE.clone()], "n": 1})
+        zeros = 0 * WHOLE
+        into = {"a": [Settings("", zeros, {"k": [zeros], "n": 0})], "n": 0}
+        for found in (aiockpt.load(path), aiockpt.load(path, into=into)):
+            assert_same(found, {"a": [expected], "n": 1})
+        for verb in (aiockpt.load, CheckpointReader().read):
+            with as_rank(1, 2):
+                into = {"n": 0, **state_of(1, 2, zeros)}
+                with pytest.raises(DeviceMeshError, match="full=True") as caught:
+                    verb(path, into=into)
+                assert caught.value.path == "a[0].weight"
+                assert "put a tensor there" not in str(caught.value)
+                assert "the template was not modified" in caught.value.__notes__
         with as_rank(1, 2):
-            (found,) = aiockpt.load(path, select=["a"])["a"]
-            assert torch.equal(found.weight.to_local(), WHOLE[4:])
+            assert_same(aiockpt.load(path, into=into, full=True)["a"], [expected])
+            assert aiockpt.load(path, select=["n"]) == {"n": 1}
+        with as_rank(1, 3):
+            (own_one,) = aiockpt.load(path, into=state_of(1, 3, zeros))["a"]
+            assert torch.equal(own_one.weight.to_local(), rows_of(WHOLE, 1, 3))
+
+    def test_what_differs_in_a_registered_leaf_of_shards(self, tmp_path: Path) -> None:
+        """Its path is told, and the choice is good for all of the leaf."""
+        path = assembled(
+            tmp_path / "s", 2, lambda rank: [Settings(f"{rank}", cut(2), {})]
+        )
+        with pytest.raises(errors.RankValuesError) as caught:
+            aiockpt.load(path)
+        assert [*caught.value.paths] == ["[0].name"]
+        (found,) = aiockpt.load(path, rank_values=1)
+        assert_same(found, Settings("1", WHOLE, {}))
 
     def test_ties(self, tmp_path: Path) -> None:
         """What is one tensor stays one; what is one only here is refused."""
