@@ -572,10 +572,8 @@ class RankValuesError(StateDictError):
     load was to keep the template's values, and that the template has none there.
     """
 
-    def __init__(
-        self, name: str, paths: Sequence[str], detail: str = "", *, kept: bool = False
-    ) -> None:
-        super().__init__(detail)
+    def __init__(self, name: str, paths: Sequence[str], *, kept: bool = False) -> None:
+        super().__init__()
         self.name = name
         self.paths = [*paths]
         self.path = self.paths[0] if self.paths else ""
@@ -584,13 +582,11 @@ class RankValuesError(StateDictError):
     def __str__(self) -> str:
         shown = ", ".join(path or "the state dict" for path in self.paths[:10])
         more = f" and {len(self.paths) - 10} more" if len(self.paths) > 10 else ""
-        why = f" ({self.detail})" if self.detail else ""
-        saved = "may have saved" if self.detail else "saved"
-        keep = ', rank_values="keep" for those of the template,'
+        why, keep = "", ', rank_values="keep" for those of the template,'
         if self.kept:
             why, keep = ", and the template has none to keep,", ""
         return (
-            f"{self.name}: its ranks {saved} different values{why} at {shown}{more}: "
+            f"{self.name}: its ranks saved different values{why} at {shown}{more}: "
             f"pass rank_values=0 for those of rank 0{keep} or leave them out by select="
         )
 

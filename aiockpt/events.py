@@ -77,8 +77,9 @@ class TransferEvent:
         peer: The other end without its token, where there is one.
         nbytes: Bytes moved.
         reused: Bytes that were there already (``have``) and were not moved.
-        needed: The part of ``nbytes`` that a load of files needed. It reads whole
-            chunks, because digests cover whole chunks.
+        needed: The bytes that a load of files needed, to load them or to compare the
+            values of several ranks. It reads whole chunks, because digests cover whole
+            chunks.
         files: From how many files a load has read.
         ranges: How many ranges of these files it has read.
         seconds: The duration.

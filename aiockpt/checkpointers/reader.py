@@ -33,15 +33,15 @@ from aiockpt.memory.device import Marks, PortFor, completed, port_for
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.switching import switching_often
 from aiockpt.state.flatten import Wanted
-from aiockpt.state.load_plan import Matching, Ranges, Template
+from aiockpt.state.load_plan import Matching, Template
 from aiockpt.state.match import LAX, LOAD
 from aiockpt.state.reshard import Claim, Policy, RankValues, United, unite
 from aiockpt.state.segment import check_memory
 from aiockpt.state.selection import Select, listed
 from aiockpt.state.sharding import LAYOUTS
-from aiockpt.storage.boxes import BoxSource, LoadedSource, Source, compare
+from aiockpt.storage.boxes import BoxSource, LoadedSource, Source, compare, fetch
 from aiockpt.storage.directory import StrPath
-from aiockpt.storage.placement import Placement, PlannedPlacement, VerifyOnly
+from aiockpt.storage.placement import PlannedPlacement
 from aiockpt.storage.read import FileSource, OnBytes, Verify, check_verify
 from aiockpt.transport import refuse_unknown, whole_number
 
@@ -127,6 +127,8 @@ class CheckpointReader:
             mmap: Return tensors over a private mapping of the file. The file is read
                 when they are used, and must not be truncated meanwhile.
             on_bytes: Called from any thread with the number of bytes that were read.
+                These are whole chunks. If another number of ranks loads, values that
+                must agree may be read once to be compared, and once to be loaded.
                 An exception in it ends the load. With a peer, 0 means that the peer is
                 silent, and a negative number that a chunk was wrong.
             rank: Read the file of this rank alone. A distributed tensor becomes the
@@ -404,12 +406,9 @@ def _whole(source: Source, part: Matching, how: Reading) -> object:
     segment = source.segment
     size = segment.manifest.segment_bytes
     ranges = [(0, size)] if size else []
-    if segment.is_there:
-        _verify(source, ranges, how)
-    elif ranges:
+    if not segment.is_there:
         check_memory(ranges, how.limits)
-        placement = Placement(segment, ranges)
-        source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
+    fetch(source, ranges, verify=how.verify, on_bytes=how.on_bytes)
     return part.decoded()
 
 
@@ -422,13 +421,8 @@ def _part(
 ) -> object:
     """Read the requested values into the template, or into new memory."""
     for source, ranges in zip(sources, part.value_ranges(), strict=True):
-        if not ranges or source.segment.tensors is not None:
-            continue
-        if source.segment.is_there:
-            _verify(source, ranges, how)
-        else:
-            values = Placement(source.segment, ranges)
-            source.read(values, verify=how.verify, on_bytes=how.on_bytes)
+        if ranges and source.segment.tensors is None:
+            fetch(source, ranges, verify=how.verify, on_bytes=how.on_bytes)
     pairs = [
         (source, plan)
         for source, plan in zip(sources, part.plans(), strict=True)
@@ -442,7 +436,7 @@ def _part(
     for source, plan in pairs:
         placement = PlannedPlacement(source.segment, plan, ports)
         if source.segment.is_there:
-            _verify(source, plan.ranges, how)
+            fetch(source, plan.ranges, verify=how.verify, on_bytes=how.on_bytes)
             part.check()
             placement.load()
         else:
@@ -457,14 +451,6 @@ def _reported(missing: Sequence[str], name: str) -> list[str]:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         logger.warning("%s is missing keys: %s%s", name, shown, more)
     return [*missing]
-
-
-def _verify(source: Source, ranges: Ranges, how: Reading) -> None:
-    """Compare the digests of mapped bytes."""
-    segment = source.segment
-    if how.verify != "none" and segment.manifest.digests:
-        placement = VerifyOnly(segment, ranges)
-        source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
 
 
 def device_of(map_location: MapLocation) -> torch.device | None:

@@ -217,10 +217,9 @@ def _joining(source: Path) -> Iterator[None]:
         more = len(error.paths) - _SHOWN
         shown = ", ".join(path or "the whole" for path in error.paths[:_SHOWN])
         shown += f" and {more} more" if more > 0 else ""
-        why = f" ({error.detail})" if error.detail else ""
         raise StateDictError(
-            f"{source}: its ranks saved different values{why} at {shown}: take those "
-            "of one rank with --rank-values 0, choose other paths with --select, or "
+            f"{source}: its ranks saved different values at {shown}: take those of "
+            "one rank with --rank-values 0, choose other paths with --select, or "
             "convert the part of one rank with --rank 0"
         ) from error
     except WorldSizeMismatchError as error:

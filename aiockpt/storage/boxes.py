@@ -12,17 +12,17 @@ Everything here blocks.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, islice
-from math import gcd
+from math import gcd, prod
 from operator import attrgetter, mul
 from typing import Final, NamedTuple, Protocol, cast
 
 import torch
 
-from aiockpt.errors import RankValuesError
+from aiockpt.format.chunks import ChunkGrid, ChunkHasher, digest
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import CONJ, NEG, Manifest, dense_stride
@@ -40,10 +40,10 @@ from aiockpt.state.segment import Segment, check_memory
 from aiockpt.storage.placement import Placement, Spare, VerifyOnly
 from aiockpt.storage.read import OnBytes, Verify
 
-__all__ = ["BoxSource", "LoadedSource", "Source", "compare"]
+__all__ = ["BoxSource", "LoadedSource", "Source", "compare", "fetch"]
 
 _GAP: Final = 64 << 10  # bytes; to read a smaller gap is faster than to skip it
-_COMPARED: Final = 256 << 20  # bytes of values that are compared at most
+_WINDOW: Final = 64 << 20  # bytes that are compared at once
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -83,6 +83,27 @@ class LoadedSource:
         self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None = None
     ) -> None:
         """Do nothing: all tensors are there."""
+
+
+def fetch(
+    source: Source,
+    ranges: Ranges,
+    *,
+    verify: Verify,
+    on_bytes: OnBytes | None = None,
+) -> None:
+    """Read ranges into the memory of their segment; verify what is there already.
+
+    Raises:
+        StorageError, IntegrityError: see `FileSource.read`.
+    """
+    segment = source.segment
+    if not segment.is_there:
+        placement = Placement(segment, ranges)
+        source.read(placement, verify=verify, on_bytes=on_bytes)
+    elif verify != "none" and segment.manifest.digests:
+        checked = VerifyOnly(segment, ranges)
+        source.read(checked, verify=verify, on_bytes=on_bytes)
 
 
 class BoxSource:
@@ -482,44 +503,119 @@ def compare(
 ) -> dict[Claim, bool]:
     """Say which of the claims that are not known hold.
 
-    Chunks of equal digests at the same bytes are equal. Everything else is read.
+    Chunks of equal digests at the same bytes are equal. Everything else is read, a few
+    bytes at a time, and its digests are compared.
 
     Raises:
-        RankValuesError: there is too much to compare.
         StorageError, IntegrityError: see `FileSource.read`.
     """
     manifests = [source.segment.manifest for source in sources]
     catalogue = Catalogue(manifests, limits=limits, tree=["dict", [], []])
-    found: dict[Claim, bool] = {}
-    ranges: dict[int, dict[tuple[int, int], None]] = {}
-    nbytes = 0
+    read: dict[int, dict[_Compared, None]] = {}
+    claims: dict[Claim, list[_Compared]] = {}
     for claim in united.claims:
         if claim in known:
             continue
         pieces = [*map(catalogue.piece, claim)]
-        found[claim] = True
+        claims[claim] = []
         if len({_digests(each, manifests[each.source]) for each in pieces}) == 1:
             continue
-        found[claim] = False  # until its bytes are compared
-        for each in pieces:
-            ranges.setdefault(each.source, {})[each.start, each.stop] = None
-            nbytes += each.stop - each.start
-            if nbytes > _COMPARED:
-                limit = f"only {_COMPARED >> 20} MiB of values are compared"
-                name = united.name
-                raise RankValuesError(name, [united.claims[claim]], limit)
-    for number, some in ranges.items():
-        source, wanted = sources[number], merged(some)
-        if not source.segment.is_there:
-            placement = Placement(source.segment, wanted)
-            source.read(placement, verify=verify, on_bytes=on_bytes)
-        elif verify != "none" and manifests[number].digests:
-            checked = VerifyOnly(source.segment, wanted)
-            source.read(checked, verify=verify, on_bytes=on_bytes)
-    for claim in [claim for claim, same in found.items() if not same]:
-        first, *others = (_bits(catalogue, sources, number) for number in claim)
-        found[claim] = all(torch.equal(first, other) for other in others)
+        is_raw = all(sources[each.source].segment.tensors is None for each in pieces)
+        is_raw = is_raw and _are_alike(pieces)
+        for number, piece in zip(claim, pieces, strict=True):
+            compared = _Compared(number, piece.start, piece.stop, is_raw)
+            claims[claim].append(compared)
+            read.setdefault(piece.source, {})[compared] = None
+    found: dict[_Compared, str] = {}
+    for number, some in read.items():
+        order = sorted(some, key=attrgetter("start", "stop"))
+        bits = partial(_bits, catalogue, sources)
+        found |= _digested(sources[number], order, bits, verify, on_bytes)
+    return {
+        claim: len({found[each] for each in some}) <= 1
+        for claim, some in claims.items()
+    }
+
+
+class _Compared(NamedTuple):
+    """A piece whose elements are compared.
+
+    Attributes:
+        number: Its number in the catalogue.
+        start: Its first byte.
+        stop: Its end.
+        is_raw: Whether its bytes are compared as they lie; else its elements in order.
+    """
+
+    number: int
+    start: int
+    stop: int
+    is_raw: bool
+
+
+def _are_alike(pieces: Sequence[Piece]) -> bool:
+    """Say whether pieces are dense, and have their elements in the same order."""
+    first = pieces[0]
+    nbytes = prod(first.shape) * itemsize(first.dtype)
+    return all(
+        (each.stride, each.flags & (CONJ | NEG), each.stop - each.start)
+        == (first.stride, first.flags & (CONJ | NEG), nbytes)
+        for each in pieces
+    )
+
+
+def _digested(
+    source: Source,
+    pieces: Sequence[_Compared],
+    bits: Callable[[int], torch.Tensor],
+    verify: Verify,
+    on_bytes: OnBytes | None,
+) -> dict[_Compared, str]:
+    """Read pieces of a source, in order; return the digest of each."""
+    found: dict[_Compared, str] = {}
+    segment = source.segment
+    hashers: dict[_Compared, ChunkHasher] = {}
+
+    def take(window: Sequence[tuple[_Compared, int, int]]) -> None:
+        ranges = merged((start, stop) for _, start, stop in window)
+        fetch(source, ranges, verify=verify, on_bytes=on_bytes)
+        for piece, start, stop in window:
+            if not piece.is_raw:
+                view = bits(piece.number).numpy().data
+                found[piece] = digest([view])
+                continue
+            size, first = piece.stop - piece.start, start - piece.start
+            hasher = hashers.get(piece) or ChunkHasher(ChunkGrid(size, size))
+            hashers[piece] = hasher
+            for whole in hasher.update(first, *segment.arena.buffers(start, stop)):
+                found[piece] = whole.digest
+                del hashers[piece]
+        if not segment.is_there:
+            for start, stop in ranges:
+                segment.arena.discard(start, stop)
+
+    window: list[tuple[_Compared, int, int]] = []
+    nbytes = 0
+    step = segment.manifest.chunk_bytes if segment.manifest.digests else _WINDOW
+    for piece in pieces:
+        for start, stop in _cut(piece, max(_WINDOW // step, 1) * step):
+            if window and nbytes + stop - start > _WINDOW:
+                take(window)
+                window, nbytes = [], 0
+            window.append((piece, start, stop))
+            nbytes += stop - start
+    if window:
+        take(window)
     return found
+
+
+def _cut(piece: _Compared, step: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of a piece between multiples of a number; the elements as one."""
+    at = piece.start
+    while at < piece.stop:
+        end = min(at - at % step + step, piece.stop) if piece.is_raw else piece.stop
+        yield at, end
+        at = end
 
 
 def _digests(piece: Piece, manifest: Manifest) -> object:

@@ -16,13 +16,16 @@ from torch.distributed.tensor import DTensor, Shard
 import aiockpt
 from aiockpt.errors import (
     CheckpointNotFoundError,
+    IntegrityError,
     MissingKeysError,
     RankValuesError,
     StateDictError,
     TemplateMismatchError,
 )
 from aiockpt.events import TransferEvent, add_hook
+from tests.support.memory import forget_the_peak, resident
 from tests.support.mesh_ranks import as_rank, assembled, distributed
+from tests.support.saving import flip
 
 ROWS = torch.arange(8.0).view(4, 2)
 Pair = namedtuple("Pair", ["a", "b"])
@@ -64,6 +67,41 @@ def test_replicas_on_other_meshes_are_equal(tmp_path: Path) -> None:
 
     path = assembled(tmp_path / "s", 4, state_of)
     assert torch.equal(aiockpt.load(path, select=["w"])["w"], ROWS)
+
+
+def test_large_replicas_are_compared_in_parts(tmp_path: Path) -> None:
+    """However large they are; the last bit counts, and every byte read is told."""
+    big = torch.arange(36 << 20, dtype=torch.float32)
+
+    def state_of(rank: int) -> Any:
+        mesh = DeviceMesh("cpu", [rank])
+        before = torch.zeros(1000 * rank)  # its bytes are at another offset
+        return {f"a{rank}": before, "w": distributed(big, mesh, Shard(0))}
+
+    path = assembled(tmp_path / "s", 2, state_of)
+    own, seen = torch.zeros(len(big)), list[int]()
+    told: list[TransferEvent] = []
+    remove = add_hook(told.append)
+    before = forget_the_peak()
+    try:
+        aiockpt.load(path, into={"w": own}, on_bytes=seen.append)
+    finally:
+        remove()
+    assert resident("VmHWM") - before < big.nbytes
+    assert torch.equal(own, big)
+    (event,) = told
+    assert event.nbytes == sum(seen) >= event.needed == 3 * big.nbytes
+    assert event.files == 2
+
+    own.zero_()
+    flip(path / "checkpoint_1.safetensors", -1)
+    with pytest.raises(IntegrityError):
+        aiockpt.load(path, into={"w": own})
+    with pytest.raises(RankValuesError) as caught:
+        aiockpt.load(path, into={"w": own}, verify="none")
+    assert caught.value.paths == ["w"]
+    aiockpt.load(path, into={"w": own}, verify="none", rank_values="keep")
+    assert not own.any()
 
 
 def test_two_tensors_of_one_memory_on_other_meshes(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ import asyncio
 import gc
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aiockpt import TransportError
 from aiockpt.testing import StallAfter, assert_same
+from tests.support.memory import forget_the_peak, resident
 from tests.support.proofs import proves
 from tests.support.servers import settle
 from tests.support.transports import (
@@ -32,20 +32,6 @@ MIB_SENT = 256
 COUNT = 64
 SLACK = 48 * MIB
 """For ranges under way, for threads, and for what the allocator keeps."""
-
-
-def resident(field: str) -> int:
-    """Return the bytes of memory that this process has, or has had at most."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{field}:"))
-    return int(line.split()[1]) << 10
-
-
-def forget_the_peak() -> int:
-    """Return how much memory this process has now; its peak starts from there."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS")
 
 
 async def peak(sender: Transport, receiver: Transport, **options: Any) -> int:
