@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.audit import Access
-from aiockpt.http.server import CheckpointServer, Counters
+from aiockpt.http.server import CheckpointServer
 from aiockpt.http.server_messages import (
     Done,
     Event,
@@ -36,7 +36,7 @@ from aiockpt.http.server_messages import (
     Spent,
     decode_to_server,
 )
-from aiockpt.http.store import Store
+from aiockpt.http.store import Statistics, Store
 from aiockpt.memory.arena import sealed
 from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
@@ -79,14 +79,14 @@ class ServerMain:
         self._bridge = Bridge(threads=1, name="aiockpt-serve")
         self._server: CheckpointServer | None = None
         self._keep_last = 0.0
-        self._told: Counters | None = None
+        self._told: Statistics | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._prepared: dict[int, asyncio.Task[TrainersSnapshot]] = {}
         self._trainer = Parent(fd, trainer, self._hear, self._outlive_trainer)
 
     async def run(self) -> None:
         """Serve until the trainer ends this process, or has gone."""
-        counting = self._loop.create_task(self._tell_counters())
+        counting = self._loop.create_task(self._tell_statistics())
         try:
             await self._ended.wait()
         finally:
@@ -121,12 +121,12 @@ class ServerMain:
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._trainer.send, message)
 
-    async def _tell_counters(self) -> None:
+    async def _tell_statistics(self) -> None:
         while True:
             await asyncio.sleep(_TICK)
             if self._server is None or self._trainer.full:
                 continue
-            now = self._server.counters()
+            now = self._server.statistics()
             if now != self._told:
                 self._told = now
                 self._trainer.send(now)
@@ -221,7 +221,7 @@ class ServerMain:
         while self._loop.time() < until:
             await asyncio.sleep(min(_TICK, keep_last))
             assert self._server is not None, "it has a checkpoint to serve"
-            now = self._server.counters().server
+            now = self._server.statistics()
             if now.readers or now.requests != seen:
                 seen, until = now.requests, self._loop.time() + keep_last
         self._ended.set()

@@ -17,7 +17,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Iterable,
     Iterator,
     Mapping,
 )
@@ -30,7 +29,7 @@ from contextlib import (
 )
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
@@ -72,7 +71,7 @@ from aiockpt.http.responses import (
 from aiockpt.http.security import Reach, network_of, plain_address
 from aiockpt.http.shared_memory import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.status import wants_page
-from aiockpt.http.store import Publication, Store
+from aiockpt.http.store import Publication, Statistics, Store
 from aiockpt.http.tokens import ManifestMacs, swarm_token
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.secrets import Token
@@ -158,25 +157,6 @@ class ServerConfig:
             )
 
 
-class ServerStatistics(NamedTuple):
-    """What a service does now (the first two), and did since it was made."""
-
-    readers: int
-    waiting: int
-    requests: int
-    refused: int
-    bytes_sent: int
-    gone: int
-    stalled: int
-    evicted: int
-
-    @classmethod
-    def sum(cls, parts: Iterable[ServerStatistics]) -> ServerStatistics:
-        """Return the sum of each counter."""
-        nothing = (0,) * len(cls._fields)
-        return cls(*map(sum, zip(nothing, *parts, strict=True)))
-
-
 class _Stream(web.StreamResponse):
     """A response that no application compresses: its length and digest are given."""
 
@@ -218,7 +198,6 @@ class CheckpointService:
         self._reach = None if config.peers is None else Reach(config.peers)
         self._places = Admission(config.options.readers)
         self._manifests = Admission(config.options.readers)
-        self._readers = 0
         self._waiting = 0
         self._counts: Counter[str] = Counter()
         self._macs = ManifestMacs(config.manifest_key)
@@ -226,12 +205,17 @@ class CheckpointService:
         self._log_limit = LogLimit()
         self._closed = False
 
-    def statistics(self) -> ServerStatistics:
-        """Return the counters as one immutable record."""
-        counts = {name: self._counts[name] for name in ServerStatistics._fields[2:]}
-        counts["bytes_sent"] += sum(body.sent for body in self._bodies)
-        waiting = self._waiting + self._places.waiting + self._manifests.waiting
-        return ServerStatistics(self._readers, waiting, **counts)
+    def statistics(self) -> Statistics:
+        """Return what the handlers have counted; the store counts the readers."""
+        counts = self._counts
+        return Statistics(
+            waiting=self._waiting + self._places.waiting + self._manifests.waiting,
+            requests=counts["requests"],
+            refused=counts["refused"],
+            bytes_sent=counts["bytes_sent"] + sum(body.sent for body in self._bodies),
+            gone=counts["gone"],
+            stalled=counts["stalled"],
+        )
 
     def close(self) -> None:
         """Abort the bodies that are being sent, refuse every request. Idempotent."""
@@ -367,7 +351,7 @@ class CheckpointService:
 
     def _status(self, now: Publication | None) -> dict[str, object]:
         """Return what the status page shows; no token, and no lease."""
-        statistics, swarm = self.statistics(), None
+        statistics, swarm = self.store.statistics() + self.statistics(), None
         if now is not None and self.config.swarm is not None:
             members = now.tracker.statistics(_MOST_SHOWN)
             swarm = {
@@ -862,16 +846,12 @@ class CheckpointService:
         lease: http.Lease | None,
         body: BodySender,
     ) -> AsyncIterator[None]:
-        """Keep the memory during the block, and count a reader."""
+        """Keep the memory during the block."""
         _transport_of(request)  # the client may have left while it waited
         is_relay = isinstance(publication.servable, Relay)
         evict = body.interrupt if is_relay else body.evict
         async with self.store.reading(publication, evict=evict, lease=lease):
-            self._readers += 1
-            try:
-                yield
-            finally:
-                self._readers -= 1
+            yield
 
     @contextmanager
     def _accounting(

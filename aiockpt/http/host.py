@@ -5,39 +5,60 @@ What it receives, it serves on to a swarm, always from its own loop.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from socket import socket
+from typing import Protocol
+
+from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.membership import Membership
 from aiockpt.http.relay import Relay
 from aiockpt.http.server import CheckpointServer
-from aiockpt.http.server_process import ServerProcess
 from aiockpt.http.shared_memory import format_mark, identity
-from aiockpt.http.store import Store
+from aiockpt.http.store import Statistics
 from aiockpt.runtime.bridge import Bridge
 
 
-class RelayHost:
-    """An address, and the server that serves there; a server process has no relays.
+class Serving(Protocol):
+    """Serves at sockets: a `CheckpointServer` on this loop, or a server process."""
+
+    async def start(self, sockets: Sequence[socket]) -> None:
+        """Serve at ``sockets``, which stay the caller's. Idempotent.
+
+        Raises:
+            ClosedError: after :meth:`stop`.
+            WorkerError: no server process can be started.
+        """
+
+    async def stop(self) -> None:
+        """Serve nothing for good. Idempotent."""
+
+    def mount(self) -> CheckpointService:
+        """Return the handlers for an application, instead of sockets.
+
+        Raises:
+            LocalProtocolError: it cannot serve in an application, or not any more.
+        """
+
+    def statistics(self) -> Statistics:
+        """Return what is served now, and the counters since the start."""
+
+
+class Front:
+    """An address, and the server that serves there.
 
     Args:
         endpoint: The address.
         server: Serves there once `start` was called, or an application does.
         bridge: Resolves a host that is a name.
-
-    Attributes:
-        members: The receives that are in a swarm, until their sources know that they
-            left it. Some of them have returned.
-        has_warned: Whether it is known that others cannot reach this address.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        server: CheckpointServer | ServerProcess,
-        bridge: Bridge,
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, server: Serving, bridge: Bridge) -> None:
         self._endpoint, self._server, self._bridge = endpoint, server, bridge
-        self.members: set[Membership] = set()
-        self.has_warned = False
+
+    def url(self) -> str:
+        """Return the base URL, without the token; see `Endpoint.url`."""
+        return self._endpoint.url()
 
     async def start(self) -> None:
         """Serve, unless an application does. Idempotent.
@@ -60,10 +81,28 @@ class RelayHost:
         finally:
             self._endpoint.close()  # a hung process keeps copies of the sockets
 
-    @property
-    def _store(self) -> Store:
-        assert isinstance(self._server, CheckpointServer), "it serves relays"
-        return self._server.store
+
+class RelayHost(Front):
+    """Serves relays, too; a server process has none.
+
+    Args:
+        endpoint: The address.
+        server: Serves there once `start` was called, or an application does.
+        bridge: Resolves a host that is a name.
+
+    Attributes:
+        members: The receives that are in a swarm, until their sources know that they
+            left it. Some of them have returned.
+        has_warned: Whether it is known that others cannot reach this address.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, server: CheckpointServer, bridge: Bridge
+    ) -> None:
+        super().__init__(endpoint, server, bridge)
+        self._store = server.store
+        self.members: set[Membership] = set()
+        self.has_warned = False
 
     async def enter(self, relay: Relay) -> str:
         """Serve a relay; return the URL under which members reach it.
@@ -75,7 +114,7 @@ class RelayHost:
         """
         await self.start()
         await self._store.relay(relay)
-        return self._endpoint.url()
+        return self.url()
 
     async def mark(self, snapshot_id: str) -> str:
         """Return this host's mark in the swarm of a snapshot; empty if unknown.

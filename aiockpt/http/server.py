@@ -10,22 +10,16 @@ from socket import socket
 from typing import Any, Final
 
 import anyio
-import msgspec
 from aiohttp import http_parser, web
 from aiohttp.http import HttpProcessingError
 
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.acceptor import Acceptor
-from aiockpt.http.handlers import (
-    CheckpointService,
-    ServerConfig,
-    ServerStatistics,
-    routes,
-)
+from aiockpt.http.handlers import CheckpointService, ServerConfig, routes
 from aiockpt.http.lender import Lender
 from aiockpt.http.listen import PREFIX
 from aiockpt.http.responses import COMMON_HEADERS
-from aiockpt.http.store import Store, StoreStatistics
+from aiockpt.http.store import Statistics, Store
 from aiockpt.runtime.bridge import Bridge
 
 _KEEPALIVE: Final = 75.0  # longer than the 60 s for which proxies keep idle connections
@@ -42,14 +36,6 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 logger = logging.getLogger("aiockpt.http")
 logger.addFilter(_is_ours)
-
-
-class Counters(msgspec.Struct, tag=True, frozen=True):
-    """What a server has counted; a server process sends it to its trainer."""
-
-    store: StoreStatistics = StoreStatistics(None, 0, 0, 0.0, 0)
-    server: ServerStatistics = ServerStatistics.sum(())
-    lent: int = 0
 
 
 class CheckpointServer:
@@ -91,13 +77,11 @@ class CheckpointServer:
         self._turn = anyio.Lock()
         self._closed = False
 
-    def counters(self) -> Counters:
-        """Return the counters as one immutable record, summed over all services."""
-        return Counters(
-            self.store.statistics(),
-            ServerStatistics.sum(service.statistics() for service in self._services),
-            self._lender.count if self._lender else 0,
-        )
+    def statistics(self) -> Statistics:
+        """Return the figures of the store, the lender and all services."""
+        lent = Statistics(lent=self._lender.count if self._lender else 0)
+        services = (service.statistics() for service in self._services)
+        return sum(services, self.store.statistics() + lent)
 
     def mount(self) -> CheckpointService:
         """Return the handlers for an application, instead of sockets.

@@ -12,8 +12,7 @@ import msgspec
 from aiockpt.events import TransferEvent
 from aiockpt.http.audit import Access
 from aiockpt.http.handlers import ServerConfig
-from aiockpt.http.server import Counters
-from aiockpt.http.store import Failure
+from aiockpt.http.store import Failure, Statistics
 
 
 class Setup(msgspec.Struct, tag=True, frozen=True):
@@ -97,7 +96,7 @@ class LogLine(msgspec.Struct, tag=True, frozen=True):
 
 
 ToServer: TypeAlias = Setup | Prepare | Publish | Forget | Retract | Fail
-FromServer: TypeAlias = Ready | Done | Released | Spent | Counters | Event | LogLine
+FromServer: TypeAlias = Ready | Done | Released | Spent | Statistics | Event | LogLine
 
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
 decode_from_server = msgspec.msgpack.Decoder(FromServer).decode

@@ -26,6 +26,8 @@ from contextlib import suppress
 from socket import SHUT_RDWR, socket
 from typing import Final
 
+import msgspec
+
 from aiockpt.errors import (
     AiockptError,
     ClosedError,
@@ -35,8 +37,7 @@ from aiockpt.errors import (
     kept,
 )
 from aiockpt.events import TransferEvent, emit
-from aiockpt.http.handlers import CheckpointService, ServerConfig, ServerStatistics
-from aiockpt.http.server import Counters
+from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.server_messages import (
     Done,
     Event,
@@ -52,7 +53,7 @@ from aiockpt.http.server_messages import (
     Spent,
     decode_from_server,
 )
-from aiockpt.http.store import Failure, StoreStatistics
+from aiockpt.http.store import Failure, Statistics
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.children import Child, Pauses
@@ -83,8 +84,8 @@ class _State(enum.Enum):
 class ServerProcess:
     """One server process after another, and what they have been told to serve.
 
-    It does what a `CheckpointServer` and its `Store` do for a transport that serves on
-    its own loop. One task supervises: it launches a process, waits for its end, and
+    It is a `Publisher` as a `Store` is, and serves as a `CheckpointServer` does. One
+    task supervises: it launches a process, waits for its end, and
     launches the next one.
 
     Args:
@@ -114,8 +115,8 @@ class ServerProcess:
         self._current = 0  # the number of what is published; 0: nothing
         self._failure: Failure | None = None
         self._unanswered: dict[int, asyncio.Event] = {}
-        self._last = Counters()  # of the process that runs
-        self._before = Counters()  # the sum of those that have ended
+        self._last = Statistics()  # of the process that runs
+        self._before = Statistics()  # the sum of those that have ended
 
     @property
     def pid(self) -> int | None:
@@ -126,19 +127,15 @@ class ServerProcess:
     def _closed(self) -> bool:
         return self._state is _State.CLOSED
 
-    def counters(self) -> Counters:
-        """Return the counters of all processes; the last ones may be 0.1 s old."""
-        return Counters(
-            self.statistics(),
-            ServerStatistics.sum((self._before.server, self._last.server)),
-            self._before.lent + self._last.lent,
-        )
-
-    def statistics(self) -> StoreStatistics:
-        """Return what the process said last about its store."""
+    @property
+    def step(self) -> int | None:
+        """The step that is published now."""
         current = self._given.get(self._current)
-        step = current.manifest.step if current else None
-        return self._last.store._replace(step=step)
+        return current.manifest.step if current else None
+
+    def statistics(self) -> Statistics:
+        """Return the figures of all processes; the last ones may be 0.1 s old."""
+        return msgspec.structs.replace(self._before + self._last, step=self.step)
 
     def mount(self) -> CheckpointService:
         """Refuse: the handlers of an application run in its own process.
@@ -241,8 +238,7 @@ class ServerProcess:
                 each.shutdown(SHUT_RDWR)
 
     def _tell_end(self, detail: str, level: int = logging.WARNING) -> None:
-        step = self.statistics().step
-        emit(TransferEvent(stop="restart", step=step, detail=detail, level=level))
+        emit(TransferEvent(stop="restart", step=self.step, detail=detail, level=level))
 
     async def _rest(self) -> None:
         """Wait before the next process, longer after each short life."""
@@ -304,11 +300,8 @@ class ServerProcess:
 
     def _clean_up(self) -> None:
         """Take back what a dead process had; nobody waits for its answers any more."""
-        now = self.counters()
-        self._before = Counters(
-            server=now.server._replace(readers=0, waiting=0), lent=now.lent
-        )
-        self._last = Counters()
+        self._before = self.statistics().counters()
+        self._last = Statistics()
         if self._config.lends:  # it may have died before it said what it had lent
             for number in self._given:
                 self._spend(number)
@@ -453,7 +446,7 @@ class ServerProcess:
                 self._take_back(message.number)
         elif isinstance(message, Spent):
             self._spend(message.number)
-        elif isinstance(message, Counters):
+        elif isinstance(message, Statistics):
             self._last = message
         elif isinstance(message, Event):
             emit(message.event)

@@ -21,7 +21,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final, NamedTuple, Protocol, Self
+from typing import Final, Protocol, Self
+
+import msgspec
 
 from aiockpt.errors import (
     CheckpointChangedError,
@@ -34,6 +36,7 @@ from aiockpt.http.protocol import Lease
 from aiockpt.http.relay import Relay
 from aiockpt.http.tracker import Tracker
 from aiockpt.memory.arena import Lendable
+from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.deadlines import Deadlines
 from aiockpt.runtime.rwlock import RWLock
 
@@ -68,14 +71,72 @@ class Servable(Protocol):
         """Undo one :meth:`acquire`."""
 
 
-class StoreStatistics(NamedTuple):
-    """What a store holds now; ``superseded`` counts the snapshots still being read."""
+class Statistics(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """What is served now, and the counters since the start; see `TransportStatistics`.
 
-    step: int | None
-    readers: int
-    superseded: int
-    oldest_reader: float
-    evicted: int
+    A store fills some fields, and what serves it fills others. ``+`` adds two records
+    field by field. The step of the first one counts, and the oldest of all readers.
+    """
+
+    step: int | None = None
+    readers: int = 0
+    oldest_reader: float = 0.0
+    superseded: int = 0
+    waiting: int = 0
+    requests: int = 0
+    refused: int = 0
+    bytes_sent: int = 0
+    gone: int = 0
+    stalled: int = 0
+    evicted: int = 0
+    lent: int = 0
+
+    def __add__(self, other: Statistics) -> Statistics:
+        sums = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in self.__struct_fields__
+            if name not in ("step", "oldest_reader")
+        }
+        step = other.step if self.step is None else self.step
+        oldest = max(self.oldest_reader, other.oldest_reader)
+        return Statistics(step=step, oldest_reader=oldest, **sums)
+
+    def counters(self) -> Statistics:
+        """Return what stays true of a server that has ended."""
+        return msgspec.structs.replace(
+            self, step=None, readers=0, oldest_reader=0.0, superseded=0, waiting=0
+        )
+
+
+class Publisher(Protocol):
+    """Publishes checkpoints: a `Store` of this process, or a server process.
+
+    Attributes:
+        retractions: How often it was told to serve nothing.
+    """
+
+    retractions: int
+
+    @property
+    def step(self) -> int | None:
+        """The step that is published now."""
+
+    async def publish(self, snapshot: Snapshot, *, grace: float) -> None:
+        """Serve ``snapshot`` from now on, instead of what was served before.
+
+        If cancelled, the old checkpoint is still served.
+
+        Raises:
+            ClosedError: it serves nothing any more.
+            StepNotFoundError: :meth:`retract` was called meanwhile, and is final.
+            WorkerError: no server process can be started.
+        """
+
+    def fail(self, failure: Failure | None) -> None:
+        """Tell the receives that wait for a step that its send failed; None forgets."""
+
+    async def retract(self, *, grace: float) -> None:
+        """Serve nothing; once this returns, no byte of the old memory is read."""
 
 
 @dataclass(slots=True)
@@ -348,11 +409,17 @@ class Store:
         same = ours.entries == theirs.entries and ours.chunk_bytes == theirs.chunk_bytes
         return self._base if same else None
 
-    def statistics(self) -> StoreStatistics:
-        """Return what the store holds now, as one immutable record."""
-        locks = [each.lock.statistics() for each in self._held()]
-        return StoreStatistics(
-            step=self._current.step if self._current else None,
+    @property
+    def step(self) -> int | None:
+        """The step that is published now."""
+        return self._current.step if self._current else None
+
+    def statistics(self) -> Statistics:
+        """Return what the store holds now, and who reads it."""
+        held = [*self._held(), *self._relays.values()]
+        locks = [each.lock.statistics() for each in held]
+        return Statistics(
+            step=self.step,
             readers=sum(lock.readers for lock in locks),
             superseded=len(self._outgoing - {self._base}),
             oldest_reader=max((lock.oldest_reader for lock in locks), default=0.0),
@@ -588,8 +655,7 @@ class Store:
             self._checks = loop.call_later(_CHECK_EVERY, self._check_waits)
 
     def _missing(self, step: int | None) -> StepNotFoundError:
-        now = self._current
-        return StepNotFoundError(step, serving=now.step if now else None)
+        return StepNotFoundError(step, serving=self.step)
 
     def _announce(self) -> None:
         for waiter in self._waits:

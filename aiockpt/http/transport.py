@@ -33,8 +33,8 @@ from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.format.chunks import Algorithm
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
-from aiockpt.http.handlers import CheckpointService, ServerConfig, ServerStatistics
-from aiockpt.http.host import RelayHost
+from aiockpt.http.handlers import CheckpointService, ServerConfig
+from aiockpt.http.host import Front, RelayHost, Serving
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
 from aiockpt.http.membership import Membership
@@ -44,7 +44,7 @@ from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_metadata
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.server_process import ServerProcess
 from aiockpt.http.source import HttpSource, Sharing
-from aiockpt.http.store import Failure, Store
+from aiockpt.http.store import Failure, Publisher, Statistics
 from aiockpt.memory.arena import CAN_LEND, ArenaPool
 from aiockpt.memory.device import Marks, port_for
 from aiockpt.memory.snapshot import Snapshot
@@ -229,21 +229,22 @@ class HTTPTransport(CheckpointTransport[T]):
             peers=None if auth.peers is None else tuple(auth.peers),
         )
         _check_together(server, auth, zero_copy=zero_copy)
-        self._server: CheckpointServer | ServerProcess
-        self._store: Store | ServerProcess
+        self._servers: list[Serving]
+        self._store: Publisher
+        self._front: Front
         if server.process:
-            self._server = self._store = ServerProcess(config, self._bridge)
-        else:
-            self._server = CheckpointServer(config, self._bridge, ssl_context=tls)
-            self._store = self._server.store
-        self._front = RelayHost(self._endpoint, self._server, self._bridge)
-        self._relays = self._server  # what serves this transport's part in a swarm
-        self._host = self._front
-        if server.process:  # a member serves from its own loop, at any free port
+            apart = self._store = ServerProcess(config, self._bridge)
+            self._front = Front(self._endpoint, apart, self._bridge)
+            # A member serves from its own loop, at any free port.
             name = advertise if advertise and "://" not in advertise else None
             where = Endpoint(replace(server, port=0), advertise=name, tls=False)
-            self._relays = CheckpointServer(replace(config, lends=False), self._bridge)
-            self._host = RelayHost(where, self._relays, self._bridge)
+            relays = CheckpointServer(replace(config, lends=False), self._bridge)
+            self._host = RelayHost(where, relays, self._bridge)
+            self._servers = [apart, relays]
+        else:
+            local = CheckpointServer(config, self._bridge, ssl_context=tls)
+            self._store, self._servers = local.store, [local]
+            self._front = self._host = RelayHost(self._endpoint, local, self._bridge)
         self._grace = server.grace
         self._turn = anyio.Lock()  # one send at a time
         self._offered: Snapshot | None = None
@@ -288,25 +289,9 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def statistics(self) -> TransportStatistics:
         """Return the published step, the counters and the state of the threads."""
-        store, served, lent = msgspec.structs.astuple(self._server.counters())
-        if self._relays is not self._server:
-            relayed = self._relays.counters().server
-            served = ServerStatistics.sum((served, relayed))
-        return TransportStatistics(
-            step=store.step,
-            readers=store.readers,
-            oldest_reader=store.oldest_reader,
-            superseded=store.superseded,
-            waiting=served.waiting,
-            requests=served.requests,
-            refused=served.refused,
-            bytes_sent=served.bytes_sent,
-            gone=served.gone,
-            stalled=served.stalled,
-            evicted=store.evicted,
-            lent=lent,
-            threads=self._bridge.statistics(),
-        )
+        now = sum((each.statistics() for each in self._servers), Statistics())
+        figures = msgspec.structs.asdict(now)
+        return TransportStatistics(**figures, threads=self._bridge.statistics())
 
     def metadata(self) -> str:
         """Return the URL to fetch from, with the token in its fragment.
@@ -372,7 +357,7 @@ class HTTPTransport(CheckpointTransport[T]):
             ClosedError: after :meth:`shutdown`.
         """
         self._lifetime.check()
-        service = self._server.mount()
+        service = self._servers[0].mount()
         self._endpoint.mount(prefix)
         return service
 
@@ -456,7 +441,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 if offered is None:
                     raise StepNotFoundError(step)
                 await self._front.start()
-                if self._store.statistics().step is None:  # its server process has died
+                if self._store.step is None:  # its server process has died
                     raise StepNotFoundError(step)
                 self._check_offer(step, before)
                 if offered.manifest.step == step:

@@ -19,6 +19,8 @@ import time
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -40,7 +42,7 @@ from aiockpt.http import setup
 from aiockpt.memory.arena import CAN_LEND
 from aiockpt.testing import assert_same, interruptions
 from tests.support.proofs import proves
-from tests.support.servers import settle
+from tests.support.servers import Peer, settle
 from tests.support.shortages import exhausted_fds
 from tests.support.transports import in_the_middle, receive, transport, weights
 from tests.support.waiting import FROM_A_TERMINAL, ignored
@@ -270,6 +272,24 @@ class TestItsDeath:
             assert told.detail == f"the server process has ended: exit code {code}"
             assert (told.step, told.level) == (1, logging.WARNING)
             assert told.detail in caplog.text
+
+    async def test_the_counters_go_on(self):
+        """What a dead process has counted is not counted again, and not lost."""
+        large = weights(mib=16)  # more than the kernel buffers for a reader
+        async with apart(insecure=True, grace=0.01) as sender:
+            await sender.send_checkpoint([], 1, large)
+            port = urlsplit(sender.address()).port
+            async with Peer(port, token=None, receive_buffer=4096) as peer:
+                await peer.request("/checkpoint/1/full")
+                await peer.head()
+                await settle(lambda: sender.statistics().readers == 1)
+                await sender.disallow_checkpoint()
+                await settle(lambda: sender.statistics().evicted == 1)
+            await settle(lambda: not sender.statistics().readers)
+            before = sender.statistics()
+            assert before.bytes_sent
+            await kill(sender)
+            assert sender.statistics() == before._replace(threads=ANY)
 
     async def test_what_was_retracted_stays_so(self):
         """The next process does not offer it."""

@@ -225,10 +225,10 @@ async def test_a_member_with_a_server_process_serves_from_its_own_loop(
         ]
         await settle(lambda: relayed(members) > 0)
         for each in members:
-            server = each._server
+            server = each._servers[0]
             assert isinstance(server, ServerProcess)
             assert server.pid is not None
-            assert server.counters().server.requests == 0
+            assert server.statistics().requests == 0
             os.kill(server.pid, signal.SIGKILL)
         for state in await asyncio.gather(*tasks):
             assert_same(state, STATE)

@@ -111,7 +111,7 @@ async def test_the_tracker_is_killed(record: Record) -> None:
         async with swarming(3, process=True) as (sender, members, url):
             tasks = fetching(members, url)
             await settle(lambda: relayed(members) > 0)
-            server = sender._server
+            server = sender._servers[0]
             assert isinstance(server, ServerProcess)
             assert server.pid is not None
             os.kill(server.pid, signal.SIGKILL)

@@ -39,7 +39,7 @@ async def test_a_tool_fetches_the_file(how: str, tmp_path: Path) -> None:
     async with transport(chunk_bytes=1 << 20) as sender:
         await sender.send_checkpoint([1], 5, STATE)
         base, _, token = sender.metadata().partition("#")
-        served = sender._store.latest.servable  # type: ignore[union-attr]
+        served = sender._store.latest.servable  # type: ignore[attr-defined]
         views = served.views(0, served.manifest.segment_bytes)
         expected = b"".join([served.manifest.header, *views])
         known = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import ANY
 
 import pytest
 
@@ -12,7 +13,8 @@ from aiockpt.errors import (
     PeerFailedError,
     StepNotFoundError,
 )
-from aiockpt.http.store import Failure, Store
+from aiockpt.http.relay import Relay
+from aiockpt.http.store import Failure, Statistics, Store
 from tests.support.proofs import proves
 from tests.support.servers import Memory, settle
 
@@ -67,6 +69,38 @@ async def read_live(step=1):
     store, memory = Store(), Memory(step=step, live=True)
     await store.publish(memory, grace=0)
     return store, memory, await Reader.of(store, step)
+
+
+async def test_two_records_are_added_field_by_field():
+    """Counters and readers are sums, also of fields that are new."""
+    names = Statistics.__struct_fields__
+    first = Statistics(**{name: 1 + at for at, name in enumerate(names)})
+    second = Statistics(**dict.fromkeys(names, 100))
+    total = first + second
+    for at, name in enumerate(names):
+        expected = {"step": 1, "oldest_reader": 100}.get(name, 101 + at)
+        assert getattr(total, name) == expected, name
+    assert (Statistics() + second).step == 100
+    assert first + Statistics() == first == Statistics() + first
+
+
+async def test_of_a_server_that_has_ended_only_the_counters_stay():
+    """It serves no step, and nobody reads from it or waits for it."""
+    before = Statistics(**dict.fromkeys(Statistics.__struct_fields__, 5))
+    counts = dict.fromkeys(
+        ("requests", "refused", "bytes_sent", "gone", "stalled", "evicted", "lent"), 5
+    )
+    assert before.counters() == Statistics(**counts)
+
+
+async def test_a_body_of_a_relay_is_a_reader():
+    """A member of a swarm counts whom it serves, as a sender does."""
+    store, relay = Store(), Relay(Memory().manifest, {}, slots=2)
+    await store.relay(relay)
+    (publication,) = store._relays.values()
+    async with store.reading(publication, evict=lambda: None):
+        assert store.statistics() == Statistics(readers=1, oldest_reader=ANY)
+    assert store.statistics() == Statistics()
 
 
 async def test_waiting_ends_when_the_step_was_skipped():

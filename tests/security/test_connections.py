@@ -208,7 +208,7 @@ async def test_one_host_cannot_keep_the_others_out() -> None:
             ]
             for poll in polls:
                 await poll.request(news, **many)
-            await settle(lambda: site.server.counters().server.waiting == MANY)
+            await settle(lambda: site.server.statistics().waiting == MANY)
             while (fd := os.dup(0)) < LIMIT - LIMIT // 4:
                 files.callback(os.close, fd)
             os.close(fd)
@@ -217,7 +217,7 @@ async def test_one_host_cannot_keep_the_others_out() -> None:
                 async with asyncio.timeout(30):
                     assert (await other.ask(LATEST)).status == 200
                 await other.request(news, **many)
-                await settle(lambda: site.server.counters().server.waiting >= MANY)
+                await settle(lambda: site.server.statistics().waiting >= MANY)
             assert [is_ended(poll) for poll in polls] == [True] * 2 + [False] * 38
             own = await stack.enter_async_context(peer("127.0.0.2"))
             async with asyncio.timeout(30):

@@ -180,7 +180,7 @@ async def honest(site: Site, memory: Memory) -> AsyncIterator[None]:
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-    await settle(lambda: site.server.counters().server.readers == 0)
+    await settle(lambda: site.server.statistics().readers == 0)
     await settle(lambda: memory.references == 1)
 
 
@@ -317,7 +317,7 @@ async def test_a_flood_of_small_ranges_is_bounded() -> None:
                     for _ in range(100):
                         await peer.say(get(b"Range: bytes=5-5") * 100)
                         await asyncio.sleep(0)
-            await settle(lambda: site.server.counters().server.requests > 100)
+            await settle(lambda: site.server.statistics().requests > 100)
             assert peak() - before < 64 << 20
         # Whoever leaves, leaves no work behind: only the honest one is there.
         await settle(lambda: len(site.connections) <= 1)
@@ -334,4 +334,4 @@ async def test_refusals_are_cheap() -> None:
                 assert (await peer.ask("/checkpoint/7/full")).status == 401
         assert time.process_time() - started < 10
         assert memory.references == 1
-        assert site.server.counters().server.bytes_sent == 0
+        assert site.server.statistics().bytes_sent == 0

@@ -299,7 +299,7 @@ async def test_nothing_is_served_yet():
 
 def waiting_at(site):
     """Return how many requests wait."""
-    return site.server.counters().server.waiting
+    return site.server.statistics().waiting
 
 
 @asynccontextmanager
@@ -394,7 +394,7 @@ async def test_no_news_is_an_answer_without_content():
                     assert answer.headers.get("Aiockpt-Step") == step
                     assert "Content-Length" not in answer.headers
             await site.store.publish(Memory(1000), grace=0)
-        assert site.server.counters().server.refused == 0
+        assert site.server.statistics().refused == 0
 
 
 async def test_a_step_that_is_none_is_refused():
@@ -456,15 +456,15 @@ async def test_too_many_readers_are_asked_to_come_back():
     async with serving(Memory(LARGE), readers=1) as site:
         async with site.peer(receive_buffer=4096) as slow, site.peer() as peer:
             await slow.request("/checkpoint/7/full")
-            await settle(lambda: site.server.counters().server.readers == 1)
+            await settle(lambda: site.server.statistics().readers == 1)
             refused = await peer.ask("/checkpoint/7/full", Prefer="wait=0")
             head = await peer.ask("/checkpoint/7/full", method="HEAD")
             assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
             assert head.status == 200
-        await settle(lambda: site.server.counters().server.readers == 0)
+        await settle(lambda: site.server.statistics().readers == 0)
         async with site.peer() as peer:
             assert (await peer.ask("/checkpoint/7/0")).status == 200
-        assert site.server.counters().server.gone == 1
+        assert site.server.statistics().gone == 1
 
 
 @proves("threat D23")
@@ -479,14 +479,14 @@ async def test_slow_readers_make_way_for_one_that_waits(host):
         ]
         for each in slow:
             await each.request("/checkpoint/7/full")
-        await settle(lambda: site.server.counters().server.readers == 2)
+        await settle(lambda: site.server.statistics().readers == 2)
         peer = await stack.enter_async_context(site.peer(host=host))
         for path, fields in [("metadata", {}), ("full", {"Range": "bytes=0-999"})]:
             found = await peer.ask(f"/checkpoint/7/{path}", Prefer="wait=0", **fields)
             assert found.status in (200, 206)
         found = await peer.ask("/checkpoint/7/full", Prefer="wait=30")
         assert found.body == memory.file
-        await settle(lambda: site.server.counters().server.readers == 1)
+        await settle(lambda: site.server.statistics().readers == 1)
 
 
 @proves("cell HTTPTransport.disallow_checkpoint: success")
@@ -496,13 +496,13 @@ async def test_retract_evicts_a_reader_that_hangs():
     memory = Memory(LARGE, fill=1, live=True)
     async with serving(memory) as site, site.peer(receive_buffer=4096) as peer:
         await peer.request("/checkpoint/7/full")
-        await settle(lambda: site.server.counters().server.readers == 1)
+        await settle(lambda: site.server.statistics().readers == 1)
         async with asyncio.timeout(10):
             await site.store.retract(grace=0.05)
         assert memory.references == 0
         memory.overwrite(2)
         rest = await peer.read_all()
-        statistics = site.server.counters().server
+        statistics = site.server.statistics()
     assert 2 not in rest.partition(b"\r\n\r\n")[2][memory.manifest.header_bytes :]
     assert (statistics.evicted, statistics.readers) == (1, 0)
 
@@ -518,7 +518,7 @@ async def test_many_stalled_peers_do_not_slow_a_good_one():
                 await peer.__aenter__()
             for peer in peers[:200]:
                 await peer.request("/checkpoint/7/full")
-            await settle(lambda: site.server.counters().server.readers == 200)
+            await settle(lambda: site.server.statistics().readers == 200)
             async with site.peer() as good, asyncio.timeout(10):
                 assert (await good.ask("/checkpoint/7/full")).body == memory.file
         finally:
@@ -539,10 +539,10 @@ async def test_stop_ends_waiting_sending_and_idle_connections():
     ):
         await slow.request("/checkpoint/7/full")
         await idle.ask("/checkpoint/7/metadata")
-        await settle(lambda: site.server.counters().server.readers == 1)
+        await settle(lambda: site.server.statistics().readers == 1)
         async with asyncio.timeout(5):
             await site.server.stop()
-        counts = site.server.counters().server
+        counts = site.server.statistics()
         assert (counts.waiting, counts.readers) == (0, 0)
         assert memory.references == 0
         for peer in (slow, early, idle, mute):
