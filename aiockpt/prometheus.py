@@ -75,6 +75,11 @@ _CHECKPOINTER = (
     _Figure("stall_seconds", "stall_seconds", "How long the last save stalled."),
     _Figure("write_seconds", "write_seconds", "How long the last write took."),
     _Figure("restarts", "process_restarts", "New checkpoint processes.", total=True),
+    _Figure("loads.ended", "loads", "Loads that have ended.", total=True),
+    _Figure("loads.nbytes", "loaded_bytes", "Bytes that they read.", total=True),
+    _Figure("loads.needed", "needed_bytes", "Bytes that they needed.", total=True),
+    _Figure("loads.files", "loaded_files", "Files that they read from.", total=True),
+    _Figure("loads.ranges", "loaded_ranges", "Ranges of these files.", total=True),
 )
 _KINDS: Mapping[str, tuple[str, tuple[_Figure, ...]]] = {
     "TransportStatistics": ("aiockpt_transport_", _TRANSPORT),

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from aiockpt.checkpointers.base import (
         Checkpointer,
         CheckpointerStatistics,
+        LoadStatistics,
         Written,
     )
     from aiockpt.checkpointers.config import (
@@ -93,6 +94,7 @@ __all__ = [
     "CheckpointerConfig",
     "CheckpointerStatistics",
     "DefaultStager",
+    "LoadStatistics",
     "RankFile",
     "RankInfo",
     "Recovered",
@@ -132,6 +134,7 @@ _HOMES = {
     "CheckpointerConfig": "aiockpt.checkpointers.config",
     "CheckpointerStatistics": "aiockpt.checkpointers.base",
     "DefaultStager": "aiockpt.checkpointers.stager",
+    "LoadStatistics": "aiockpt.checkpointers.base",
     "RankFile": "aiockpt.storage.directory",
     "RankInfo": "aiockpt.checkpointers.config",
     "Recovered": "aiockpt.checkpointers.recovery",

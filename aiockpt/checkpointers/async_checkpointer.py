@@ -29,7 +29,12 @@ from aiockpt.checkpointers.base import (
     template_of,
 )
 from aiockpt.checkpointers.config import ELSEWHERE, BusyPolicy, SaveRanks
-from aiockpt.checkpointers.reader import CheckpointReader, load, own_read
+from aiockpt.checkpointers.reader import (
+    CheckpointReader,
+    load,
+    loads_of,
+    own_read,
+)
 from aiockpt.checkpointers.stager import (
     CheckpointStager,
     DefaultStager,
@@ -375,10 +380,11 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             )
 
     def statistics(self) -> CheckpointerStatistics:
-        """Return the numbers of saves, their bytes and their times."""
+        """Return the numbers of saves and loads, their bytes, and times of saves."""
         return self._account.now._replace(
             under_way=len(self._under_way),
             restarts=getattr(self._writer, "restarts", 0),
+            loads=loads_of(self._reader),
         )
 
     async def close(self) -> tuple[BaseException, ...]:

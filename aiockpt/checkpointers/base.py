@@ -7,6 +7,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from operator import add
 from typing import Any, Final, Literal, NamedTuple, Never
 
 from aiockpt.events import Progress, TransferEvent, emit, guarded
@@ -19,6 +20,7 @@ __all__ = [
     "Account",
     "Checkpointer",
     "CheckpointerStatistics",
+    "LoadStatistics",
     "Written",
     "anything",
     "committed_before",
@@ -91,6 +93,29 @@ class Checkpointer(ABC):
         """Release everything. Idempotent."""
 
 
+class LoadStatistics(NamedTuple):
+    """The loads of a reader up to one moment; see :class:`.TransferEvent`.
+
+    Attributes:
+        ended: Loads that have returned a state dict.
+        nbytes: Bytes of files that they read.
+        needed: Bytes of files that they needed.
+        files: Files that they read from.
+        ranges: Ranges of these files that they read.
+    """
+
+    ended: int = 0
+    nbytes: int = 0
+    needed: int = 0
+    files: int = 0
+    ranges: int = 0
+
+    def after(self, event: TransferEvent) -> LoadStatistics:
+        """Return the figures after one more load, which an event tells."""
+        more = event.nbytes, event.needed, event.files, event.ranges
+        return LoadStatistics(self.ended + 1, *map(add, self[1:], more))
+
+
 class CheckpointerStatistics(NamedTuple):
     """The state of a checkpointer at one moment.
 
@@ -105,6 +130,8 @@ class CheckpointerStatistics(NamedTuple):
         stall_seconds: Seconds until the last save let its caller change the state.
         write_seconds: Seconds from the end of staging to the end of the last write.
         restarts: How often the checkpoint process was replaced.
+        loads: The loads, as the reader counts them. A reader of your own that is no
+            :class:`.CheckpointReader` counts none.
     """
 
     saves: int = 0
@@ -117,6 +144,7 @@ class CheckpointerStatistics(NamedTuple):
     stall_seconds: float = 0.0
     write_seconds: float = 0.0
     restarts: int = 0
+    loads: LoadStatistics = LoadStatistics()
 
 
 class Written(NamedTuple):
@@ -167,7 +195,8 @@ class Account:
     """Counts the saves of one checkpointer, and emits an event for each written one.
 
     Attributes:
-        now: The figures; the checkpointer adds ``under_way`` and ``restarts``.
+        now: The figures; the checkpointer adds ``under_way``, ``restarts`` and
+            ``loads``.
     """
 
     def __init__(self) -> None:

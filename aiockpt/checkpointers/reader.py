@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any, Literal, Never
 
 import torch
 
-from aiockpt.checkpointers.base import template_of
+from aiockpt.checkpointers.base import LoadStatistics, template_of
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.ranks import RankLookup, is_initialized
 from aiockpt.checkpointers.sources import Found, Reading, is_url, open_sources
@@ -45,7 +46,15 @@ from aiockpt.storage.placement import PlannedPlacement
 from aiockpt.storage.read import FileSource, OnBytes, Verify, check_verify
 from aiockpt.transport import refuse_unknown, whole_number
 
-__all__ = ["CheckpointReader", "MapLocation", "load", "own_read", "unite_all"]
+__all__ = [
+    "CheckpointReader",
+    "MapLocation",
+    "load",
+    "loads_of",
+    "own_read",
+    "tell_if_own",
+    "unite_all",
+]
 
 logger = logging.getLogger("aiockpt")
 
@@ -64,9 +73,13 @@ class CheckpointReader:
         limits: The largest sizes that it accepts. By default the memory is the limit.
         allow_pickle: Accept leaves that were saved as pickles, which run code.
         ports: Returns the port of a device; tests pass a fake one.
+
+    Attributes:
+        loads: The loads that have ended.
     """
 
     ports: PortFor = staticmethod(port_for)
+    loads = LoadStatistics()
 
     def __init__(
         self,
@@ -79,6 +92,7 @@ class CheckpointReader:
         self._ranks = RankLookup(rank_info, None)
         self._limits = limits
         self._allow_pickle = allow_pickle
+        self._counting = threading.Lock()
         self.ports = ports
 
     def __repr__(self) -> str:
@@ -205,7 +219,7 @@ class CheckpointReader:
             )
             received = load_from_peer(os.fspath(path), options, on_bytes)
             name, _, _ = os.fspath(path).partition("#")  # without the token of a URL
-            _tell(name, began)
+            self._tell(_event_of(name, began))
             return received.state_dict, _reported(received.missing, name)
         template, began = None, time.monotonic()
         if state_dict is not None:
@@ -237,15 +251,21 @@ class CheckpointReader:
             first, is_alone = found.sources[0], len(found.sources) == 1
             everything = template is None and select is None and device is None
             if everything and is_alone and isinstance(first, LoadedSource):
-                _tell(policy.name, began)
+                self._tell(_event_of(policy.name, began))
                 return first.values, []
             sources, part = _fitted(found, template, policy, matched, reading)
             if everything and len(sources) == 1:
                 state = _whole(sources[0], part, reading)
             else:
                 state = _part(sources, part, reading, self.ports, modified)
-            _tell(policy.name, began, sources)
+            self._tell(_event_of(policy.name, began, sources))
             return state, _reported(part.missing, policy.name)
+
+    def _tell(self, event: TransferEvent) -> None:
+        """Count a load, and emit its event."""
+        with self._counting:
+            self.loads = self.loads.after(event)
+        emit(event)
 
 
 @contextmanager
@@ -270,10 +290,10 @@ def own_read(reader: CheckpointReader) -> list[Callable[..., object]]:
     return [] if is_ours else [reader.read]
 
 
-def _tell(name: str, began: float, sources: Sequence[Source] = ()) -> None:
-    """Emit the event of a load."""
+def _event_of(name: str, began: float, sources: Sequence[Source] = ()) -> TransferEvent:
+    """Return the event of a load."""
     files = [each for each in sources if isinstance(each, FileSource)]
-    event = TransferEvent(
+    return TransferEvent(
         stop="load",
         nbytes=sum(each.bytes_read for each in files),
         needed=sum(each.bytes_needed for each in files),
@@ -283,7 +303,19 @@ def _tell(name: str, began: float, sources: Sequence[Source] = ()) -> None:
         detail=name,
         level=logging.INFO,
     )
-    emit(event)
+
+
+def loads_of(reader: object) -> LoadStatistics:
+    """Return the loads of a reader; a user's own may count none."""
+    found = getattr(reader, "loads", None)
+    return found if isinstance(found, LoadStatistics) else LoadStatistics()
+
+
+def tell_if_own(reader: object, path: StrPath, began: float) -> None:
+    """Emit the event of a load by a reader of the user's own; ours tells it itself."""
+    if not isinstance(reader, CheckpointReader):
+        name, _, _ = os.fspath(path).partition("#")  # without the token of a URL
+        emit(_event_of(name, began))
 
 
 def _choices(
@@ -519,7 +551,7 @@ async def load(
     thread has ended, which is soon. Nothing writes to the caller's tensors afterwards.
     """
     await completed(*Marks.of_caller(reader.ports).events.values())
-    switch = _Switch(on_bytes)
+    switch, began = _Switch(on_bytes), time.monotonic()
     read = partial(
         reader.read, path, state_dict, strict=strict, on_bytes=switch, **options
     )
@@ -532,6 +564,7 @@ async def load(
         await _outlast(reading)
         raise
     loaded, missing = reading.result()
+    tell_if_own(reader, path, began)
     if strict and missing:  # a reader of one's own may leave that to us
         raise MissingKeysError(str(path), missing)
     return loaded

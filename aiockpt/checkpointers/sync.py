@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -21,10 +20,15 @@ from aiockpt.checkpointers.base import (
     template_of,
 )
 from aiockpt.checkpointers.config import ELSEWHERE
-from aiockpt.checkpointers.reader import CheckpointReader, own_read
+from aiockpt.checkpointers.reader import (
+    CheckpointReader,
+    loads_of,
+    own_read,
+    tell_if_own,
+)
 from aiockpt.checkpointers.writer import CheckpointWriter, Writers, own_functions
 from aiockpt.errors import ClosedError
-from aiockpt.events import Progress, TransferEvent, emit
+from aiockpt.events import Progress
 from aiockpt.state.reshard import RankValues
 from aiockpt.state.selection import Select
 from aiockpt.storage.directory import StrPath
@@ -177,13 +181,7 @@ class SyncCheckpointer(Checkpointer):
             **options,
             **own,
         )
-        reader: object = self._reader
-        if not isinstance(reader, CheckpointReader):  # ours tells it itself
-            seconds, name = time.monotonic() - began, _without_token(path)
-            told = TransferEvent(
-                stop="load", seconds=seconds, detail=name, level=logging.INFO
-            )
-            emit(told)
+        tell_if_own(self._reader, path, began)
         return loaded
 
     def _note_written(
@@ -194,9 +192,10 @@ class SyncCheckpointer(Checkpointer):
         self._account.note_written(path, step, written, seconds, _without_token(path))
 
     def statistics(self) -> CheckpointerStatistics:
-        """Return the numbers of saves, their bytes and their times."""
+        """Return the numbers of saves and loads, their bytes, and times of saves."""
         now = self._account.now
-        return now._replace(under_way=now.saves - now.written - now.failed)
+        under_way = now.saves - now.written - now.failed
+        return now._replace(under_way=under_way, loads=loads_of(self._reader))
 
     def close(self) -> None:
         """Release the barrier and memory. Idempotent."""

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import is_
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +33,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import aiockpt
 from aiockpt import errors
-from aiockpt.checkpointers import CheckpointReader, RankInfo, reader
+from aiockpt.checkpointers import (
+    CheckpointReader,
+    LoadStatistics,
+    RankInfo,
+    reader,
+)
 from aiockpt.errors import (
     AiockptError,
     CheckpointNotFoundError,
@@ -1446,3 +1452,37 @@ def test_the_event_of_a_load_has_its_numbers(four: Path) -> None:
         assert event.needed <= event.nbytes == sum(seen)
         assert str(four) in event.detail
     assert (half.needed, half.files) == (WHOLE.nbytes // 2, 2)
+
+
+WAYS_TO_WRITE: dict[str, Callable[[], Any]] = {
+    "sync": aiockpt.make_sync_checkpointer,
+    "thread": partial(
+        aiockpt.make_background_checkpointer,
+        aiockpt.CheckpointerConfig(use_process=False),
+    ),
+    "process": aiockpt.make_background_checkpointer,
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_WRITE)
+def test_every_checkpointer_counts_its_loads(four: Path, way: str) -> None:
+    """On the mesh that saved, on another one, and in one process."""
+    with WAYS_TO_WRITE[way]() as made:
+        assert made.statistics().loads == LoadStatistics()
+        expected = LoadStatistics()
+        for rank, world, files in ((2, 4, 1), (1, 2, 2), (0, 1, 4)):
+            part = WHOLE.nbytes // world
+            with as_rank(rank, world):
+                made.load(four, into={"w": cut(world)})
+            now = made.statistics().loads
+            assert now.ended == expected.ended + 1
+            assert now.needed == expected.needed + part
+            assert now.files == expected.files + files
+            assert now.ranges == expected.ranges + files
+            assert now.nbytes >= expected.nbytes + part
+            expected = now
+        with pytest.raises(errors.RankValuesError):
+            made.load(four)
+        assert made.statistics().loads.ended == 3
+    with aiockpt.make_sync_checkpointer() as other:
+        assert other.statistics().loads == LoadStatistics()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from aiockpt.checkpointers import (
     SyncCheckpointer,
     WriterHook,
 )
+from aiockpt.events import TransferEvent, add_hook
 
 ALONE = RankInfo(0, 1)
 IN_A_THREAD = aiockpt.CheckpointerConfig(use_process=False)
@@ -200,6 +201,33 @@ def test_a_reader_of_ones_own_gets_more_words(saved) -> None:
     with SyncCheckpointer(writer, reader) as checkpointer:
         assert checkpointer.load(saved, select=["n"], **words(shard=4)) == {"n": 1}
     assert reader.seen == 4
+
+
+class Plain:
+    """A reader that is no subclass."""
+
+    def read(self, path, state_dict=None, **keywords):
+        return {"n": 1}, []
+
+
+@pytest.mark.asyncio
+async def test_the_load_of_a_reader_of_ones_own_is_told(saved) -> None:
+    """By its event; nobody can count its bytes."""
+    told: list[TransferEvent] = []
+    remove, plain = add_hook(told.append), cast("Any", Plain())
+    try:
+        writer = CheckpointWriter(CheckpointWriterConfig(), ALONE)
+        with SyncCheckpointer(writer, plain) as sync:
+            assert sync.load(saved) == {"n": 1}
+            assert sync.statistics().loads.ended == 0
+        process = CheckpointProcess(ALONE)
+        async with AsyncCheckpointer(DefaultStager(), process, plain) as made:
+            assert await made.load(saved) == {"n": 1}
+            assert made.statistics().loads.ended == 0
+    finally:
+        remove()
+    expected = [("load", str(saved))] * 2
+    assert [(each.stop, each.detail) for each in told] == expected
 
 
 def test_a_writer_of_ones_own_gets_all_words(tmp_path) -> None:

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from aiockpt.checkpointers.base import CheckpointerStatistics
+from aiockpt.checkpointers.base import CheckpointerStatistics, LoadStatistics
 from aiockpt.errors import MissingExtraError
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http.transport import TransportStatistics
@@ -45,11 +45,14 @@ TRANSPORT_METRICS = [
     "lent_checkpoints_total", "threads", "running_calls", "waiting_calls",
     "cancelling_calls",
 ]  # fmt: skip
-CHECKPOINTER = CheckpointerStatistics(1, 2, 3, 4, 5, 6, 7, 8.5, 9.5, 10)
+CHECKPOINTER = CheckpointerStatistics(
+    1, 2, 3, 4, 5, 6, 7, 8.5, 9.5, 10, LoadStatistics(11, 12, 13, 14, 15)
+)
 CHECKPOINTER_METRICS = [
     "saves_total", "written_saves_total", "failed_saves_total", "skipped_saves_total",
     "replaced_saves_total", "saves_under_way", "written_bytes_total", "stall_seconds",
-    "write_seconds", "process_restarts_total",
+    "write_seconds", "process_restarts_total", "loads_total", "loaded_bytes_total",
+    "needed_bytes_total", "loaded_files_total", "loaded_ranges_total",
 ]  # fmt: skip
 
 
@@ -82,7 +85,11 @@ def test_every_figure_is_a_metric(exporter) -> None:
     found = samples(read(exporter))
     for kind, names, figures in (
         ("transport", TRANSPORT_METRICS, [*TRANSPORT[:-1], *TRANSPORT.threads]),
-        ("checkpointer", CHECKPOINTER_METRICS, [*CHECKPOINTER]),
+        (
+            "checkpointer",
+            CHECKPOINTER_METRICS,
+            [*CHECKPOINTER[:-1], *CHECKPOINTER.loads],
+        ),
     ):
         metrics = [found[f"aiockpt_{kind}_{name}", "model"] for name in names]
         assert metrics == figures
@@ -91,7 +98,8 @@ def test_every_figure_is_a_metric(exporter) -> None:
     threads = {f"threads.{field}" for field in BridgeStatistics._fields}
     assert transports == {*TransportStatistics._fields} - {"threads"} | threads
     checkpointers = {figure.field for figure in _CHECKPOINTER}
-    assert checkpointers == set(CheckpointerStatistics._fields)
+    loads = {f"loads.{field}" for field in LoadStatistics._fields}
+    assert checkpointers == {*CheckpointerStatistics._fields} - {"loads"} | loads
 
 
 def test_sources_come_go_and_replace_each_other(exporter) -> None:

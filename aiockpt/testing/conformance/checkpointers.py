@@ -247,6 +247,27 @@ class CheckpointerConformance(ABC, Generic[C]):
         assert now.bytes_written > 300_000
         assert now.stall_seconds > 0
 
+    async def test_statistics_count_loads(self, tmp_path: Path) -> None:
+        """They are the sums of what the events of loads say."""
+        seen: list[TransferEvent] = []
+        remove = add_hook(seen.append)
+        try:
+            async with self.checkpointer() as made:
+                await self.save(made, sample(), tmp_path / "c")
+                await self.load(made, tmp_path / "c")
+                await self.load(made, tmp_path / "c", select=["bias"])
+                with pytest.raises(CheckpointNotFoundError):
+                    await self.load(made, tmp_path / "d")
+                now = made.statistics().loads  # type: ignore[attr-defined]
+        finally:
+            remove()
+        told = [each for each in seen if each.stop == "load"]
+        assert now.ended == len(told) == 2
+        assert now.nbytes == sum(each.nbytes for each in told) > 300_000
+        assert now.needed == sum(each.needed for each in told)
+        assert now.files == sum(each.files for each in told)
+        assert now.ranges == sum(each.ranges for each in told)
+
     # ----------------------------------------------------------------------- the end
 
     async def test_a_closed_one_refuses(self, tmp_path: Path) -> None:
