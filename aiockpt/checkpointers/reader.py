@@ -550,7 +550,8 @@ async def load(
     caller's streams have when this begins to run. If cancelled, this waits until the
     thread has ended, which is soon. Nothing writes to the caller's tensors afterwards.
     """
-    await completed(*Marks.of_caller(reader.ports).events.values())
+    ports = getattr(reader, "ports", port_for)  # a reader of one's own has none
+    await completed(*Marks.of_caller(ports).events.values())
     switch, began = _Switch(on_bytes), time.monotonic()
     read = partial(
         reader.read, path, state_dict, strict=strict, on_bytes=switch, **options
