@@ -42,6 +42,7 @@ An exception carries its facts as attributes and composes its message from them.
 
 from __future__ import annotations
 
+import enum
 import traceback
 from collections.abc import Sequence
 from pathlib import PurePath
@@ -691,3 +692,58 @@ class ClosedError(AiockptError, RuntimeError):
     def __init__(self, what: str) -> None:
         super().__init__(f"{what} is closed; make a new one")
         self.what = what
+
+
+class Advice(enum.Flag):
+    """What an error means to whoever may try again; the table is `_ADVICE`.
+
+    Attributes:
+        NONE: No attempt of any kind can help.
+        LATER: The same attempt may succeed later.
+        AGAIN: It fails for reasons that normally pass within seconds, so that a receive
+            that must not fail is begun again.
+        ONWARD: A follower of a sender goes on, perhaps with a later step.
+        REPLACED: The sender has another step instead of this one.
+        LOST: The sender need not be told of it, or cannot be.
+        WRONG: The peer sent wrong bytes, or broke the protocol.
+        OURS: It is this process or host that failed, so no other peer could do better.
+        MISUSE: The caller or this package is wrong.
+    """
+
+    NONE = 0
+    LATER = enum.auto()
+    AGAIN = enum.auto()
+    ONWARD = enum.auto()
+    REPLACED = enum.auto()
+    LOST = enum.auto()
+    WRONG = enum.auto()
+    OURS = enum.auto()
+    MISUSE = enum.auto()
+
+
+_AWAY: Final = Advice.LATER | Advice.ONWARD | Advice.LOST
+_PASSING: Final = _AWAY | Advice.AGAIN
+_REPLACED: Final = Advice.ONWARD | Advice.REPLACED | Advice.LOST
+
+_ADVICE: Final[dict[type[BaseException], Advice]] = {
+    TransportError: _AWAY,
+    PeerUnreachableError: _PASSING,
+    TransferInterruptedError: _PASSING,
+    TransferStalledError: _PASSING,
+    PeerFailedError: Advice.ONWARD | Advice.LOST,
+    UnavailableError: _REPLACED,
+    CheckpointChangedError: _REPLACED | Advice.AGAIN,
+    LocalProtocolError: Advice.MISUSE,
+    RemoteProtocolError: Advice.WRONG,
+    IntegrityError: Advice.WRONG,
+    StagingError: Advice.LATER | Advice.OURS,
+    StorageError: Advice.LATER | Advice.OURS,
+    ClosedError: Advice.OURS | Advice.LOST,
+}
+"""A class has the row of its nearest parent that has one."""
+
+
+def advice(error: BaseException) -> Advice:
+    """Return what the table says of an error."""
+    rows = (_ADVICE[cls] for cls in type(error).__mro__ if cls in _ADVICE)
+    return next(rows, Advice.NONE)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aiockpt.cli.peer import Found, Peer, open_peer
 from aiockpt.cli.text import ProgressBar, format_bytes, printable
-from aiockpt.errors import AiockptError
+from aiockpt.errors import Advice, AiockptError, advice
 from aiockpt.events import Meter, Progress
 from aiockpt.http.download import Download
 from aiockpt.storage.partfile import PartFile, check_target
@@ -62,12 +62,12 @@ async def save(
     bar: ProgressBar,
     *,
     replace: bool,
-    final: tuple[type[AiockptError], ...] = (),
+    final: Advice = Advice.NONE,
 ) -> str:
     """Fetch a checkpoint into a file; return the sentence that says how it went.
 
     If it fails or is cancelled, what was verified stays in the part file, but not
-    after errors of the types ``final``, after which nobody asks for the file again.
+    after the errors of ``final``, after which nobody asks for the file again.
     """
     manifest, started = found.manifest, time.monotonic()
 
@@ -113,7 +113,7 @@ async def save(
     except BaseException as error:
         for part in opened:
             is_empty = not part.candidates and not bar.last.chunks_done
-            if is_empty or isinstance(error, final):
+            if is_empty or advice(error) & final:
                 part.discard()  # no other fetch could use it
         raise
     finally:

@@ -12,17 +12,15 @@ from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.fetch import save
 from aiockpt.cli.peer import open_peer
 from aiockpt.cli.text import ProgressBar, printable
-from aiockpt.errors import TransportError
+from aiockpt.errors import Advice, AiockptError, advice
 from aiockpt.format.limits import FILE_LIMITS
-from aiockpt.http.manifests import SUPERSEDED, Steps, chase
+from aiockpt.http.manifests import Steps, chase
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.storage.checkpoint_file import read_header
 from aiockpt.storage.files import named
 from aiockpt.storage.partfile import check_target
 
 __all__ = ["run"]
-
-_SURVIVES = (*SUPERSEDED, TransportError)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,17 +59,18 @@ async def _follow(arguments: argparse.Namespace, bar: ProgressBar) -> None:
                 summary = await save(
                     *(peer, found, target, bar),
                     replace=arguments.overwrite,
-                    final=SUPERSEDED,
+                    final=Advice.REPLACED,
                 )
                 bar.note(summary)
-            except _SURVIVES:
-                steps.again()
+            except AiockptError as error:
+                if Advice.ONWARD in advice(error):
+                    steps.again()
                 raise
             return target
 
         while True:
             _, target = await chase(
-                steps.__anext__, fetch, pause=client.pause, survives=_SURVIVES
+                steps.__anext__, fetch, pause=client.pause, survives=Advice.ONWARD
             )
             print(printable(str(target)), flush=True)
 

@@ -17,10 +17,12 @@ from typing import NamedTuple, TypeVar
 from aiockpt.cli.arguments import Address, UsageError
 from aiockpt.cli.text import format_bytes
 from aiockpt.errors import (
+    Advice,
     AiockptError,
     LimitExceededError,
     StepNotFoundError,
     StorageError,
+    advice,
 )
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
@@ -32,7 +34,7 @@ from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, LatestInfo, chase
 from aiockpt.http.membership import Membership
 from aiockpt.http.options import Auth, Receive, Server, Swarm
-from aiockpt.http.peers import LOST, Peers, distinct
+from aiockpt.http.peers import Peers, distinct
 from aiockpt.http.protocol import Lease, Origin
 from aiockpt.http.retry import poll
 from aiockpt.http.server import CheckpointServer
@@ -160,10 +162,9 @@ class Peer:
 
             try:
                 yield Reading(peers, swarm)
-            except LOST:
-                raise
-            except AiockptError:
-                await end()
+            except AiockptError as error:
+                if Advice.LOST not in advice(error):
+                    await end()
                 raise
             await end()
 

@@ -30,13 +30,14 @@ import anyio
 from anyio.abc import TaskGroup
 
 from aiockpt.errors import (
+    Advice,
     AiockptError,
     AuthenticationError,
     ClosedError,
     LocalProtocolError,
-    StagingError,
     StepNotFoundError,
     TransportError,
+    advice,
 )
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Outline
@@ -258,9 +259,9 @@ class Download:
                 )
                 peer.require(outline, found.manifest.outline)
                 peer.delta_base = found.delta_base
-            except (ClosedError, StagingError):
-                raise  # not the peer's fault
             except AiockptError as error:
+                if Advice.OURS in advice(error):
+                    raise
                 self._drop(peer, error)
             finally:
                 del self._joining[peer]
@@ -598,8 +599,8 @@ class Download:
         except AiockptError as error:
             mine.is_refused = _is_refusal(error, peer)
             if not mine.is_refused:
-                if isinstance(error, ClosedError | LocalProtocolError | StagingError):
-                    raise  # not the peer's fault
+                if advice(error) & (Advice.OURS | Advice.MISUSE):
+                    raise
                 self._drop(peer, error)
         finally:
             connection.is_busy = False

@@ -21,11 +21,12 @@ from typing import NamedTuple, Self, TypeAlias, TypeVar
 from aiohttp import hdrs
 
 from aiockpt.errors import (
+    Advice,
     AiockptError,
-    CheckpointChangedError,
     LocalProtocolError,
     RemoteProtocolError,
     StepNotFoundError,
+    advice,
 )
 from aiockpt.events import LogLimit, TransferEvent, emit
 from aiockpt.format.entries import INT64_MAX
@@ -60,9 +61,6 @@ V = TypeVar("V")
 
 OnAnswer: TypeAlias = Callable[[Mapping[str, str]], None]
 """Gets the headers of the answer with a manifest, before the manifest has come."""
-
-SUPERSEDED = (StepNotFoundError, CheckpointChangedError)
-"""What a receive raises whose step the sender has replaced."""
 
 PATIENCE = 0.5
 """Seconds for which a receive of what is served now waits for that step.
@@ -313,21 +311,23 @@ async def chase(
     receive: Callable[[int], Awaitable[V]],
     *,
     pause: Pause,
-    survives: tuple[type[AiockptError], ...] = SUPERSEDED,
+    survives: Advice = Advice.REPLACED,
 ) -> tuple[int, V]:
     """Receive the step that ``find`` returns; return it and what ``receive`` returned.
 
-    When ``receive`` raises one of ``survives``, such as that the step was replaced,
-    ``find`` is asked again, ever more slowly. If cancelled, so is what is under way.
+    After an error that ``survives`` names, such as that the step was replaced, ``find``
+    is asked again, ever more slowly. If cancelled, so is what is under way.
     """
     failures, log_limit = 0, LogLimit()
     while True:
         step = await find()
         try:
             return step, await receive(step)
-        except survives as error:
-            level = logging.INFO
-            if not isinstance(error, SUPERSEDED) and log_limit.passes(type(error)):
+        except AiockptError as error:
+            means, level = advice(error), logging.INFO
+            if not means & survives:
+                raise
+            if Advice.REPLACED not in means and log_limit.passes(type(error)):
                 level = logging.WARNING
             emit(TransferEvent(stop="retry", step=step, detail=str(error), level=level))
         await pause(backoff(failures))

@@ -23,12 +23,11 @@ import msgspec
 from aiohttp import hdrs
 
 from aiockpt.errors import (
+    Advice,
     AiockptError,
-    IntegrityError,
     RemoteProtocolError,
-    StagingError,
     StepNotFoundError,
-    TransportError,
+    advice,
 )
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
@@ -176,7 +175,7 @@ class _Known:
         """Ask a member no more, or not for a while; complain about wrong bytes."""
         with suppress(ValueError):
             self.members.remove(member)
-        lied = isinstance(error, IntegrityError | RemoteProtocolError)
+        lied = Advice.WRONG in advice(error)
         at = endpoint(member.origin.base_url)
         until, times, _ = self._avoided.pop(at, (0.0, 0, ""))
         away = math.inf if lied else _AWAY * 2 ** min(times, _MOST_TIMES)
@@ -374,12 +373,13 @@ class Membership:
             if knows:
                 try:
                     lease = await self._announce(place, url)
-                except (TransportError, StagingError) as error:
-                    # The members that are known are enough to go on.
-                    place.tell(f"cannot announce itself: {error}")
                 except AiockptError as error:
-                    place.tell(f"announces itself no more: {error}")
-                    knows = False
+                    # The members that are known are enough to go on.
+                    knows = Advice.LATER in advice(error)
+                    how = "cannot announce itself"
+                    if not knows:
+                        how = "announces itself no more"
+                    place.tell(f"{how}: {error}")
             pause = part * lease / LEASE if knows else math.inf
             part = min(2 * part, 1.0)
             if self.is_active and not self.members:

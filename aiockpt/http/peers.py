@@ -21,16 +21,12 @@ import anyio
 from aiohttp import hdrs
 
 from aiockpt.errors import (
+    Advice,
     AiockptError,
     CheckpointChangedError,
-    ClosedError,
-    IntegrityError,
-    MissingExtraError,
-    RemoteProtocolError,
-    StagingError,
     StepNotFoundError,
     TransportError,
-    UnavailableError,
+    advice,
 )
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Outline
@@ -63,9 +59,6 @@ V = TypeVar("V")
 
 ALL = -1
 """The bitmap of a peer that holds every chunk."""
-
-LOST = (TransportError, UnavailableError, ClosedError)
-"""After one of these errors, a sender is not told that the receive has ended."""
 
 _WAIT = 30.0  # seconds for which a sender is asked to wait for its first step
 _OTHERS = 0.5  # seconds in which a peer may name a newer step than the first one
@@ -143,7 +136,7 @@ class Peer:
         if self.error is not None:
             return
         self.error = error
-        is_lie = isinstance(error, IntegrityError | RemoteProtocolError)
+        is_lie = Advice.WRONG in advice(error)
         emit(
             TransferEvent(
                 stop="drop",
@@ -397,9 +390,9 @@ async def _answers(
     async def hear(peer: Peer) -> None:
         try:
             answers[peer] = await ask(peer)
-        except (ClosedError, MissingExtraError, StagingError):
-            raise  # not the peer's fault
         except AiockptError as error:
+            if Advice.OURS in advice(error):
+                raise
             if step is None:
                 peer.error = error
             else:

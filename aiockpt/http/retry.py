@@ -1,4 +1,4 @@
-"""Which error of a request is worth another attempt, and when.
+"""When a request is made again after an error; `advice` says after which errors.
 
 A connection that brought bytes is replaced at once, because the peer is alive.
 Attempts that bring nothing are repeated, ever more slowly, until the peer has been
@@ -14,14 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from aiockpt.errors import (
-    AiockptError,
-    IntegrityError,
-    PeerFailedError,
-    RemoteProtocolError,
-    StagingError,
-    TransportError,
-)
+from aiockpt.errors import Advice, AiockptError, StagingError, advice
 from aiockpt.http.problems import PeerBusy
 
 T = TypeVar("T")
@@ -130,26 +123,26 @@ class Retries:
         self, error: AiockptError, *, started: float, now: float
     ) -> float | None:
         """Return the seconds to wait before another attempt; None means give up."""
-        match error:
-            case IntegrityError() | RemoteProtocolError():
-                self.bad_answers += 1
-                most = MAX_BAD_ANSWERS if self.patience.alone else 1
-                return None if self.bad_answers >= most else backoff(0)
-            case PeerBusy():
-                return self._delay_of_busy(error, started=started, now=now)
-            case PeerFailedError():
+        means = advice(error)
+        if Advice.WRONG in means:
+            self.bad_answers += 1
+            most = MAX_BAD_ANSWERS if self.patience.alone else 1
+            return None if self.bad_answers >= most else backoff(0)
+        if isinstance(error, PeerBusy):
+            return self._delay_of_busy(error, started=started, now=now)
+        if Advice.LATER not in means:
+            return None
+        if Advice.OURS in means:
+            is_brief = isinstance(error, HostLimitError)
+            if not (is_brief and self.patience.is_fetching(now)):
                 return None
-            case TransportError() if self.patience.is_alive(started, now):
-                self.failures = 0
-                return backoff(0)
-            case TransportError() if not self.patience.is_over(now):
-                self.failures += 1
-                return backoff(self.failures)
-            case HostLimitError() if self.patience.is_fetching(now):
-                self.failures += 1
-                return backoff(self.failures)
-            case _:
-                return None
+        elif self.patience.is_alive(started, now):
+            self.failures = 0
+            return backoff(0)
+        elif self.patience.is_over(now):
+            return None
+        self.failures += 1
+        return backoff(self.failures)
 
     def _delay_of_busy(
         self, error: PeerBusy, *, started: float, now: float

@@ -14,13 +14,17 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, TypeVar
 
-from aiockpt.errors import AiockptError
+from aiockpt.errors import (
+    Advice,
+    AiockptError,
+    advice,
+)
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.download import Download
 from aiockpt.http.membership import Membership
-from aiockpt.http.peers import LOST, Peers
+from aiockpt.http.peers import Peers
 from aiockpt.http.shared_memory import (
     LentMemory,
     NotLentError,
@@ -106,7 +110,7 @@ class HttpSource:
         await self._peers.let_go()
         if error is not None:
             self._peers.explain(error)
-        told = isinstance(error, AiockptError) and not isinstance(error, LOST)
+        told = isinstance(error, AiockptError) and Advice.LOST not in advice(error)
         swarm, self._swarm = self._swarm, None
         try:
             if swarm is not None:

@@ -23,11 +23,12 @@ import anyio
 import msgspec
 
 from aiockpt.errors import (
+    Advice,
     AiockptError,
     ClosedError,
     LocalProtocolError,
     StepNotFoundError,
-    TransportError,
+    advice,
 )
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.format.chunks import Algorithm
@@ -36,7 +37,7 @@ from aiockpt.http.client import CheckpointClient
 from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.host import Front, RelayHost, Serving
 from aiockpt.http.listen import Endpoint
-from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
+from aiockpt.http.manifests import PATIENCE, Steps, chase
 from aiockpt.http.membership import Membership
 from aiockpt.http.options import Auth, Receive, Server, Swarm
 from aiockpt.http.peers import Peers, origins_of
@@ -861,14 +862,14 @@ class HTTPTransport(CheckpointTransport[T]):
         sharing: Sharing,
         limit: float,
     ) -> AsyncGenerator[Any]:
-        survives = (*SUPERSEDED, TransportError)
         origin = replace(origin, patience=PATIENCE)
 
         async def attempt(step: int) -> Any:
             try:
                 return await self._receive([origin], step, now, sharing, limit)
-            except survives:
-                steps.again()
+            except AiockptError as error:
+                if Advice.ONWARD in advice(error):
+                    steps.again()
                 raise
 
         pause = self._client.pause
@@ -876,7 +877,7 @@ class HTTPTransport(CheckpointTransport[T]):
             terms = replace(options.terms, marks=Marks.of_caller(port_for))
             now = replace(options, terms=terms)
             found = await chase(
-                steps.__anext__, attempt, pause=pause, survives=survives
+                steps.__anext__, attempt, pause=pause, survives=Advice.ONWARD
             )
             if not options.hold:
                 yield found

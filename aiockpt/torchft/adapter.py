@@ -19,14 +19,7 @@ from typing import Any, Never, TypeVar
 from torchft.checkpointing.transport import CheckpointTransport
 
 from aiockpt import transport as awaited
-from aiockpt.errors import (
-    AiockptError,
-    CheckpointChangedError,
-    PeerUnreachableError,
-    TransferInterruptedError,
-    TransferStalledError,
-    TransferTimeoutError,
-)
+from aiockpt.errors import Advice, AiockptError, TransferTimeoutError, advice
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import ready_for_threads
 from aiockpt.transport import Timeout, names_its_options, refuse_unknown, seconds
@@ -41,13 +34,6 @@ _DRAINING = 30.0  # seconds; the transport's grace period ends it earlier
 _PROMPT = 0.2
 _PATIENT = 30.0
 _PAUSE = 0.1  # between two tries of a receive
-
-_PASSING = (
-    CheckpointChangedError,
-    PeerUnreachableError,
-    TransferInterruptedError,
-    TransferStalledError,
-)
 
 logger = logging.getLogger("aiockpt")
 
@@ -235,7 +221,7 @@ def passes(error: AiockptError) -> bool:
     A refused connection is permanent here: the transport has retried it, so the host is
     there and the process is not.
     """
-    return isinstance(error, _PASSING) and not any(map(_is_refusal, _causes(error)))
+    return Advice.AGAIN in advice(error) and not any(map(_is_refusal, _causes(error)))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -22,14 +22,14 @@ from typing import Any, Final
 import anyio
 
 from aiockpt.errors import (
+    Advice,
     AiockptError,
     AuthenticationError,
-    LocalProtocolError,
-    StagingError,
     StateDictError,
     StepNotFoundError,
     StorageError,
     TransportError,
+    advice,
     kept,
 )
 from aiockpt.events import LogLimit
@@ -188,9 +188,9 @@ class HostMirror:
         """
         try:
             await self._map(leader)
-        except (TransportError, StagingError, StorageError):
-            raise
         except AiockptError as error:
+            if Advice.LATER in advice(error):
+                raise
             raise TransportError(f"no leader is at its address: {error}") from error
 
     async def _lead(self, fd: int) -> None:
@@ -257,7 +257,7 @@ def _is_final(error: AiockptError) -> bool:
     """Return whether no further attempt can mend an error."""
     if isinstance(error, AuthenticationError):
         return error.by_sender  # a proxy may refuse a request, and pass the next one
-    return isinstance(error, LocalProtocolError)
+    return Advice.MISUSE in advice(error)
 
 
 @asynccontextmanager

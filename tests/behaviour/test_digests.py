@@ -351,6 +351,19 @@ class TestRefused:
         assert not peer.ranges()
         assert len(peer.requests) <= 2 * sources
 
+    @pytest.mark.asyncio
+    async def test_a_missing_library_for_one_of_two_senders(self) -> None:
+        """The other sender's checkpoint needs none, so the receive succeeds."""
+        data = noise(2 * CHUNK)
+        first = RangePeer(data, described(data, "blake3"))
+        second = RangePeer(data, described(data, ALGORITHM))
+        async with serving_peer(first), serving_peer(second), transport() as receiver:
+            urls = [first.base_url, second.base_url]
+            with missing("blake3"):
+                state = await receiver.recv_checkpoint(0, urls, 7)
+        assert state["weight"].numpy().tobytes() == data
+        assert not first.ranges()
+
     def test_a_sender_without_the_library(self) -> None:
         """It says so at once; the other algorithms need none."""
         with missing("blake3"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aiockpt import errors
-from aiockpt.errors import AiockptError
+from aiockpt.errors import Advice, AiockptError, advice
 
 CLASSES = {name: getattr(errors, name) for name in errors.__all__}
 PAGE = Path(__file__).parents[2] / "docs/reference/errors.md"
@@ -203,3 +203,32 @@ def test_the_page_lists_every_class_with_its_facts() -> None:
         for builtin in re.findall(r"`(\w+)`", also):
             assert issubclass(CLASSES[name], getattr(builtins, builtin)), name
         assert set(re.findall(r"`(\w+)`", shown)) <= facts[name], name
+
+
+UNDER = {  # -> the classes that have it, without those whose parent has it too
+    Advice.LATER: "StagingError StorageError TransportError",
+    Advice.AGAIN: "CheckpointChangedError PeerUnreachableError "
+    "TransferInterruptedError TransferStalledError",
+    Advice.ONWARD: "TransportError UnavailableError",
+    Advice.REPLACED: "UnavailableError",
+    Advice.LOST: "ClosedError TransportError UnavailableError",
+    Advice.WRONG: "IntegrityError RemoteProtocolError",
+    Advice.OURS: "ClosedError StagingError StorageError",
+    Advice.MISUSE: "LocalProtocolError",
+}
+
+
+@pytest.mark.parametrize("mark", Advice, ids=lambda mark: mark.name)
+def test_the_table_says_what_to_do_after_each_error(mark: Advice) -> None:
+    """A class has its parent's row; a peer that gave up is the exception."""
+    roots = tuple(CLASSES[name] for name in UNDER[mark].split())
+    final = errors.PeerFailedError if mark is Advice.LATER else ()
+    for error, _ in SAMPLES:
+        expected = isinstance(error, roots) and not isinstance(error, final)
+        assert (mark in advice(error)) is expected, error
+
+
+def test_what_is_not_in_the_table_promises_nothing() -> None:
+    """An error of a caller's callback, or a plain one of the system."""
+    for error in (ValueError("x"), OSError("x"), KeyboardInterrupt(), AiockptError()):
+        assert advice(error) == Advice.NONE
