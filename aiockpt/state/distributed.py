@@ -51,7 +51,6 @@ from aiockpt.state.sharding import (
     ShardedLayout,
     Split,
     StridedSplit,
-    encode_layout,
     parse_layout,
 )
 
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
+    "KnownLayouts",
     "Layout",
     "LayoutReader",
     "Meshes",
@@ -91,28 +91,31 @@ class Parts(NamedTuple):
     layout: Layout
     tensors: tuple[torch.Tensor, ...]
 
-    @property
-    def payload(self) -> tuple[object, ...]:
-        """The payload of the tensor's node in the tree."""
-        held = (
-            self.tensors if isinstance(self.layout, ShardedLayout) else self.tensors[0]
-        )
-        return held, *encode_layout(self.layout)
-
 
 class _RefusedError(Exception):
     """The reason why a distributed tensor cannot travel."""
 
 
-def take_apart(tensor: torch.Tensor, path: Path) -> Parts | None:
+KnownLayouts: TypeAlias = dict[object, DTensorLayout]
+"""Layouts by what torch says about them; many tensors have the same one."""
+
+
+def take_apart(
+    tensor: torch.Tensor, path: Path, known: KnownLayouts | None = None
+) -> Parts | None:
     """Return the parts of a distributed tensor; None for any other tensor.
+
+    Args:
+        tensor: The tensor.
+        path: Its path, for errors.
+        known: The layouts of former tensors of the same state dict; gets new ones.
 
     Raises:
         UnsupportedLeafError: the tensor is distributed in a way that cannot travel.
     """
     try:
         if has_version(tensor):
-            return _dtensor_parts(tensor)
+            return _dtensor_parts(tensor, {} if known is None else known)
         if type(tensor) is _loaded(_SHARDED, "ShardedTensor"):
             return _sharded_parts(tensor)
     except _RefusedError as error:
@@ -140,24 +143,33 @@ def _loaded(module: str, name: str) -> object:
     return getattr(sys.modules.get(module), name, None)
 
 
-def _dtensor_parts(value: Any) -> Parts:
+def _dtensor_parts(value: Any, known: KnownLayouts) -> Parts:
     spec, local = value._spec, _local(value._local_tensor)  # noqa: SLF001
     meta = spec.tensor_meta
     if meta is None or meta.dtype != local.dtype:
         raise _RefusedError("it does not say what the whole tensor is")
+    flags = _flags(value, requires_grad=value.requires_grad)
+    # To torch, placements of two types may be equal.
+    key = spec, flags, *map(type, spec.placements)
+    if key not in known:
+        known[key] = _layout_of(spec, flags)
+    return Parts(known[key], (local,))
+
+
+def _layout_of(spec: Any, flags: int) -> DTensorLayout:
+    """Return the layout of a DTensor with this spec, on this rank."""
     if spec.mesh not in _MESHES:
         _MESHES[spec.mesh] = mesh_of(spec.mesh)
-    at = spec.mesh.get_coordinate()
-    layout = DTensorLayout(
+    at, meta = spec.mesh.get_coordinate(), spec.tensor_meta
+    return DTensorLayout(
         mesh=_MESHES[spec.mesh],
         coordinate=None if at is None else tuple(at),
         placements=tuple(map(_described, spec.placements)),
         order=_order(spec),
         shape=tuple(meta.shape),
         stride=tuple(meta.stride),
-        flags=_flags(value, requires_grad=value.requires_grad),
+        flags=flags,
     )
-    return Parts(layout, (local,))
 
 
 def _sharded_parts(value: Any) -> Parts:

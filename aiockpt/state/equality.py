@@ -14,6 +14,7 @@ import torch
 
 from aiockpt.format.paths import Path, format_path
 from aiockpt.state.distributed import take_apart
+from aiockpt.state.sharding import encode_layout
 
 __all__ = ["assert_same", "elements"]
 
@@ -119,7 +120,10 @@ class _Comparison:
         if (parts := take_apart(expected, path)) is not None:
             mine = take_apart(actual, path)
             assert mine is not None  # the types are equal
-            self.value(mine.payload, parts.payload, path)
+            some, others = (
+                (*each.tensors, *encode_layout(each.layout)) for each in (mine, parts)
+            )
+            self.value(some, others, path)
             return
         for fact in ("layout", "dtype", "shape", "requires_grad"):
             self.equal(fact, getattr(actual, fact), getattr(expected, fact), path)

@@ -37,7 +37,7 @@ from aiockpt.memory.copies import Backings, Part
 from aiockpt.memory.device import PortFor, port_for, settle
 from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused, is_programs
-from aiockpt.state.distributed import take_apart
+from aiockpt.state.distributed import KnownLayouts, take_apart
 from aiockpt.state.leaves import DTYPE_NAMES, extension
 from aiockpt.state.nodes import Opened, is_known, opened
 from aiockpt.state.overlaps import (
@@ -48,6 +48,7 @@ from aiockpt.state.overlaps import (
     overlapping,
     span,
 )
+from aiockpt.state.sharding import Layout, ShardedLayout, encode_layout
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -397,6 +398,9 @@ class _Numbering:
     ) -> None:
         self.plain: dict[int, Node] = {}
         self.tensors: list[torch.Tensor] = []
+        self._known: KnownLayouts = {}
+        # By the `id` of a layout: the layout, and the nodes of its attributes.
+        self._layouts: dict[int, tuple[Layout, list[Node]]] = {}
         self.names: dict[str, None] = {}
         self.wholes: dict[int, torch.Tensor] = {}
         self.strangers: dict[str, Path] = {}
@@ -440,15 +444,10 @@ class _Numbering:
             if self._reading and value.is_meta:
                 return _EMPTY
             return ["tensor", self._number(value, path)]
-        if (
-            isinstance(value, torch.Tensor)
-            and (parts := take_apart(value, path)) is not None
-        ):
-            for tensor in parts.tensors:
-                self._number(tensor, path)  # named like the distributed tensor
-                self.wholes[id(tensor)] = value
-            self.wholes.setdefault(id(value), value)
-            return ["ext", parts.layout.tag, self.encode(parts.payload, path)]
+        if isinstance(value, torch.Tensor):
+            node = self._distributed(value, path)
+            if node is not None:
+                return node
         if (inside := opened(value)) is not None:
             if inside.tag not in self.strangers and not is_known(value, inside.tag):
                 self.strangers[inside.tag] = path
@@ -458,6 +457,24 @@ class _Numbering:
             return ["blob", self._number(blob, path)]
         odd = extension(value, path, allow_pickle=self._allow_pickle)
         return None if odd is None else ["ext", odd.tag, self.encode(odd.payload, path)]
+
+    def _distributed(self, value: torch.Tensor, path: Path) -> Node:
+        """Return the node of a distributed tensor; None for any other tensor."""
+        if (parts := take_apart(value, path, self._known)) is None:
+            return None
+        layout, local = parts.layout, list[Node]()
+        for tensor in parts.tensors:
+            # Each is named like the distributed tensor.
+            local.append(["tensor", self._number(tensor, path)])
+            self.wholes[id(tensor)] = value
+        self.wholes.setdefault(id(value), value)
+        if id(layout) not in self._layouts:
+            node: Any = self.encode(encode_layout(layout), path)
+            self._layouts[id(layout)] = layout, node[1]
+        _, rest = self._layouts[id(layout)]
+        is_sharded = isinstance(layout, ShardedLayout)
+        held: Node = ["tuple", local] if is_sharded else local[0]
+        return ["ext", layout.tag, ["tuple", [held, *rest]]]
 
     def _wanted_leaf(self, value: object, path: Path) -> Node:
         """Return the node of a leaf of a template, whatever it is."""
@@ -478,9 +495,9 @@ class _Numbering:
                 node = ["ext", inside.tag, self.encode(inside.payload, path)]
                 self._note_plain(value, inside, node, path)
             elif isinstance(value, torch.Tensor):
-                if take_apart(value, path) is not None:
-                    node = self._encoded(value, path)
-                elif value.layout is torch.strided and not value.is_nested:
+                node = self._distributed(value, path)
+                plain = node is None and value.layout is torch.strided
+                if plain and not value.is_nested:
                     node = ["tensor", self._number(value, path)]
             elif type(value) is bytes:
                 node = ["bytes", ""]

@@ -435,6 +435,8 @@ class _Walk:
                 check(tensor, self._catalogue.piece(piece), path)
             return self._taken(theirs)
         self._add(path, None, pieces, numbers)
+        if layout is not None and not (self._adopts or self._in_leaf):
+            return HOLE  # nothing is made: only its local tensors are filled
         return cast("Node", theirs)
 
     def _add(
