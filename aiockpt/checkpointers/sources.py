@@ -23,7 +23,7 @@ from aiockpt.errors import (
 from aiockpt.format.limits import Limits
 from aiockpt.format.paths import format_path
 from aiockpt.runtime.bridge import share_out
-from aiockpt.runtime.system import raise_descriptor_limit
+from aiockpt.runtime.system import collector_paused, raise_descriptor_limit
 from aiockpt.state.reshard import RankValues
 from aiockpt.storage.boxes import LoadedSource, Source
 from aiockpt.storage.checkpoint_file import blaming_file, contents, opened
@@ -258,7 +258,8 @@ def _sources(
     if len(paths) == 1:  # most have no other
         read(0)
     else:
-        share_out(read, range(len(paths)))
+        with collector_paused():  # their trees are large
+            share_out(read, range(len(paths)))
     return [found[at] for at in range(len(paths))]
 
 

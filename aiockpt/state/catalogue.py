@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from aiockpt.format.dtypes import itemsize, torch_name
 from aiockpt.format.limits import Limits
@@ -24,8 +25,7 @@ from aiockpt.format.references import check_numbers
 from aiockpt.state.distributed import LayoutReader
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A tensor of one source, and where its elements lie.
 
     Attributes:
@@ -89,6 +89,7 @@ class Catalogue:
             rows = [row for source in sources for row in _facts_of(source)]
             self.codes, self.shapes = [row[0] for row in rows], [row[1] for row in rows]
         self.tree = sources[0].tree if tree is None else tree
+        self._stride = cache(dense_stride)  # most pieces have one of few shapes
 
     def __repr__(self) -> str:
         return f"<Catalogue sources={len(self.sources)} pieces={len(self)}>"
@@ -141,7 +142,7 @@ class Catalogue:
         if entry < len(entries):  # most are whole entries
             where = source, entry, entries.starts[entry], entries.stops[entry]
             shape = entries.shapes[entry]
-            facts = torch_name(entries.dtypes[entry]), shape, dense_stride(shape), 0
+            facts = torch_name(entries.dtypes[entry]), shape, self._stride(shape), 0
             return Piece(*where, *facts)
         spec = manifest.tensor(number - self._firsts[source])
         size, reach = itemsize(spec.dtype), 0

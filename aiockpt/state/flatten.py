@@ -496,8 +496,8 @@ class _Numbering:
                 self._note_plain(value, inside, node, path)
             elif isinstance(value, torch.Tensor):
                 node = self._distributed(value, path)
-                plain = node is None and value.layout is torch.strided
-                if plain and not value.is_nested:
+                is_dense = node is None and value.layout is torch.strided
+                if is_dense and not value.is_nested:
                     node = ["tensor", self._number(value, path)]
             elif type(value) is bytes:
                 node = ["bytes", ""]

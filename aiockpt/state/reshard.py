@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import chain
 from math import prod
 from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias
@@ -36,7 +36,7 @@ from aiockpt.errors import (
     StorageError,
     TemplateMismatchError,
 )
-from aiockpt.format.dtypes import DTYPES, itemsize
+from aiockpt.format.dtypes import DTYPES, itemsize, torch_name
 from aiockpt.format.entries import Entries, Entry
 from aiockpt.format.limits import Limits, raise_if_cancelled
 from aiockpt.format.manifest import CONJ, NEG, Manifest, TensorSpec, dense_stride
@@ -49,7 +49,6 @@ from aiockpt.state.dotted import renested
 from aiockpt.state.flatten import Wanted
 from aiockpt.state.mesh import (
     Box,
-    Cover,
     ShardRuns,
     apart,
     block,
@@ -213,6 +212,46 @@ Held: TypeAlias = list[tuple[int, Node]]
 """Sources, and what each of them has at a path."""
 
 
+class _Holdings(NamedTuple):
+    """What the sources have of a distributed tensor; many tensors have the same.
+
+    Attributes:
+        places: The positions of the pieces that have elements.
+        shards: What each of these has of the full tensor.
+    """
+
+    places: Sequence[int]
+    shards: tuple[ShardRuns, ...]
+
+
+class _Recipe(NamedTuple):
+    """How a shard is put together from others, wherever they lie.
+
+    Attributes:
+        shape: The shape of the local tensor.
+        are_apart: Whether no two different shards have an element in common.
+        parts: The positions of the shards that it takes, and the boxes of each.
+        missing: How many elements no shard has.
+    """
+
+    shape: tuple[int, ...]
+    are_apart: bool
+    parts: Sequence[tuple[int, Sequence[Box]]]
+    missing: int
+
+    @classmethod
+    def of(
+        cls, shards: tuple[ShardRuns, ...], mine: ShardRuns, *, prefer: int
+    ) -> _Recipe:
+        """Return the recipe of ``mine``.
+
+        Raises:
+            ValueError: there are more runs or boxes than any real mesh makes.
+        """
+        are_apart = apart(shards)
+        return cls(shape_of(mine), are_apart, *cover(mine, shards, prefer))
+
+
 class _Walk:
     """Walks the trees of all sources side by side."""
 
@@ -245,9 +284,14 @@ class _Walk:
         self._shards: dict[int, ShardRuns | None] = {}  # by the id of a layout
         self._same: dict[tuple[int, int], bool] = {}  # by the ids of two layouts
         self._fit: set[tuple[int, ...]] = set()  # the ids of layouts of one tensor
+        self._firsts = [
+            self._catalogue.numbers_of(n).start for n in range(len(sources))
+        ]
+        self._counts = [each.tensor_count for each in sources]
+        self._homes: dict[Piece, int] = {}
+        self._held: dict[object, _Holdings] = {}  # by layouts, and the shapes of pieces
         self._piece = cache(self._catalogue.piece)
-        self._cover = cache(cover)
-        self._apart = cache(apart)
+        self._recipe = cache(partial(_Recipe.of, prefer=policy.prefer))
 
     def united(self) -> Node:
         """Return the tree."""
@@ -730,9 +774,9 @@ class _Walk:
             raise TemplateMismatchError(
                 path, expected=f"{piece.dtype} {[*piece.shape]}", actual=f"{layout}"
             )
-        parts = [(number, whole(piece.shape))]
+        shards = (whole(piece.shape),)
         made = [
-            self._put_together(parts, each, path)
+            self._put_together([number], shards, each, path)
             for each in self._shards_of(layout, self._sizes(numbers))
         ]
         return _renumbered(mine, made)
@@ -740,13 +784,13 @@ class _Walk:
     def _sizes(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the shapes of some tensors of the template."""
         assert self._wanted is not None
-        return [tuple(self._wanted.tensors[number].shape) for number in numbers]
+        return [self._wanted.shapes[number] for number in numbers]
 
     def _read(self, source: int, node: Any, path: str) -> tuple[list[int], Layout]:
         """Return the pieces of a distributed tensor in a source, and its layout."""
         numbers, layout = self._catalogue.layouts.read((path,), node[1], node[2])
-        check_numbers(numbers, self._sources[source].tensor_count)
-        first = self._catalogue.numbers_of(source).start
+        check_numbers(numbers, self._counts[source])
+        first = self._firsts[source]
         return [first + each for each in numbers], layout
 
     def _shards_of(
@@ -779,55 +823,66 @@ class _Walk:
         flags: int = 0,
     ) -> int:
         """Return the number of a piece with these elements of a distributed tensor."""
-        parts: list[tuple[int, ShardRuns]] = []
+        numbers = [number for _, some, _ in rows for number in some]
+        shapes = tuple([self._catalogue.shapes[number] for number in numbers])
+        key = shapes, *[id(layout) for _, _, layout in rows]
+        if key not in self._held:
+            self._held[key] = self._held_by(rows, path)
+        held = self._held[key]
+        # Without elements, any piece says which dtype the tensor has.
+        pieces = [numbers[at] for at in held.places] or numbers
+        missing = _dtype_of(rows[0][2])
+        return self._put_together(pieces, held.shards, mine, path, flags, missing)
+
+    def _held_by(self, rows: Sequence[_Holder], path: str) -> _Holdings:
+        """Return the shards of those pieces of a tensor that have elements."""
+        places: list[int] = []
+        shards: list[ShardRuns] = []
+        count = 0
         for source, numbers, layout in rows:
-            sizes = [self._piece(each).shape for each in numbers]
-            shards = self._shards_of(layout, sizes)
-            for number, size, shard in zip(numbers, sizes, shards, strict=True):
+            sizes = [self._catalogue.shapes[each] for each in numbers]
+            some = self._shards_of(layout, sizes)
+            for at, (size, shard) in enumerate(zip(sizes, some, strict=True), count):
                 if shape_of(shard) != size and 0 not in (*size, *shape_of(shard)):
                     what = f"its part in source {source} has the shape {[*size]}"
                     self._refuse(path, f"{what}, and its layout says otherwise")
                 if 0 not in size:
-                    parts.append((number, shard))
-        return self._put_together(parts, mine, path, flags, rows=rows)
+                    places.append(at)
+                    shards.append(shard)
+            count += len(numbers)
+        return _Holdings(places, tuple(shards))
 
     def _put_together(
         self,
-        parts: Sequence[tuple[int, ShardRuns]],
+        numbers: Sequence[int],
+        shards: tuple[ShardRuns, ...],
         mine: ShardRuns,
         path: str,
         flags: int = 0,
-        rows: Sequence[_Holder] = (),
+        missing: str = "",
     ) -> int:
         """Return the number of a piece that is made of boxes of others.
 
         Args:
-            parts: Pieces, and what each has of the full tensor.
+            numbers: The pieces.
+            shards: What each has of the full tensor; empty if none has an element.
             mine: The wanted elements.
             path: The path of the tensor.
             flags: The flags of the new piece, besides those of its elements.
-            rows: All holders, of which some may have no elements.
+            missing: The dtype if there is no piece.
         """
-        every = parts or [(each, ()) for _, numbers, _ in rows for each in numbers]
-        pieces = {number: self._piece(number) for number, _ in every}
-        # Two tensors of the same memory become two of one piece's.
-        key = (*((_memory_of(pieces[at]), shard) for at, shard in every), mine)
-        if (key, flags) in self._made:
-            return self._made[key, flags]
-        kinds = sorted({each.dtype for each in pieces.values()})
-        if len(kinds) > 1:
-            self._refuse(path, f"the files disagree about its dtype: {kinds}")
-        lazy = next(iter(pieces.values())).flags & _LAZY if pieces else 0
-        shards = tuple(shard for _, shard in parts)
+        kinds = {self._kind_of(number) for number in numbers}
+        if len(dtypes := {dtype for dtype, _ in kinds}) > 1:
+            self._refuse(path, f"the files disagree about its dtype: {sorted(dtypes)}")
         try:
-            are_apart = self._apart(shards)
-            found: Cover = self._cover(mine, shards, self._policy.prefer)
+            recipe = self._recipe(shards, mine)
         except ValueError as error:
             self._refuse(path, f"no mesh splits a tensor like this: {error}")
-        if not are_apart:
+        if not recipe.are_apart:
             self._refuse(path, "shards of different ranks overlap in part")
-        if found.missing:
-            lost = f"no file has {found.missing} of the {prod(shape_of(mine))} elements"
+        if recipe.missing:
+            count = prod(recipe.shape)
+            lost = f"no file has {recipe.missing} of the {count} elements"
             remedy = "the part of a rank is lost"
             if len(self._sources) == 1:
                 remedy = (
@@ -835,26 +890,47 @@ class _Walk:
                     "pass rank= to load its local tensors"
                 )
             self._refuse(path, f"{lost} that this rank needs; {remedy}")
-        dtype = kinds[0] if kinds else _dtype_of(rows[0][2])
+        dtype, lazy = self._kind_of(numbers[0]) if numbers else (missing, 0)
+        # Two tensors of the same memory become two of one piece's.
+        key = id(recipe), dtype, *map(self._home_of, numbers)
+        if (key, flags) in self._made:
+            return self._made[key, flags]
         boxes: list[BoxCopy] = []
-        for index, some in found.parts:
-            number = parts[index][0]
-            piece = pieces[number]
-            first = self._catalogue.numbers_of(piece.source).start
-            boxes += (BoxCopy(piece, number - first, box) for box in some if box.count)
+        for at, some in recipe.parts:
+            piece = self._piece(numbers[at])
+            number = numbers[at] - self._firsts[piece.source]
+            boxes += [BoxCopy(piece, number, box) for box in some]
         if len(boxes) == 1 and not flags:
-            piece, _, box = boxes[0]
-            number = self._catalogue.numbers_of(piece.source).start + boxes[0].number
-            if box.sizes == shape_of(mine) == piece.shape and piece.flags == lazy:
-                self._made[key, flags] = number
+            ((piece, local, box),) = boxes
+            if box.sizes == recipe.shape == piece.shape and piece.flags == lazy:
+                number = self._made[key, flags] = self._firsts[piece.source] + local
                 return number
         if key not in self._entries:
             self._entries[key] = len(self._pieces)
-            self._add(dtype, shape_of(mine), lazy, boxes, path)
+            self._add(dtype, recipe.shape, lazy, boxes, path)
         self._refs.append((self._entries[key], lazy | flags))
         number = len(self._catalogue) + len(self._refs) - 1
         self._made[key, flags] = number
         return number
+
+    def _kind_of(self, number: int) -> tuple[str, int]:
+        """Return the dtype of a piece, and the flags that change its elements."""
+        code = self._catalogue.codes[number]
+        if code is not None:  # it is plain, as most are
+            return torch_name(code), 0
+        piece = self._piece(number)
+        return piece.dtype, piece.flags & _LAZY
+
+    def _home_of(self, number: int) -> int:
+        """Return what is equal for pieces of the same elements in the same memory."""
+        if not self._catalogue.has_views:
+            return number
+        piece = self._piece(number)
+        own = piece._replace(flags=piece.flags & _LAZY)
+        entry = self._catalogue.whole_entry(number)
+        if own == self._piece(entry):
+            return entry
+        return self._homes.setdefault(own, number)
 
     def _add(
         self,
@@ -876,12 +952,6 @@ class _Walk:
     def _refuse(self, path: str, why: str) -> NoReturn:
         name = self._policy.name
         raise StorageError(name, f"{path or 'the state dict'}: {why}")
-
-
-def _memory_of(piece: Piece) -> Piece:
-    """Return a piece without what does not change its elements."""
-    lazy = piece.flags & _LAZY
-    return piece if piece.flags == lazy else replace(piece, flags=lazy)
 
 
 def _frame(node: Any) -> Node:

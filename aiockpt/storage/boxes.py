@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cache, cached_property, partial
 from itertools import chain, islice
 from math import gcd, prod
 from operator import attrgetter, mul
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 
@@ -29,11 +29,11 @@ from aiockpt.format.manifest import CONJ, NEG, Manifest, dense_stride
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.copies import physical
 from aiockpt.memory.device import Event
-from aiockpt.runtime.system import allocating
+from aiockpt.runtime.system import allocating, collector_paused
 from aiockpt.state.catalogue import Catalogue, Piece
 from aiockpt.state.leaves import DTYPES
 from aiockpt.state.load_plan import Ranges
-from aiockpt.state.mesh import ByteRuns, byte_runs, merged, touched
+from aiockpt.state.mesh import Box, ByteRuns, byte_runs, merged, touched
 from aiockpt.state.rebuild import parts_over
 from aiockpt.state.reshard import BoxCopy, Claim, United
 from aiockpt.state.segment import Segment, check_memory
@@ -138,12 +138,9 @@ class BoxSource:
             LimitExceededError: the host has too little memory.
         """
         target = _Target(self.segment.arena, placement)
-        moves: list[list[_Move]] = [[] for _ in self._sources]
-        needed = [*self._needed(placement.ranges)]
-        for number, piece in needed:
-            for copy in self._copies[number]:
-                moves[copy.piece.source].append(_Move(copy, piece))
         spare = _Spread()
+        with collector_paused():
+            moves = self._moves(placement.ranges)
         for source, some in zip(self._sources, moves, strict=True):
             if source.segment.tensors is not None:
                 for move in some:
@@ -153,15 +150,19 @@ class BoxSource:
                 check_memory(plan.spread, self._limits)
                 source.read(plan, verify=verify, on_bytes=on_bytes)
                 plan.finish()
-        target.finish(needed)
+        target.finish()
 
-    def _needed(self, ranges: Ranges) -> Iterator[tuple[int, Piece]]:
-        """Yield the pieces in some ranges, and their numbers."""
+    def _moves(self, ranges: Ranges) -> list[list[_Move]]:
+        """Return what is moved of each source to the pieces in some ranges."""
+        found: list[list[_Move]] = [[] for _ in self._sources]
+        joint = cache(_joint)  # most tensors have one of few shapes
         starts = [start for start, _ in ranges]
-        for number, piece in enumerate(self._pieces):
+        for piece, copies in zip(self._pieces, self._copies, strict=True):
             at = bisect_right(starts, piece.start) - 1
             if at >= 0 and piece.start < min(piece.stop, ranges[at][1]):
-                yield number, piece
+                for copy in copies:
+                    found[copy.piece.source].append(_Move(copy, piece, joint))
+        return found
 
 
 class _Target:
@@ -169,29 +170,31 @@ class _Target:
 
     def __init__(self, arena: Arena, placement: Placement) -> None:
         self._arena, self._placement = arena, placement
+        self._divided: set[Piece] = set()  # those whose memory is not in one place
 
     def memory(self, piece: Piece) -> memoryview:
         """Return the memory of a piece: its final memory, if that is in the host."""
         views = self._views(piece)
-        return views[0] if len(views) == 1 else self._own(piece)
+        if len(views) == 1:
+            return views[0]
+        self._divided.add(piece)
+        return self._own(piece)
 
     def prepare(self, start: int, stop: int) -> None:
         """Map the pages of a range; see `Placement.prepare`."""
         self._placement.prepare(start, stop)
 
-    def finish(self, pieces: Sequence[tuple[int, Piece]]) -> None:
+    def finish(self) -> None:
         """Copy to the memory that is not in the host, or not in one place."""
+        for piece in self._divided:
+            data, at = self._own(piece), 0
+            for view in self._views(piece):
+                view[:] = data[at : at + view.nbytes]
+                at += view.nbytes
         events: list[Event] = []
         whole = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
-        for _, piece in pieces:
-            views = self._views(piece)
-            if len(views) > 1:
-                data, at = self._own(piece), 0
-                for view in views:
-                    view[:] = data[at : at + view.nbytes]
-                    at += view.nbytes
-            window = whole[piece.start : piece.stop]
-            events += self._placement.send(piece.start, piece.stop, window)
+        for start, stop in self._placement.ranges:
+            events += self._placement.send(start, stop, whole[start:stop])
         for event in events:
             event.synchronize()
 
@@ -225,45 +228,30 @@ class _Move:
         straight: The range of its bytes, if they are contiguous on both sides.
     """
 
-    def __init__(self, copy: BoxCopy, target: Piece) -> None:
+    def __init__(self, copy: BoxCopy, target: Piece, joint: _Joint) -> None:
         self.source, self.number, self._box = copy
         self.target = target
         self._size = itemsize(target.dtype)
-        self._dense = dense_stride(target.shape)
         self.nbytes = self._box.count * self._size
-        self._differ = (copy.piece.flags ^ target.flags) & (CONJ | NEG)
-        self.straight = self._straight()
-
-    def _straight(self) -> _Row | None:
-        """Return the range of the box; None: it is not contiguous on both sides."""
-        (one, *more), (other, *others) = (
-            islice(self._theirs(), 2),
-            islice(self._mine(), 2),
-        )
-        if more or others or one.count > 1 or other.count > 1 or self._differ:
-            return None
-        return _Row(one.start, one.start + one.length, self.target, other.start)
+        self._differ = (self.source.flags ^ target.flags) & (CONJ | NEG)
+        self.straight: _Row | None = None
+        shapes = self.source.shape, self.source.stride, target.shape
+        if not self._differ and (found := joint(self._box, *shapes, self._size)):
+            theirs, mine, nbytes = found
+            start = self.source.start + theirs
+            self.straight = _Row(start, start + nbytes, target, mine)
 
     def runs(self) -> Iterator[ByteRuns]:
         """Yield where the bytes are in the source, in the order of its memory."""
-        stride = self.source.stride
-        order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
-        return self._theirs(order)
-
-    def _theirs(self, order: Sequence[int] | None = None) -> Iterator[ByteRuns]:
-        box, piece = self._box, self.source
-        dims = range(len(box.sizes)) if order is None else order
+        piece, box = self.source, self._box
+        dims = range(len(box.sizes))
+        order = sorted(dims, key=piece.stride.__getitem__, reverse=True)
         first, sizes, shape, stride = (
-            [column[dim] for dim in dims]
+            [column[dim] for dim in order]
             for column in (box.theirs, box.sizes, piece.shape, piece.stride)
         )
-        found = byte_runs(first, sizes, shape, stride, self._size)
-        return (replace(each, start=piece.start + each.start) for each in found)
-
-    def _mine(self) -> Iterator[ByteRuns]:
-        shape = self.target.shape
-        box = self._box
-        return byte_runs(box.mine, box.sizes, shape, self._dense, self._size)
+        for each in byte_runs(first, sizes, shape, stride, self._size):
+            yield replace(each, start=piece.start + each.start)
 
     def copy(self, data: torch.Tensor, target: _Target) -> None:
         """Copy the elements out of the bytes of the source's data segment."""
@@ -281,20 +269,50 @@ class _Move:
         self, data: torch.Tensor, first: int, stride: Sequence[int], target: _Target
     ) -> None:
         memory = torch.frombuffer(target.memory(self.target), dtype=torch.uint8)
-        start = self._size * _dot(self._box.mine, self._dense)
+        dense = dense_stride(self.target.shape)
+        start = self._size * _dot(self._box.mine, dense)
         # Torch's words must be aligned; a foreign file need not align its tensors.
         places = data.data_ptr(), memory.data_ptr(), first, start
         word = gcd(8, self._size, *places)
         made = partial(_elements, self._box.sizes, self._size, word)
-        made(self._dense, memory, start).copy_(made(stride, data, first))
+        made(dense, memory, start).copy_(made(stride, data, first))
         if self._differ:
             whole = memory.view(DTYPES[self.target.dtype])
-            whole = whole.as_strided(self.target.shape, self._dense)
+            whole = whole.as_strided(self.target.shape, dense)
             part = _part(whole, self._box.mine, self._box.sizes)
             if self._differ & CONJ:
                 part.conj_physical_()
             if self._differ & NEG:
                 part.neg_()
+
+
+_Joint: TypeAlias = Callable[..., tuple[int, int, int] | None]
+
+
+def _joint(
+    box: Box,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    goal: Sequence[int],
+    itemsize: int,
+) -> tuple[int, int, int] | None:
+    """Return where the bytes of a box begin on both sides, and how many there are.
+
+    None: they are not contiguous on both sides.
+
+    Args:
+        box: The box; ``mine`` is its place in the tensor that it goes to.
+        shape: The shape of the tensor that it comes from.
+        stride: The strides of that.
+        goal: The shape of the tensor that it goes to, which is dense.
+        itemsize: The bytes of an element.
+    """
+    theirs = byte_runs(box.theirs, box.sizes, shape, stride, itemsize)
+    mine = byte_runs(box.mine, box.sizes, goal, dense_stride(goal), itemsize)
+    (one, *more), (other, *others) = (islice(runs, 2) for runs in (theirs, mine))
+    if more or others or one.count > 1 or other.count > 1:
+        return None
+    return one.start, other.start, one.length
 
 
 def _dot(index: Sequence[int], stride: Sequence[int]) -> int:
@@ -326,8 +344,7 @@ def _part(
     return tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """A range of a source, and where its bytes go.
 
     Attributes:
