@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 
 import aiockpt
 from aiockpt import IntegrityError, TemplateMismatchError
 from aiockpt.errors import LocalProtocolError, PeerFailedError
 from aiockpt.testing import assert_same
 from tests.support.groups import both, flip_bits, moved, transports
+from tests.support.mesh_ranks import as_rank
 from tests.support.transports import weights
 
 if TYPE_CHECKING:
@@ -177,9 +178,7 @@ async def test_leaves_and_distributed_tensors_of_a_template() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    store = distributed.HashStore()  # type: ignore[attr-defined]
-    distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
-    try:
+    with as_rank(0, 1):
         mesh = init_device_mesh("cpu", (1,))
 
         def made(fill: float, *shape: int) -> Any:
@@ -196,8 +195,6 @@ async def test_leaves_and_distributed_tensors_of_a_template() -> None:
         assert not other.to_local().any()
         assert torch.equal(got["leaf"].tensor, torch.ones(3))
         assert not leaf.tensor.any()
-    finally:
-        distributed.destroy_process_group()
 
 
 async def test_a_failure_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

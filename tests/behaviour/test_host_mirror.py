@@ -15,7 +15,6 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
-from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -31,6 +30,7 @@ from aiockpt.errors import (
 from aiockpt.testing import Drip, Fault, PeerProcess, assert_same
 from aiockpt.testing.faults import Pipe
 from aiockpt.vllm import HostMirror
+from tests.support.mesh_ranks import as_rank
 from tests.support.ports import free_port
 from tests.support.servers import settle
 from tests.support.transports import (
@@ -263,15 +263,12 @@ async def test_a_proxy_that_refuses_for_a_while_is_told_and_outlived(
             await settle(lambda: mirror.step == 1, patience=30)
 
 
-@pytest.mark.allow_leaks("fds", "threads")  # of gloo, which keeps some for good
 async def test_a_step_that_no_host_can_receive_is_told(tmp_path: Path) -> None:
     """At once, in place of trying again and again; the next step is mirrored."""
     async with transport(same_host=False) as sender:
-        store = distributed.HashStore()  # type: ignore[attr-defined]
-        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
-        await sender.send_checkpoint(step=1, state_dict={"a": sharded})
-        distributed.destroy_process_group()
+        with as_rank(0, 1):
+            sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
+            await sender.send_checkpoint(step=1, state_dict={"a": sharded})
         async with mirroring(sender.metadata(), tmp_path) as mirror:
             with pytest.raises(DeviceMeshError):
                 await mirror.wait_for(1, 30)
