@@ -459,6 +459,28 @@ class TestFiles:
             cli.error("convert", one, name, "--hf", "--overwrite")
             assert os.path.lexists(name)
 
+    @pytest.mark.parametrize("option", ["--overwrite", ""])
+    def test_a_file_system_that_cannot_exchange_names(
+        self, cli: Commands, tmp_path: Path, option: str
+    ) -> None:
+        """Nor rename without replacing, such as NFS: then it takes several steps."""
+        target = tmp_path / "out"
+        if option:
+            one = save(tmp_path / "s-1", {"a": torch.ones(3), "b": torch.ones(9)})
+            cli("convert", one, target, "--hf", "--max-shard-size", "20")
+            (target / "tokenizer.json").write_text("mine")
+        source = save(tmp_path / "s-2", {"a": torch.zeros(3)})
+        before = {*names(tmp_path), "out"}
+        fault = SystemCallFault("renameat2", "EINVAL")
+        options = ["--hf", *filter(None, [option])]
+        command = aiockpt_command("convert", source, target, *options)
+        done = fault.run(command, env=ENVIRONMENT)
+        assert fault.struck
+        assert done.returncode == 0, done.stderr
+        equal(written(target), {"a": torch.zeros(3)})
+        assert (target / "tokenizer.json").exists() is bool(option)
+        assert {*names(tmp_path)} == before  # nothing is left beside it
+
     def test_another_process(self, cli: Commands, tmp_path: Path) -> None:
         """It is writing there, so this one is told."""
         source = save(tmp_path / "s-1", {"a": torch.ones(3)})
