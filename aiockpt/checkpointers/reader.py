@@ -156,7 +156,8 @@ class CheckpointReader:
                 different ones, such as the states of random number generators.
                 ``error``: raise `RankValuesError`. ``keep``: the template keeps its
                 own. A number: take the value of that rank. If as many ranks load as
-                saved, each takes its own.
+                saved, each takes its own. A value that only another rank's file has is
+                taken from there, if the template or ``select`` asks for it.
             own: Refused here. A subclass may take more keywords, and may pass all of
                 them on.
 
@@ -197,7 +198,10 @@ class CheckpointReader:
         device = device_of(map_location)
         if is_url(path):
             if full or rank_values != "error":
-                raise ValueError("full= and rank_values= are for files, not for a peer")
+                raise ValueError(
+                    "full= and rank_values= are for files: a peer sends what one rank "
+                    "has; leave them out, or load the directory of all ranks"
+                )
             from aiockpt.checkpointers.peer import load_from_peer
             from aiockpt.transfer.destination import Terms
             from aiockpt.transfer.receive import ReceiveOptions

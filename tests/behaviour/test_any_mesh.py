@@ -68,7 +68,7 @@ from tests.support.mesh_ranks import (
     zeroed,
 )
 from tests.support.ranks import kill_all
-from tests.support.saving import run_beside
+from tests.support.saving import flip, run_beside
 
 SECONDS = 120
 
@@ -364,6 +364,14 @@ class TestRankValues:
             into = {"w": torch.zeros(8, 3), "mine": zeroed(own(0))}
             reader.read(four, into=into)
             assert_same(into, {"w": WHOLE, "mine": own(rank)})
+
+    def test_what_only_another_rank_has(self, tmp_path: Path) -> None:
+        """As many ranks take it from there if they ask for it, and not otherwise."""
+        path = by_ranks(tmp_path / "s", {"a": 0}, {"a": 1, "b": 5})
+        load = CheckpointReader(RankInfo(0, 2)).read
+        assert load(path)[0] == {"a": 0}
+        assert load(path, into={"a": 9, "b": 9})[0] == {"a": 0, "b": 5}
+        assert load(path, select=["b"])[0] == {"b": 5}
 
     def test_nobody_decides_by_a_variable(
         self, four: Path, monkeypatch: pytest.MonkeyPatch
@@ -1334,9 +1342,24 @@ class TestDamage:
         (four / "commit.json").write_text(json.dumps(marker, indent=2))
         said = self.refused(AiockptError, r"\bw\b", four, rank=lost // 2)
         assert "no file has 6 of the 12 elements" in said
+        with as_rank(1 - lost // 2, 2):  # it needs the others
+            into = {"w": cut(2, whole=0 * WHOLE)}
+            aiockpt.load(four, into=into)
+            assert torch.equal(into["w"].to_local(), rows_of(WHOLE, 1 - lost // 2, 2))
         with pytest.raises(AiockptError, match=r"\bw\b"):
             aiockpt.load(four, select=["w"])
         assert_same(aiockpt.load(four, select=["b"]), {"b": WHOLE})
+
+    def test_each_rank_checks_what_it_needs(self, four: Path) -> None:
+        """A rank whose elements are there, and undamaged, loads."""
+        flip(four / "checkpoint_3.safetensors", -1)
+        for rank in range(2):
+            with as_rank(rank, 2):
+                into = {"w": cut(2, whole=0 * WHOLE)}
+                refused = pytest.raises(IntegrityError)
+                with refused if rank else contextlib.nullcontext():
+                    aiockpt.load(four, into=into)
+                    assert torch.equal(into["w"].to_local(), WHOLE[:4])
 
     @pytest.mark.parametrize("what", LACKING)
     def test_lost_coverage(self, tmp_path: Path, what: str) -> None:
@@ -1431,6 +1454,13 @@ def test_only_the_seeds_files_count_their_ranks(tmp_path: Path) -> None:
     with pytest.raises(WorldSizeMismatchError, match="rank="):
         aiockpt.load(tmp_path)
     assert aiockpt.load(tmp_path, rank=1) == {"rank": 1}
+
+
+@pytest.mark.parametrize("options", [{"full": True}, {"rank_values": 0}])
+def test_a_peer_has_no_ranks(options: dict[str, Any]) -> None:
+    """What is for files only is refused, with what to do."""
+    with pytest.raises(ValueError, match=r"for files.*leave them out, or load the dir"):
+        aiockpt.load("http://127.0.0.1:1/checkpoint/1", **options)
 
 
 def test_the_event_of_a_load_has_its_numbers(four: Path) -> None:
