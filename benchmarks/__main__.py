@@ -87,16 +87,18 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             sys.stderr.write(f"{name}, {text}\n")
 
         try:
-            samples = measure(CASES[name], nbytes=nbytes, note=note, **given)
+            found = measure(CASES[name], nbytes=nbytes, note=note, **given)
         except BenchmarkError as error:  # the other cases may work
             sys.stderr.write(f"benchmarks: {name}: {error}\n")
             report["failed"].append(name)
             continue
-        rounded = {of: _rounded(them) for of, them in samples.items()}
+        rounded = {of: _rounded(them) for of, them in found.samples.items()}
         date = report["machine"]["date"]
         case = {"date": date, "nbytes": nbytes, "samples": rounded}
+        if found.failures:
+            case["failures"] = found.failures
         report["cases"][name] = case
-        report["rows"] += rows_of(name, rounded)
+        report["rows"] += rows_of(name, rounded, found.failures)
     return report
 
 

@@ -13,18 +13,28 @@ import csv
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, geometric_mean, mean, median
 from typing import Any
 
 import aiockpt
 from benchmarks.lines import Line, lossy, shaped
-from benchmarks.measures import Candidate, Cost, Sample, Samples, efforts, take_turns
+from benchmarks.measures import (
+    BenchmarkError,
+    Candidate,
+    Cost,
+    Sample,
+    Samples,
+    Turns,
+    counted,
+    efforts,
+    take_turns,
+)
 from benchmarks.workers import HERE, Worker, all_cores_but_one
 
 OTHER_TREE = "other tree: "
@@ -52,6 +62,8 @@ _FLEET, _PARTS = (10, 100, 1000), 5  # receivers of a small state, and their pro
 _JOB = 4  # ranks that save
 _TENSOR, _TALL = 16 << 20, 4096  # bytes of a tensor of 1024 columns, and its rows
 _SMALL = 10_000  # tensors of 1 KiB
+_RESHARDERS = ("DCP", "torch-checkpointing")
+_EXPORTED, _FILES = 8, 4  # ranks that save, and files of the model
 _LOOPBACK = Line("127.0.0.1")
 _ALONE_TOO = (("one", 1), ("new", 1))
 _ONTO = {
@@ -88,12 +100,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured by ``phases``, of a state dict of ``mib`` MiB."""
+    """What is measured by ``phases``, of a state dict of ``mib`` MiB.
+
+    ``joined`` makes figures of several candidates into those of one.
+    """
 
     about: str
     mib: int
     phases: Callable[[Setup], Phases]
     rows: Sequence[Row]
+    joined: Callable[[Mapping[str, Samples]], dict[str, Samples]] = lambda _: {}
 
 
 class Setup:
@@ -752,57 +768,163 @@ def _group(setup: Setup) -> Phases:
 
 
 def _meshes(setup: Setup) -> Phases:
-    """Yield loads on other meshes than those that saved; of DCP, too."""
-    with tempfile.TemporaryDirectory(prefix="benchmarks-", dir=Path.cwd()) as place:
-        ranks = [
-            setup.stack.enter_context(Worker("benchmarks.meshes:Rank", setup.tree))
-            for _ in range(_JOB)
-        ]
+    """Yield loads on other meshes than those that saved; of rivals, too."""
+    with _job(setup, _EXPORTED) as (exporting, place):
+        ranks = exporting[:_JOB]
         tall = {"count": max(setup.nbytes // _TENSOR // 3 * 3, 3), "rows": _TALL}
         if setup.nbytes < 3 * _TENSOR:  # a trial
             tall["rows"] = 16
         for source, targets in _ONTO.items():
-            _run_all(ranks, source, **tall)
-            _together(ranks, "save", place=place)
-            _together(ranks, "leave")
+            failures = _saved_by_all(setup, ranks, source, place, tall)
             for target, world in targets:
-                yield from _loads(setup, ranks[:world], source, target, place, tall)
+                name = f"{source} to {target} {world}"
+                shape = {"layout": target, **tall}
+                yield from _loads(setup, ranks[:world], name, place, shape, failures)
             ranks[0].call("remove", place=place)
+        yield from _exports(setup, exporting, place, tall)
         many = {"count": _SMALL if setup.nbytes >= 3 * _TENSOR else 30, "rows": 16}
-        _run_all(ranks, "FSDP", **many)
-        _together(ranks, "save", place=place)
-        _together(ranks, "leave")
-        yield from _loads(setup, ranks[:2], "small", "FSDP", place, many)
+        failures = _saved_by_all(setup, ranks, "FSDP", place, many)
+        shape = {"layout": "FSDP", **many}
+        yield from _loads(setup, ranks[:2], "small to FSDP 2", place, shape, failures)
+
+
+def _saved_by_all(
+    setup: Setup,
+    ranks: Sequence[Worker],
+    layout: str,
+    place: str,
+    shape: dict[str, int],
+) -> dict[str, str]:
+    """Save the state of a job by everybody; return why a rival could not."""
+    _run_all(ranks, layout=layout, **shape)
+    _together(ranks, "save", by="aiockpt", place=place)
+    failures = {}
+    for rival in _RESHARDERS if setup.rivals else ():
+        try:
+            _together(ranks, "save", by=rival, place=place)
+        except BenchmarkError as error:
+            failures[rival] = str(error)
+    _together(ranks, "leave")
+    return failures
 
 
 def _loads(
     setup: Setup,
     ranks: Sequence[Worker],
-    source: str,
-    target: str,
+    name: str,
     place: str,
-    shape: Mapping[str, int],
+    shape: Mapping[str, Any],
+    failures: Mapping[str, str],
 ) -> Phases:
     """Yield the loads of one job on another mesh."""
-    new, world = target == "new", len(ranks)
-    _run_all(ranks, "one" if new else target, **shape)
-    nbytes = shape["count"] * shape["rows"] * min(shape["rows"], 1024) * 4
+    _run_all(ranks, **shape)
 
     def run(by: str) -> Sample:
-        found = _together(ranks, "load", by=by, place=place, new=new)
-        slowest = max(each["seconds"] for each in found)
-        return saved(nbytes, {**found[0], "seconds": slowest})
+        if by in failures:
+            raise BenchmarkError(failures[by])
+        found = _together(ranks, "load", by=by, place=place)
+        total = {of: sum(each[of] for each in found) for of in found[0]}
+        for of in ("seconds", "peak MiB"):
+            total[of] = max(each[of] for each in found)
+        if needed := total.pop("needed", 0):
+            total["read"] /= needed
+        return saved(_nbytes(shape), total)
 
-    name = f"{source} to {target} {world}"
+    rivals = [each for each in _RESHARDERS if _takes(each, shape["layout"])]
     yield [
         Candidate(name, partial(run, "aiockpt"), ours=True),
         Candidate(f"{name}, unverified", partial(run, "unverified"), ours=True),
-        *[Candidate(f"{name}, DCP", partial(run, "DCP"), "DCP")] * setup.rivals,
+        *(
+            Candidate(f"{name}, {rival}", partial(run, rival), rival)
+            for rival in (rivals if setup.rivals else ())
+        ),
     ]
     _together(ranks, "leave")
 
 
-def _run_all(ranks: Sequence[Worker], layout: str, **shape: int) -> None:
+def mean_of_cells(samples: Mapping[str, Samples]) -> dict[str, Samples]:
+    """Return the geometric means of the speeds of all cells in which all rivals load.
+
+    In each cell, the rival counts that is faster there.
+    """
+    ours = ("", ", unverified")
+    cells: dict[str, list[Samples]] = {"mean": [], "mean, better rival": []}
+    cells["mean, unverified"] = []
+    for name in samples:
+        rivals = [samples.get(f"{name}, {rival}", []) for rival in _RESHARDERS]
+        if all(map(counted, rivals)):
+            for kind in ours:
+                cells[f"mean{kind}"].append(samples[name + kind])
+            cells["mean, better rival"].append(max(rivals, key=_typical_speed))
+    return {
+        name: [
+            {
+                "seconds": fmean(each["seconds"] for each in turn if each),
+                "speed": geometric_mean(each["speed"] for each in turn if each),
+            }
+            if all(turn)
+            else None
+            for turn in zip(*them, strict=True)
+        ]
+        for name, them in cells.items()
+        if them
+    }
+
+
+def _typical_speed(samples: Samples) -> float:
+    return median(each["speed"] for each in counted(samples))
+
+
+def _takes(rival: str, layout: str) -> bool:
+    """Return whether a rival loads onto a layout; one needs a template."""
+    return rival == "DCP" or layout != "new"
+
+
+def _nbytes(shape: Mapping[str, int]) -> int:
+    return shape["count"] * shape["rows"] * min(shape["rows"], 1024) * 4
+
+
+def _exports(
+    setup: Setup, ranks: Sequence[Worker], place: str, shape: Mapping[str, int]
+) -> Phases:
+    """Yield files for Hugging Face, made of the files of all ranks."""
+    shape = {**shape, "count": max(shape["count"] * 2 // 9 * 3, 3)}
+    _run_all(ranks, layout="FSDP", **shape)
+    for by in ("aiockpt", *["safetensors"] * setup.rivals):
+        _together(ranks, "save", by=by, place=place)
+    _together(ranks, "leave")
+    _run_all(ranks[:1], layout="new", **shape)
+    each = -(-_nbytes(shape) // _FILES)
+
+    def run(by: str) -> Sample:
+        found = ranks[0].call("export", by=by, place=place, shard_bytes=each)
+        return saved(_nbytes(shape), {"s": found["seconds"], **found})
+
+    yield [
+        Candidate("convert", partial(run, "aiockpt"), ours=True),
+        *[Candidate("DCP", partial(run, "DCP"), "DCP")] * setup.rivals,
+    ]
+    _together(ranks, "leave")
+    ranks[0].call("remove", place=place)
+
+
+@contextmanager
+def _job(setup: Setup, count: int) -> Iterator[tuple[list[Worker], str]]:
+    """Give the processes of ranks, and a directory that is removed in the end."""
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmarks-", dir=Path.cwd()) as place,
+        ExitStack() as stack,
+    ):
+        yield (
+            [
+                stack.enter_context(Worker("benchmarks.meshes:Rank", setup.tree))
+                for _ in range(count)
+            ],
+            place,
+        )
+
+
+def _run_all(ranks: Sequence[Worker], **shape: Any) -> None:
     """Start a job of some processes, which has a state; one alone is none."""
     if len(ranks) > 1:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -811,14 +933,26 @@ def _run_all(ranks: Sequence[Worker], layout: str, **shape: int) -> None:
             each.begin("join", port=port, rank=rank, world=len(ranks))
         for each in ranks:
             each.finish()
-    _together(ranks, "prepare", layout=layout, **shape)
+    _together(ranks, "prepare", **shape)
 
 
 def _together(ranks: Sequence[Worker], do: str, **arguments: Any) -> list[Any]:
-    """Run a command in several processes at once; return their results."""
+    """Run a command in several processes at once; return their results.
+
+    Raises:
+        BenchmarkError: one could not; all have ended it.
+    """
     for each in ranks:
         each.begin(do, **arguments)
-    return [each.finish() for each in ranks]
+    found, failures = [], []
+    for each in ranks:
+        try:
+            found.append(each.finish())
+        except BenchmarkError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return found
 
 
 # ---------------------------------------------------------------- the table of cases
@@ -840,8 +974,8 @@ ROWS: Mapping[str, Sequence[Row]] = _rows()
 """The rows of each case, and of those of `benchmarks.gpu`."""
 
 CASES: Mapping[str, Case] = {
-    name: Case(about, mib, phases, ROWS[name])
-    for name, mib, phases, about in (
+    name: Case(about, mib, phases, ROWS[name], *joined)
+    for name, mib, phases, about, *joined in (
         ("http", 1024, _http, "receives over loopback, staging, memory of one host"),
         ("tensors", 512, _tensors, "few large tensors, and many small ones"),
         ("star", 256, _star, "one to eight receivers of one sender at once"),
@@ -858,7 +992,10 @@ CASES: Mapping[str, Case] = {
         ("trainer", 256, _trainer, "what serving costs a training loop"),
         ("followers", 256, _followers, "followers of a trainer that publishes"),
         ("saving", 512, _saving, "saves and loads below the working directory"),
-        ("meshes", 3072, _meshes, "loads on other meshes than those that saved"),
+        (
+            *("meshes", 3072, _meshes, "loads on other meshes than those that saved"),
+            mean_of_cells,
+        ),
         ("background", 128, _background, "saves beside training, ours and torch's"),
         ("pg", 512, _group, "transfers over a process group of gloo"),
     )
@@ -873,8 +1010,8 @@ def measure(
     rivals: bool,
     against: Path | None,
     note: Callable[[str], object],
-) -> dict[str, Samples]:
-    """Return the samples of a case by candidate.
+) -> Turns:
+    """Return the samples of a case by candidate, and which rivals have failed.
 
     With another source tree, its processes run beside ours, and its candidates take
     turns with ours; their names begin with `OTHER_TREE`.
@@ -882,7 +1019,8 @@ def measure(
     Raises:
         BenchmarkError: a process could not do what it was asked, or the machine cannot.
     """
-    found: dict[str, Samples] = {}
+    samples: dict[str, Samples] = {}
+    failures: dict[str, str] = {}
     trees = [HERE] if against is None else [HERE, against]
     with ExitStack() as stack:
         setups = [
@@ -895,5 +1033,7 @@ def measure(
                 for each in other
                 if each.ours
             ]
-            found |= take_turns([*ours, *named], rounds, note)
-    return found
+            turns = take_turns([*ours, *named], rounds, note)
+            samples |= turns.samples
+            failures |= turns.failures
+    return Turns(samples | case.joined(samples), failures)

@@ -330,7 +330,8 @@ class Run:
         try:
             with self._started(limit) as kit:
                 for candidates in CASES[name](kit):
-                    samples |= take_turns(candidates, self._rounds, self._note, limit)
+                    turns = take_turns(candidates, self._rounds, self._note, limit)
+                    samples |= turns.samples
                     self._add(rows_of(name, samples))
         except BenchmarkError as error:
             self.report["failed"][name] = str(error)

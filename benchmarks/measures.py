@@ -134,12 +134,25 @@ class Candidate:
     ours: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What candidates have measured, by their names.
+
+    Attributes:
+        samples: Of those that have counted rounds.
+        failures: Why a rival was left out.
+    """
+
+    samples: dict[str, Samples]
+    failures: dict[str, str]
+
+
 def take_turns(
     candidates: Sequence[Candidate],
     rounds: int,
     note: Callable[[str], object],
     until: float = math.inf,
-) -> dict[str, Samples]:
+) -> Turns:
     """Sample every candidate once in each round.
 
     Every other round goes backwards, and every two rounds begin with another candidate,
@@ -148,6 +161,7 @@ def take_turns(
     last one that counts.
     """
     found: dict[str, Samples] = {each.name: [] for each in candidates}
+    failures: dict[str, str] = {}
     running = list(candidates)
     needed = 0.0
     for turn in range(rounds):
@@ -163,6 +177,7 @@ def take_turns(
                 if not each.rival:
                     raise
                 note(f"left out: {error}")
+                failures[each.name] = str(error)
                 running.remove(each)
         running = [each for each in running if not _is_dropped(each, running, found)]
         if turn >= WARM_UP:
@@ -170,7 +185,8 @@ def take_turns(
     padded = {
         name: [*them, *[None] * (rounds - len(them))] for name, them in found.items()
     }
-    return {name: them for name, them in padded.items() if counted(them)}
+    counting = {name: them for name, them in padded.items() if counted(them)}
+    return Turns(counting, failures)
 
 
 def _is_dropped(

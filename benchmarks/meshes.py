@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import shutil
 import time
 import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files,
+)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,12 +30,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import aiockpt
+from aiockpt.cli import main as aiockpt_program
+from aiockpt.events import TransferEvent, add_hook
 from benchmarks.measures import BenchmarkError, Sample, spent, spent_since
 from benchmarks.training import Training
 
 _COLUMNS = 1024
 _GROUPS = ("model", "exp_avg", "exp_avg_sq")  # as AdamW has them
 _EXACT = 1 << 24  # a float32 has each smaller whole number
+_MIB = 1 << 20
+RESHARDER = "torch-checkpointing"
+"""The rival whose `DefaultResharder` loads on other meshes; it need not be there."""
 
 
 class Rank:
@@ -34,6 +52,7 @@ class Rank:
         warnings.simplefilter("ignore")
         self._world, self._layout, self._rows = 1, "one", 0
         self._state: dict[str, Any] = {}
+        self._manager: Any = None
         self._checked: set[str] = set()
 
     async def join(self, *, port: int, rank: int, world: int) -> None:
@@ -45,6 +64,9 @@ class Rank:
     async def leave(self) -> None:
         """End the job."""
         self._state, self._world = {}, 1
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -53,12 +75,16 @@ class Rank:
         await self.leave()
 
     async def prepare(self, *, layout: str, count: int, rows: int) -> None:
-        """Have a state of ``count`` tensors of so many rows, in three groups."""
+        """Have a state of ``count`` tensors of so many rows, in three groups.
+
+        ``one`` are full tensors, and ``new`` are their shapes only.
+        """
         self._layout, self._rows = layout, rows
         names = [(group, f"{n}.weight") for n in range(count // 3) for group in _GROUPS]
         self._state = {group: {} for group in _GROUPS}
         for at, (group, name) in enumerate(names):
-            self._state[group][name] = self._tensor(at)
+            tensor = self._tensor(at)
+            self._state[group][name] = tensor.to("meta") if layout == "new" else tensor
         self._checked.clear()
 
     def _tensor(self, at: int) -> torch.Tensor:
@@ -66,7 +92,7 @@ class Rank:
         rows, columns = self._rows, min(_COLUMNS, self._rows)
         full = torch.arange(at, at + rows * columns).view(rows, columns)
         full = (full % _EXACT).float()
-        if self._layout == "one":
+        if self._layout in {"one", "new"}:
             return full
         sizes, placements = _placed(self._layout, at, self._world)
         mesh = init_device_mesh("cpu", sizes)
@@ -77,7 +103,8 @@ class Rank:
             if not placement.is_replicate():
                 parts = local.chunk(sizes[dim], placement.dim)
                 local = parts[mesh.get_local_rank(dim)]
-        local = local.contiguous()
+        # A rival saves the whole storage.
+        local = local.clone(memory_format=torch.contiguous_format)
         return DTensor.from_local(
             local,
             mesh,
@@ -87,50 +114,156 @@ class Rank:
             stride=full.stride(),
         )
 
-    async def save(self, *, place: str) -> None:
-        """Save the state by this library and by DCP."""
-        with aiockpt.make_sync_checkpointer() as checkpointer:
-            checkpointer.save(self._state, f"{place}/aiockpt/step-1")
-        save_dcp(self._state, checkpoint_id=f"{place}/dcp")
+    async def save(self, *, by: str, place: str) -> None:
+        """Save the state by this library or by a rival, until the disk has it."""
+        if by == RESHARDER:
+            try:
+                with _gathering_on_cpus():
+                    self._resharder().save(f"{place}/{by}", self._state)
+            finally:  # the other ranks need not wait for one that fails
+                dist.barrier()
+            if dist.get_rank() == 0:
+                _fsync(f"{place}/{by}")
+        elif by == "DCP":
+            save_dcp(self._state, checkpoint_id=f"{place}/{by}")
+        elif by == "safetensors":  # of DCP: a file of each rank
+            writer = HuggingFaceStorageWriter(f"{place}/{by}", save_distributed=True)
+            save_dcp(self._state, storage_writer=writer)
+        else:
+            with aiockpt.make_sync_checkpointer() as checkpointer:
+                checkpointer.save(self._state, f"{place}/aiockpt/step-1")
 
-    async def load(self, *, by: str, place: str, new: bool) -> Sample:
-        """Load it, and say how long that took.
+    async def load(self, *, by: str, place: str) -> Sample:
+        """Load it; say how long that took, how many bytes it read, and its memory.
 
         Raises:
             BenchmarkError: another state was loaded.
         """
         for each in self._tensors(self._state):
             each.fill_(-1)
-        if dist.is_initialized():
-            dist.barrier()
-        used, began = spent(), time.monotonic()
-        found = self._load(by, place, new=new)
-        sample = {"seconds": time.monotonic() - began, **spent_since(used)}
+        if by == RESHARDER:
+            self._resharder()
+        events: list[TransferEvent] = []
+        with ExitStack() as stack:
+            stack.callback(add_hook(events.append))
+            before = _resident()
+            if dist.is_initialized():
+                dist.barrier()
+            used, began = spent(), time.monotonic()
+            found = self._load(by, place)
+            sample = {"seconds": time.monotonic() - began, **spent_since(used)}
+        sample["peak MiB"] = (_most_resident() - before) / _MIB
+        if self._layout == "new":
+            result = sum(each.nbytes for each in self._tensors(found))
+            sample["peak MiB"] -= result / _MIB
+        if by in {"aiockpt", "unverified"}:
+            (event,) = (each for each in events if each.stop == "load")
+            sample |= {"read": float(event.nbytes), "needed": float(event.needed)}
         if by not in self._checked:
             self._checked.add(by)
-            for at, each in enumerate(self._tensors(found)):
-                if not torch.equal(each, _local(self._tensor(at))):
-                    raise BenchmarkError(f"{by} has not loaded tensor {at}")
+            self._check(found)
         return sample
 
-    def _load(self, by: str, place: str, *, new: bool) -> dict[str, Any]:
+    def _load(self, by: str, place: str) -> Mapping[str, Any]:
+        if by == RESHARDER:
+            loaded: Mapping[str, Any] = self._resharder().load(
+                f"{place}/{by}", into=self._state
+            )
+            return loaded
         if by == "DCP":
-            alone = not dist.is_initialized()
             state = self._state
-            if new:
+            if self._layout == "new":
                 state = {
-                    group: {name: torch.empty_like(each) for name, each in some.items()}
+                    group: {name: _on_cpu(each) for name, each in some.items()}
                     for group, some in state.items()
                 }
-            load_dcp(state, checkpoint_id=f"{place}/dcp", no_dist=alone)
+            alone = not dist.is_initialized()
+            load_dcp(state, checkpoint_id=f"{place}/{by}", no_dist=alone)
             return state
         verify: Any = "none" if by == "unverified" else "full"
-        into = None if new else self._state
+        into = None if self._layout == "new" else self._state
         path = f"{place}/aiockpt/step-1"
         found: dict[str, Any] = aiockpt.load(path, into=into, verify=verify)
         return found
 
-    def _tensors(self, state: dict[str, Any]) -> list[torch.Tensor]:
+    def _check(self, found: Mapping[str, Any]) -> None:
+        """Compare what was loaded, bit by bit.
+
+        Raises:
+            BenchmarkError: it is another state.
+        """
+        for at, each in enumerate(self._tensors(found)):
+            if not torch.equal(each, _local(self._tensor(at))):
+                raise BenchmarkError(f"it has loaded a wrong tensor {at}")
+
+    def _resharder(self) -> Any:
+        """Return the manager of the rival; one for each job.
+
+        Raises:
+            BenchmarkError: the rival is not installed.
+        """
+        if find_spec("torch_checkpointing") is None:
+            raise BenchmarkError(f"{RESHARDER} is not installed")
+        if self._manager is None:
+            room = "torch_checkpointing"
+            manager = import_module(f"{room}.checkpoint_manager").CheckpointManager
+            files = import_module(f"{room}.storage.filesystem")
+            resharder = import_module(f"{room}.default_resharder").DefaultResharder()
+            spec = import_module(f"{room}.schema").ItemSpec(resharder=resharder)
+            config = manager.Config.with_sync_save()
+            config.storage_config = files.LocalFileSystemStorageConfig(
+                use_direct_io=False
+            )
+            # The ranks meet behind the save.
+            config.save.writer_config.barrier_config = None
+            config.save.writer_config.write_to_temp_dir = False
+            config.items = dict.fromkeys(_GROUPS, spec)
+            self._manager = config.build()
+        return self._manager
+
+    # ------------------------------------------------------ files for Hugging Face
+
+    async def export(self, *, by: str, place: str, shard_bytes: int) -> Sample:
+        """Write the files of all ranks as those of one model; see `load`.
+
+        Raises:
+            BenchmarkError: it could not, or wrote another state.
+        """
+        out = Path(place, "out")
+        before = _resident()
+        used, began = spent(), time.monotonic()
+        if by == "DCP":
+            # Each file has as many tensors as the library puts into it.
+            os.mkdir(out)
+            names = [
+                f"{group}.{name}"
+                for group, some in self._state.items()
+                for name in some
+            ]
+            each = max(shard_bytes // (4 * self._rows * min(_COLUMNS, self._rows)), 1)
+            numbers = {name: 1 + at // each for at, name in enumerate(names)}
+            consolidate_safetensors_files(f"{place}/safetensors", str(out), numbers)
+            _fsync(str(out))
+        else:
+            source = f"{place}/aiockpt/step-1"
+            most = ("--max-shard-size", str(shard_bytes))
+            if aiockpt_program(["convert", source, str(out), "--hf", *most]):
+                raise BenchmarkError("aiockpt convert has failed")
+        sample = {"seconds": time.monotonic() - began, **spent_since(used)}
+        sample["peak MiB"] = (_most_resident() - before) / _MIB
+        if by not in self._checked:
+            self._checked.add(by)
+            tensors = _tensors_of(out)
+            self._check(
+                {
+                    group: {name: tensors[f"{group}.{name}"] for name in some}
+                    for group, some in self._state.items()
+                }
+            )
+        shutil.rmtree(out)
+        return sample
+
+    def _tensors(self, state: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the local tensors, in the order of `prepare`."""
         rows = zip(*(state[group].values() for group in _GROUPS), strict=True)
         return [_local(each) for row in rows for each in row]
@@ -161,3 +294,57 @@ def _placed(
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu")
+
+
+def _gathering_on_cpus() -> Any:
+    """Have the resharder's metadata gathered by a group of gloo: it asks for CUDA."""
+    metadata = import_module("torch_checkpointing.metadata_manager")
+
+    def gather(_: object, data: Any, process_group: Any = None) -> dict[int, Any]:
+        found: list[Any] = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(found, data, group=process_group)
+        return dict(enumerate(found))
+
+    name = "_all_gather_pickled_data"
+    return patch.object(metadata.DefaultMetadataManager, name, gather)
+
+
+def _tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of all safetensors files in a directory."""
+    files = map(load_file, directory.glob("*.safetensors"))
+    return {name: tensor for some in files for name, tensor in some.items()}
+
+
+def _fsync(directory: str) -> None:
+    """Wait until the disk has every file below a directory."""
+    for path in Path(directory).rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+def _resident() -> int:
+    """Return the bytes in memory, and let their high-water mark begin there."""
+    gc.collect()
+    trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
+    trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _most_resident() -> int:
+    """Return the high-water mark; mapped pages of files count, too."""
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(found.split()[1]) * 1024

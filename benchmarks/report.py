@@ -36,12 +36,18 @@ _GAP = "not measured"
 # ---------------------------------------------------------------- rows of samples
 
 
-def rows_of(case: str, samples: Mapping[str, Samples]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a case whose candidates were measured."""
+def rows_of(
+    case: str, samples: Mapping[str, Samples], failures: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a case whose candidates were measured.
+
+    A row beside a rival that has failed says why, and has no ratio.
+    """
+    failures = failures or {}
     for row in [*ROWS[case], *_rows_of_trees(samples)]:
         ours = _best(samples, row.ours, row.metric)
         theirs = _best(samples, row.against, row.metric) if row.against else ""
-        if ours is None or theirs is None:
+        if ours is None or (theirs is None and row.against not in failures):
             continue
         values = [each[row.metric] for each in counted(samples[ours])]
         found = estimate(values)
@@ -56,7 +62,7 @@ def rows_of(case: str, samples: Mapping[str, Samples]) -> Iterator[dict[str, Any
             "case": case,
             "what": row.what,
             "ours": ours,
-            "against": theirs,
+            "against": row.against if theirs is None else theirs,
             "metric": row.metric,
             "unit": row.unit,
             "value": median(values),
@@ -66,7 +72,10 @@ def rows_of(case: str, samples: Mapping[str, Samples]) -> Iterator[dict[str, Any
             "high": found.high,
             "at_least": row.at_least,
             "at_most": row.at_most,
-            "verdict": verdict(found, at_least=row.at_least, at_most=row.at_most),
+            "verdict": ""
+            if theirs is None
+            else verdict(found, at_least=row.at_least, at_most=row.at_most),
+            **({"why": failures[row.against]} if theirs is None else {}),
         }
 
 
@@ -110,13 +119,14 @@ def cells(row: Found) -> list[str]:
         interval = f" ({_short(row['low'])} to {_short(row['high'])})"
     unit, ours = row["unit"], _short(row["value"])
     compared = row["ratio"] is not None
+    beside = f"{row['against']}: {row['why']}" if "why" in row else ""
+    if compared:
+        beside = f"{row['against']}: {_short(row['beside'])} {unit}".rstrip()
     return [
         row["case"],
         row["what"],
         f"{ours}{'' if compared else interval} {unit}".rstrip(),
-        f"{row['against']}: {_short(row['beside'])} {unit}".rstrip()
-        if compared
-        else "",
+        beside,
         f"{_short(row['ratio'])}{interval}" if compared else "",
         _target(row),
         row["verdict"],

@@ -132,12 +132,13 @@ def test_candidates_take_turns_and_hopeless_settings_stop() -> None:
 
         return Candidate(name, run, rival)
 
-    found = take_turns(
+    turns = take_turns(
         [candidate("a", 9.0), candidate("f", 1.0, "r"), candidate("s", 2.0, "r")],
         5,
         lambda _: None,
     )
     assert "".join(order) == "afssfafsaafaf"
+    found = turns.samples
     assert [len([each for each in them if each]) for them in found.values()] == [
         5,
         5,
@@ -169,7 +170,8 @@ def test_a_rival_that_fails_is_left_out_and_anything_else_ends_the_run() -> None
         raise BenchmarkError("no")
 
     notes: list[str] = []
-    assert take_turns([Candidate("r", fail, "r")], 3, notes.append) == {}
+    found = take_turns([Candidate("r", fail, "r")], 3, notes.append)
+    assert (found.samples, found.failures) == ({}, {"r": "no"})
     assert notes == ["round 1 of 3: r", "left out: no"]
     with pytest.raises(BenchmarkError):
         take_turns([Candidate("a", fail)], 2, notes.append)
@@ -289,6 +291,39 @@ def test_rows_compare_with_the_best_setting_of_a_rival() -> None:
     assert rows["same host, shared", ""]["value"] == pytest.approx(10.0)
 
 
+def test_a_row_beside_a_rival_that_failed_says_why() -> None:
+    """It has our figure, no ratio and no verdict."""
+    failed = "FSDP to FSDP 2, torch-checkpointing"
+    found = {"FSDP to FSDP 2": samples(*[1.0] * 5, read=1.0, **{"peak MiB": 2.0})}
+    rows = [*report.rows_of("meshes", found, {failed: "it is wrong"})]
+    (row,) = (row for row in rows if row["against"])
+    assert report.cells(row)[2:] == [
+        "1.00 (1.00 to 1.00) GB/s",
+        f"{failed}: it is wrong",
+        "",
+        "ratio at least 0.67",
+        "",
+    ]
+
+
+def test_the_mean_of_cells_takes_the_better_rival_of_each() -> None:
+    """Only of cells in which both rivals load."""
+    found = {}
+    for cell, ours, dcp, other in (("a", 1.0, 2.0, 4.0), ("b", 4.0, 8.0, 2.0)):
+        found[cell] = found[f"{cell}, unverified"] = samples(*[ours] * 5)
+        found[f"{cell}, DCP"] = samples(*[dcp] * 5)
+        found[f"{cell}, torch-checkpointing"] = samples(*[other] * 5)
+    found["c"] = found["c, DCP"] = samples(*[0.001] * 5)
+    means = cases.mean_of_cells(found)
+    speeds = {name: them[1] and them[1]["speed"] for name, them in means.items()}
+    assert speeds == {
+        "mean": pytest.approx(0.5),
+        "mean, unverified": pytest.approx(0.5),
+        "mean, better rival": pytest.approx(0.5),
+    }
+    assert cases.mean_of_cells({"c": found["c"]}) == {}
+
+
 def test_another_tree_is_compared_by_all_figures() -> None:
     """Nine tenths of its speed are asked for."""
     ours = {"shared": samples(*[1.0] * 5), OTHER_TREE + "shared": samples(*[0.5] * 5)}
@@ -323,7 +358,8 @@ def test_the_page_is_what_its_json_says(tmp_path: Path) -> None:
     found = json.loads((PAGE / "benchmarks.json").read_text())
     for case, them in found["cases"].items():
         rows = [row for row in found["rows"] if row["case"] == case]
-        assert rows == list(report.rows_of(case, them["samples"])), case
+        failures = them.get("failures")
+        assert rows == list(report.rows_of(case, them["samples"], failures)), case
     for measured in PAGE.glob(report.GPU_REPORT):
         shutil.copy(measured, tmp_path)
     report.write_page(found, tmp_path)
@@ -392,6 +428,8 @@ def test_the_pictures_are_valid_and_fit_on_either_background(tmp_path: Path) -> 
 def expected_rows(case: str) -> Iterator[tuple[str, str, str]]:
     """Yield the rows of the table that what is installed, and a tiny run, can fill."""
     absent = ["torchft"] if find_spec("torchft") is None else []
+    if find_spec("torch_checkpointing") is None:
+        absent.append("mean")  # its other rows say that it is not there
     absent += {
         "background": ["process", "_experimental"],
         "star": ["4 at once", "8 at once"],
@@ -430,7 +468,14 @@ def test_a_tiny_run_fills_all_rows(
     monkeypatch.setattr(cases, "_ALONE", 0.2)  # the trainer must make a step meanwhile
     monkeypatch.setattr(cases, "_EVERY", 0.1)
     fewer: dict[str, Any] = {"_STAR": (1, 2), "_FLEET": (10,), "CHUNKS": (0,)}
-    fewer |= {"_PARTS": 2, "_FEW": 1, "_MANY": 2, "_TURNS": 1, "_PUBLISHED": 1}
+    fewer |= {
+        "_EXPORTED": 4,
+        "_PARTS": 2,
+        "_FEW": 1,
+        "_MANY": 2,
+        "_TURNS": 1,
+        "_PUBLISHED": 1,
+    }
     for name, value in fewer.items():
         monkeypatch.setattr(cases, name, value)
     # A real line takes longer. These two have one.
@@ -468,7 +513,7 @@ def test_two_trees_take_turns_in_one_run() -> None:
     case = cases.Case("", 1, phases, [])
     found = cases.measure(
         case, nbytes=MIB, rounds=2, rivals=False, against=PAGE, note=notes.append
-    )
+    ).samples
     typical = {name: them[1] and them[1]["seconds"] for name, them in found.items()}
     raw = {"raw x": 3.0, "raw y": 3.0}
     ours = {"x": 1.0, "y": 1.0, f"{OTHER_TREE}x": 2.0, f"{OTHER_TREE}y": 2.0}
