@@ -91,8 +91,8 @@ def lossy(delay: float, loss: float) -> Iterator[Line]:
     Raises:
         BenchmarkError: the system does not let us.
     """
-    from aiockpt.testing.processes import FaultUnavailableError
     from tests.support.network import Link
+    from tests.support.shortages import FaultUnavailableError
 
     ready, over = threading.Event(), asyncio.Event()
     found: list[Link | Exception] = []

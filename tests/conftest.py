@@ -22,7 +22,6 @@ import pytest_asyncio
 from blockbuster import BlockBuster
 
 import aiockpt
-from aiockpt.testing import FaultUnavailableError
 
 HERE = Path(__file__).parent
 ROOT = str(HERE.parent)
@@ -42,6 +41,7 @@ from tests.support.leakcheck import (  # noqa: E402
 )
 from tests.support.matrix import EXHAUSTIVE  # noqa: E402
 from tests.support.proofs import faults_of  # noqa: E402
+from tests.support.shortages import FaultUnavailableError  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping

@@ -36,12 +36,8 @@ if TYPE_CHECKING:
         interruptions,
     )
     from aiockpt.testing.processes import (
-        FaultUnavailableError,
         LaggingLoop,
         PeerProcess,
-        WallClock,
-        busy_interpreter,
-        monotonic_ahead,
         wall_clock_jumped,
     )
 
@@ -55,7 +51,6 @@ __all__ = [
     "Drop",
     "Fault",
     "FaultProxy",
-    "FaultUnavailableError",
     "FlipBit",
     "Interruption",
     "LaggingLoop",
@@ -63,12 +58,9 @@ __all__ = [
     "Refuse",
     "StallAfter",
     "TransportConformance",
-    "WallClock",
     "assert_same",
-    "busy_interpreter",
     "interrupted",
     "interruptions",
-    "monotonic_ahead",
     "wall_clock_jumped",
 ]
 
@@ -82,11 +74,7 @@ _HOMES = {
         ("Interruption", "interrupted", "interruptions"), "aiockpt.testing.interrupting"
     ),
     **dict.fromkeys(
-        (
-            *("FaultUnavailableError", "LaggingLoop", "PeerProcess", "WallClock"),
-            *("busy_interpreter", "monotonic_ahead", "wall_clock_jumped"),
-        ),
-        "aiockpt.testing.processes",
+        ("LaggingLoop", "PeerProcess", "wall_clock_jumped"), "aiockpt.testing.processes"
     ),
     "assert_same": "aiockpt.state.equality",
 }

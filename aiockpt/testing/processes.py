@@ -17,11 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-import subprocess
-import sys
-import threading
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,27 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from aiockpt.runtime.bridge import start_daemon
-
 _POLL = 0.001
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-_FAKETIME = "faketime/libfaketimeMT.so.1"
-_PLACES = ("/usr/lib", "/usr/local/lib", "/usr/lib64")
-
-
-class FaultUnavailableError(RuntimeError):
-    """This machine cannot produce ``fault``, for the given ``reason``.
-
-    The tested code has not failed: skip the test with the reason.
-    """
-
-    def __init__(self, fault: str, reason: str) -> None:
-        super().__init__(fault, reason)
-        self.fault = fault
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"no {self.fault} here: {self.reason}"
 
 
 # --------------------------------------------------------------------------- processes
@@ -213,34 +190,6 @@ class LaggingLoop:
         self._next = loop.call_later(self.pause, self._block)
 
 
-@contextmanager
-def busy_interpreter(threads: int = 1, *, hold: float | None = None) -> Iterator[None]:
-    """Run threads that compute in Python until the end of the block.
-
-    Args:
-        threads: The number of threads.
-        hold: The seconds for which a thread holds the interpreter lock each time, like
-            an extension that does not release it; None: Python's switch interval.
-    """
-    interval, stop = sys.getswitchinterval(), threading.Event()
-    if hold is not None:
-        sys.setswitchinterval(hold)
-    spinning = [start_daemon("busy", _spin, stop) for _ in range(threads)]
-    try:
-        yield
-    finally:
-        stop.set()
-        sys.setswitchinterval(interval)
-        for thread in spinning:
-            thread.join()
-
-
-def _spin(stop: threading.Event) -> None:
-    while not stop.is_set():
-        for _ in range(1000):
-            pass
-
-
 # ------------------------------------------------------------------------------ clocks
 
 
@@ -249,7 +198,7 @@ def wall_clock_jumped(seconds: float) -> Iterator[None]:
     """Shift ``time.time`` and ``time.time_ns`` of this process by ``seconds``.
 
     This affects Python code that calls them by these names. Code that has imported the
-    function itself, or is written in C, sees the real time: see `WallClock`.
+    function itself, or is written in C, sees the real time.
     """
     real, real_ns = time.time, time.time_ns
     time.time = lambda: real() + seconds
@@ -258,73 +207,3 @@ def wall_clock_jumped(seconds: float) -> Iterator[None]:
         yield
     finally:
         time.time, time.time_ns = real, real_ns
-
-
-class WallClock:
-    """A wall clock for processes that are started with its environment.
-
-    It can jump while they run. It needs libfaketime (``apt install libfaketime``). With
-    version 0.9.10, ``time.sleep`` fails (EINVAL) and threads wait forever, so the
-    programs must use neither. At the end of the block, the files that killed processes
-    left in ``/dev/shm`` are removed.
-
-    Args:
-        file: The file with the offset, which the processes read.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self.jump(0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for left in Path("/dev/shm").glob("*faketime_*"):
-            if not Path("/proc", left.name.rpartition("_")[2]).exists():
-                left.unlink(missing_ok=True)
-
-    def jump(self, seconds: float) -> None:
-        """Set the clock ``seconds`` ahead of the machine's clock."""
-        self._file.write_text(f"{seconds:+f}\n")
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment variables for a process.
-
-        Raises:
-            FaultUnavailableError: libfaketime is not installed.
-        """
-        found = [path for place in _PLACES for path in _libraries(Path(place))]
-        if not found:
-            raise FaultUnavailableError("wall clock that jumps", "no libfaketime")
-        return {
-            "LD_PRELOAD": str(found[0]),
-            "FAKETIME_TIMESTAMP_FILE": str(self._file),
-            "FAKETIME_NO_CACHE": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "DONT_FAKE_MONOTONIC": "1",
-        }
-
-
-def _libraries(place: Path) -> list[Path]:
-    return [*place.glob(_FAKETIME), *place.glob(f"*/{_FAKETIME}")]
-
-
-def monotonic_ahead(seconds: int, program: Sequence[str]) -> list[str]:
-    """Return the command to run a program with its monotonic clock set ahead.
-
-    Two processes then disagree on it, as after a restart of the host. Needs root.
-
-    Raises:
-        FaultUnavailableError: this process may not create a time namespace.
-    """
-    clocks = [f"--{clock}={seconds}" for clock in ("monotonic", "boottime")]
-    prefix = ["unshare", "--time", "--fork", "--kill-child", *clocks]
-    reason = "unshare is not installed"
-    if shutil.which("unshare"):
-        tried = [*prefix, "true"]
-        done = subprocess.run(tried, capture_output=True, text=True, check=False)
-        reason = done.stderr.strip() if done.returncode else ""
-    if reason:
-        raise FaultUnavailableError("monotonic clock that differs", reason)
-    return [*prefix, *program]

@@ -16,12 +16,10 @@ import pytest
 from aiockpt.testing import (
     LaggingLoop,
     PeerProcess,
-    WallClock,
-    busy_interpreter,
     interruptions,
-    monotonic_ahead,
     wall_clock_jumped,
 )
+from tests.support.clocks import WallClock, busy_interpreter, monotonic_ahead
 from tests.support.waiting import eventually, is_running, state_of
 
 pytestmark = pytest.mark.torch_free

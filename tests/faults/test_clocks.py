@@ -20,10 +20,9 @@ from aiockpt.testing import (
     LaggingLoop,
     PeerProcess,
     assert_same,
-    busy_interpreter,
-    monotonic_ahead,
     wall_clock_jumped,
 )
+from tests.support.clocks import busy_interpreter, monotonic_ahead
 from tests.support.commandline import ENVIRONMENT
 from tests.support.groups import moved, transports
 from tests.support.matrix import Record

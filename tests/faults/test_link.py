@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from aiockpt import TransportError
-from aiockpt.testing import FaultUnavailableError, assert_same
+from aiockpt.testing import assert_same
 from tests.support.faultpeers import noise, running, said
 from tests.support.matrix import Record
 from tests.support.network import Link
 from tests.support.proofs import proves
 from tests.support.servers import settle
+from tests.support.shortages import FaultUnavailableError
 from tests.support.transports import MIB, Halfway, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]

@@ -12,14 +12,14 @@ from statistics import quantiles
 import pytest
 
 from aiockpt.errors import StagingError
-from aiockpt.testing import FaultProxy, FaultUnavailableError, StallAfter, assert_same
+from aiockpt.testing import FaultProxy, StallAfter, assert_same
 from tests.support.faultpeers import TOKEN, Peer, noise, sender
 from tests.support.matrix import Record
 from tests.support.network import few_ports
 from tests.support.proofs import proves
 from tests.support.ranks import SUPPORT, process
 from tests.support.servers import settle
-from tests.support.shortages import exhausted_fds
+from tests.support.shortages import FaultUnavailableError, exhausted_fds
 from tests.support.transports import MIB, Transport, receive, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]

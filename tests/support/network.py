@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
-from aiockpt.testing.processes import FaultUnavailableError
+from tests.support.shortages import FaultUnavailableError
 
 _WHAT: Final = "network of its own"
 _NEW_NETWORK: Final = 0x40000000  # CLONE_NEWNET of unshare(2)

@@ -14,7 +14,20 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
-from aiockpt.testing.processes import FaultUnavailableError
+
+class FaultUnavailableError(RuntimeError):
+    """This machine cannot produce ``fault``, for the given ``reason``.
+
+    The tested code has not failed: skip the test with the reason.
+    """
+
+    def __init__(self, fault: str, reason: str) -> None:
+        super().__init__(fault, reason)
+        self.fault = fault
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"no {self.fault} here: {self.reason}"
 
 
 @contextmanager

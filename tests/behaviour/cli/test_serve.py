@@ -19,7 +19,7 @@ import torch
 import trustme
 from safetensors.torch import load_file, save_file
 
-from aiockpt.testing import FaultUnavailableError, assert_same
+from aiockpt.testing import assert_same
 from tests.support.commandline import (
     CHUNK,
     ENVIRONMENT,
@@ -35,6 +35,7 @@ from tests.support.commandline import (
 from tests.support.network import Link
 from tests.support.proofs import proves
 from tests.support.saving import load, save, save_by_two, training_state
+from tests.support.shortages import FaultUnavailableError
 
 pytestmark = pytest.mark.timeout(180)
 
