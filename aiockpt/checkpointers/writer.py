@@ -286,10 +286,9 @@ class CheckpointWriter:
                         self._on_kept(draft.identity)
                     if self._hook is not None:
                         _finish(self._hook.pre_commit(os.fspath(path), **kwargs))
-                content = content_of(header) if isinstance(header, Manifest) else ""
-                snapshot = getattr(header, "snapshot_id", "")
+                content = content_of(header)
                 result = Written("", content, writable.segment_bytes)
-                warning, snapshots = save.meet(draft, rank, snapshot)
+                warning, snapshots = save.meet(draft, rank, header.snapshot_id)
                 unused: list[Path] = []
                 try:
                     with save.reporting("committed", draft):

@@ -26,6 +26,7 @@ from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.cli import huggingface
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.paths import for_a_command, holds_shards, pointing_below
+from aiockpt.cli.tensors import Tensor, has_code, is_name
 from aiockpt.cli.text import command_line, printable
 from aiockpt.errors import (
     RankValuesError,
@@ -33,9 +34,9 @@ from aiockpt.errors import (
     StorageError,
     WorldSizeMismatchError,
 )
-from aiockpt.format.dtypes import CODES, DTYPES
+from aiockpt.format.dtypes import DTYPES
+from aiockpt.format.entries import Bytes
 from aiockpt.format.limits import FILE_LIMITS
-from aiockpt.memory.arena import ArenaPool
 from aiockpt.state.equality import assert_same
 from aiockpt.state.flatten import describe
 from aiockpt.state.leaves import DTYPE_NAMES
@@ -45,16 +46,12 @@ from aiockpt.storage.directory import find_checkpoint, step_in
 from aiockpt.storage.files import in_place, named, rename_to_new, sync_directory
 from aiockpt.storage.lock import SaveLock
 from aiockpt.storage.partfile import TAKEN, check_target
-from aiockpt.storage.write import PlainFile, write_file
-from aiockpt.transfer.live import LiveState
 
 __all__ = ["run"]
 
 _ALONE = RankInfo(0, 1)
 _MAX_SHARD_BYTES = 5 * 1000**3  # as of transformers
 _SHOWN = 5
-_CODES = {name: code for code, name in CODES.items()}
-_BYTES_ONLY = {code for code, name in CODES.items() if DTYPES[name][1] is None}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -238,8 +235,9 @@ def _write_file(
     """Write a file under another name, and rename it when it is found to be exact."""
     with named(target), SaveLock(target, wait=0) as lock, _made(lock.temporary) as fd:
         write(target, fd, state)
-        _compare(lock.temporary, state, write is _write_plain)
-        os.fsync(fd)
+        if write is _write_torch:  # the other one has compared it
+            _compare(lock.temporary, state)
+            os.fsync(fd)
         (os.replace if replace else rename_to_new)(lock.temporary, target)
         with in_place(target):
             sync_directory(target.parent)
@@ -330,45 +328,40 @@ def _check_plain(name: object, value: object) -> None:
     fault = ""
     if type(name) is not str:
         fault = f"the key {name!r} has the type {type(name).__name__}, not str"
+    elif not is_name(name):
+        detail = f"{name!r} cannot be the name of a tensor in a plain safetensors file"
+        raise StateDictError(detail)
     elif type(value) not in (torch.Tensor, torch.nn.Parameter):
         fault = f"{name!r} has the type {type(value).__name__}, not Tensor"
     if fault:
         raise StateDictError(f"{fault}: a plain safetensors file has no place for it")
     assert isinstance(value, torch.Tensor)
-    dtype = DTYPE_NAMES.get(value.dtype, "")
-    if dtype not in _CODES or (_CODES[dtype] == "F4" and not value.dim()):
+    if not has_code(DTYPE_NAMES.get(value.dtype, ""), value.shape):
         detail = f"{name!r} has the dtype {value.dtype} and the shape "
         detail += f"{[*value.shape]}, which safetensors cannot say"
         raise StateDictError(detail)
 
 
 def _write_plain(path: Path, fd: int, state: dict[str, torch.Tensor]) -> None:
-    codes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    tensors = dict(state)
-    for name, tensor in state.items():
-        code = _CODES[DTYPE_NAMES[tensor.dtype]]
-        if code in _BYTES_ONLY:
-            shape = tuple(tensor.shape)
-            if code == "F4":  # two elements in a byte, of which torch makes one
-                shape = (*shape[:-1], 2 * shape[-1])
-            codes[name] = code, shape
-            tensors[name] = tensor.view(torch.uint8)
-    pool = ArenaPool(keep=0)
-    with LiveState(
-        tensors, step=0, chunk_bytes=1 << 20, allow_pickle=False, pool=pool
-    ) as live:
-        write_file(path, fd, PlainFile(live, tensors, codes), durable=False)
+    tensors = huggingface.in_order(
+        Tensor(name, name, dtype, (*tensor.shape,), (), dtype)
+        for name, tensor in state.items()
+        for dtype in [DTYPE_NAMES[tensor.dtype]]
+    )
+
+    def fill(output: huggingface.Output, header: Bytes) -> None:
+        flat = (state[each.name].reshape(-1).view(torch.uint8) for each in tensors)
+        output.write([memoryview(header), *(each.numpy().data for each in flat)])
+
+    huggingface.write_plain(path, fd, tensors, fill)
 
 
 _FORMS = {".pt": _write_torch, ".safetensors": _write_plain}
 
 
-def _compare(path: Path, state: Any, unordered: bool = False) -> None:  # noqa: FBT001, FBT002
+def _compare(path: Path, state: Any) -> None:
     try:
-        found = _read(path)
-        if unordered:  # the tensors of a plain safetensors file
-            found = {name: found[name] for name in state}
-        assert_same(found, state)
+        assert_same(_read(path), state)
     except (AssertionError, RecursionError, StorageError) as error:
         why = error.detail if isinstance(error, StorageError) else error
         detail = f"that form cannot hold it exactly: {why}"

@@ -3,7 +3,8 @@
 The headers of the source say which tensors there are, so the output files are planned
 before a tensor is read: see `tensors.py`. Then one output file after the other is
 written, part by part. So the memory is that of one output file at most, however many
-ranks saved the checkpoint, and however they cut it.
+ranks saved the checkpoint, and however they cut it. `write_plain` also writes the file
+of ``aiockpt convert`` to a plain safetensors file.
 
 Everything is written into a directory of another name. Each file is synced, read back
 and compared, and then the directory gets its name in one step.
@@ -63,7 +64,7 @@ from aiockpt.storage.partfile import TAKEN
 from aiockpt.storage.placement import Placement
 from aiockpt.storage.write import BLOCK, plain_header
 
-__all__ = ["Export", "export"]
+__all__ = ["Export", "Output", "export", "in_order", "write_plain"]
 
 _INDEX: Final = "model.safetensors.index.json"
 _OUTPUT: Final = re.compile(
@@ -204,41 +205,56 @@ def _files_of(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, Sequence[T
 def _write(
     path: Path, final: Path, tensors: Sequence[Tensor], sources: Sequence[Source]
 ) -> None:
-    """Write a file, sync it, read it back, and compare it.
+    """Write a file of the directory under another name."""
+    tensors = in_order(tensors)
+    with named(final):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_plain(final, fd, tensors, partial(_fill, tensors, sources))
+    finally:
+        os.close(fd)
+
+
+def in_order(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors in the order of a file: aligned without gaps, by dtype."""
+    return sorted(tensors, key=lambda each: -itemsize(each.cast))
+
+
+def write_plain(
+    path: Path,
+    fd: int,
+    tensors: Sequence[Tensor],
+    fill: Callable[[Output, Bytes], object],
+) -> None:
+    """Write a safetensors file without our metadata; sync, read back, and compare it.
 
     Args:
-        path: The file to make.
-        final: What it is going to be called, for errors.
-        tensors: What it gets.
-        sources: Where their elements are.
+        path: What the file is going to be called, for errors.
+        fd: The empty file.
+        tensors: What it gets, in the order of `in_order`.
+        fill: Writes the header, and the elements of the tensors.
 
     Raises:
         StorageError: the disk is full or has failed; or the file is not what was
             written.
     """
-    # Aligned without gaps, as safetensors orders them, too.
-    tensors = sorted(tensors, key=lambda each: -itemsize(each.cast))
     entries = _entries_of(tensors)
     header = plain_header(entries).header
     size = len(header) + entries.nbytes
-    with named(final):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            with saying_what_is_free(final, fd, size):
-                reserve(fd, size)
-                output = _Output(fd, size)
-                _fill(output, header, tensors, sources)
-                os.fsync(fd)
-            found = header_of(final, fd, limits=FILE_LIMITS).entries
-            same = dict(_items(found)) == dict(_items(entries))
-            if not same or digest(blocks_of(final, fd, 0, size)) != output.digest:
-                detail = "the disk does not hold what was written to it"
-                raise StorageError(str(final), detail)
-        finally:
-            os.close(fd)
+    with named(path):
+        with saying_what_is_free(path, fd, size):
+            reserve(fd, size)
+            output = Output(fd, size)
+            fill(output, header)
+            os.fsync(fd)
+        found = header_of(path, fd, limits=FILE_LIMITS).entries
+        same = dict(_items(found)) == dict(_items(entries))
+        if not same or digest(blocks_of(path, fd, 0, size)) != output.digest:
+            detail = "the disk does not hold what was written to it"
+            raise StorageError(str(path), detail)
 
 
-class _Output:
+class Output:
     """Writes a file from its first byte to its last one, and digests it.
 
     Attributes:
@@ -263,10 +279,10 @@ class _Output:
 
 
 def _fill(
-    output: _Output,
-    header: Bytes,
     tensors: Sequence[Tensor],
     sources: Sequence[Source],
+    output: Output,
+    header: Bytes,
 ) -> None:
     """Write a file: each part while the one behind it is read."""
     views = [memoryview(header)]

@@ -26,7 +26,7 @@ from aiockpt.state.selection import Selection, below, item
 from aiockpt.state.trees import DICTS, items_of, number_of, tag_of
 from aiockpt.storage.boxes import Source
 
-__all__ = ["CODE_OF", "Tensor", "tensors_of"]
+__all__ = ["CODE_OF", "Tensor", "has_code", "is_name", "tensors_of"]
 
 CODE_OF: Final = {name: code for code, name in CODES.items()}
 """The code that safetensors has for a dtype of torch; not all have one."""
@@ -97,6 +97,17 @@ class Tensor(NamedTuple):
                 )
                 boxes.append(copy._replace(box=part))
         return self._replace(shape=(stop - first, *self.shape[1:]), boxes=boxes)
+
+
+def is_name(name: str) -> bool:
+    """Say whether a tensor of a safetensors file can have a name."""
+    return name not in ("", "__metadata__") and is_unicode(name)
+
+
+def has_code(dtype: str, shape: Sequence[int]) -> bool:
+    """Say whether a safetensors file can have a tensor."""
+    code = CODE_OF.get(dtype)
+    return code is not None and (code != "F4" or len(shape) > 0)
 
 
 def tensors_of(
@@ -235,7 +246,7 @@ class _Naming:
             self._unmet.pop(old, None)
             rest = name[len(old) :].removeprefix(".")
             name = ".".join(filter(None, (self._rename[old], rest)))
-        if name in ("", "__metadata__") or not is_unicode(name):
+        if not is_name(name):
             said = f"{path or 'the whole'} gets the name {name!r}"
             self._refuse(f"{said}, which no tensor of a safetensors file can have")
         return name
@@ -290,8 +301,7 @@ def _check_dtype(source: Path, tensor: Tensor) -> None:
     Raises:
         StateDictError: it cannot.
     """
-    code = CODE_OF.get(tensor.cast)
-    if code is None or (code == "F4" and not tensor.shape):
+    if not has_code(tensor.cast, tensor.shape):
         raise StateDictError(
             f"{source}: {tensor.path} has the dtype {tensor.dtype} and the shape "
             f"{[*tensor.shape]}, which safetensors cannot say"

@@ -3,8 +3,7 @@
 `write_file` writes any `Writable`. It writes the segment in large blocks, directly from
 the memory that holds it. The header comes last, because it holds the digests, which may
 be computed while the blocks are written. `WritableSnapshot` writes a snapshot,
-`transfer.live.LiveState` a live state dict. `PlainFile` writes a safetensors file
-without our metadata.
+`transfer.live.LiveState` a live state dict.
 
 Everything here blocks, and releases the interpreter lock meanwhile. Nothing needs
 tensors.
@@ -13,11 +12,10 @@ tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from aiockpt.errors import StateDictError
 from aiockpt.format.chunks import ChunkHasher
 from aiockpt.format.entries import Entries, encode_entries
 from aiockpt.format.header import LENGTH_BYTES, with_digests
@@ -34,7 +32,6 @@ from aiockpt.storage.files import (
 
 __all__ = [
     "BLOCK",
-    "PlainFile",
     "Writable",
     "WritableSnapshot",
     "plain_header",
@@ -61,7 +58,7 @@ class Writable(Protocol):
     def views(self, start: int, stop: int) -> Sequence[memoryview]:
         """Return ``[start, stop)``. Called once for each byte, in ascending order."""
 
-    def seal(self) -> Manifest | ForeignHeader:
+    def seal(self) -> Manifest:
         """Return the header; called after `views` has returned all bytes.
 
         `WritableSnapshot` can be sealed at any time.
@@ -121,47 +118,6 @@ class WritableSnapshot:
         self._digests += [each.digest for each in self._hasher.update(start, *views)]
 
 
-class PlainFile:
-    """A flat state dict as a safetensors file without our metadata.
-
-    Args:
-        writable: Dense tensors by name; it can be sealed already.
-        codes: The code and shape that the header says for some of them, whose bytes
-            are there as ``U8``.
-
-    Raises:
-        StateDictError: a name cannot be that of a tensor in such a file.
-    """
-
-    def __init__(
-        self,
-        writable: Writable,
-        names: Iterable[str],
-        codes: Mapping[str, tuple[str, tuple[int, ...]]],
-    ) -> None:
-        manifest = writable.seal()
-        assert isinstance(manifest, Manifest)
-        entries = manifest.entries
-        if odd := sorted({*names} ^ {*entries.names}):
-            raise StateDictError(
-                f"{odd[0]!r} cannot be the name of a tensor in a plain safetensors file"
-            )
-        for number, name in enumerate(entries.names):
-            if name in codes:
-                entries.dtypes[number], entries.shapes[number] = codes[name]
-        self._header = plain_header(entries)
-        self.header_bytes = self._header.header_bytes
-        self.segment_bytes = writable.segment_bytes
-        self.views = writable.views
-
-    def __repr__(self) -> str:
-        return f"<PlainFile bytes={self.segment_bytes}>"
-
-    def seal(self) -> ForeignHeader:
-        """Return the header."""
-        return self._header
-
-
 def plain_header(entries: Entries) -> ForeignHeader:
     """Return the header of a safetensors file without our metadata."""
     text = b'{"__metadata__":{"format":"pt"}'
@@ -171,9 +127,7 @@ def plain_header(entries: Entries) -> ForeignHeader:
     return ForeignHeader(entries, {"format": "pt"}, header)
 
 
-def write_file(
-    path: Path, fd: int, writable: Writable, *, durable: bool
-) -> Manifest | ForeignHeader:
+def write_file(path: Path, fd: int, writable: Writable, *, durable: bool) -> Manifest:
     """Fill an empty open file; return its header.
 
     ``path`` is only for error messages. With ``durable``, everything is on the disk
