@@ -52,10 +52,11 @@ QUICK = ("exports", "format", "wire")
 SLOW = ("cuda", "faults", "properties", "torchft")
 EVERYWHERE = ("errors", "events", "testing")
 
-# What needs torchft or vLLM, which `tests` does without.
+# What needs torchft or vLLM, which `tests` does without. vLLM brings transformers.
 RUN_EXAMPLE = "tests/docs/test_examples.py::test_example_runs"
 TORCHFT = ("tests/torchft", f"{RUN_EXAMPLE}[torchft_ddp]")
-VLLM = ("tests/vllm", f"{RUN_EXAMPLE}[ray_fleet]")
+FROM_PRETRAINED = "tests/behaviour/cli/test_huggingface.py::TestTransformers"
+VLLM = ("tests/vllm", f"{RUN_EXAMPLE}[ray_fleet]", FROM_PRETRAINED)
 
 
 def runs(python: str, version: str) -> bool:
