@@ -1250,6 +1250,22 @@ class TestTemplates:
                         expected = mesh_ranks.part_of(WHOLE, into["w"])
                         assert torch.equal(into["w"].to_local(), expected)
 
+    def test_slices_of_foreign_files(self, tmp_path: Path) -> None:
+        """Nothing else of a file of another tool is read."""
+        save_file({"w": WHOLE, "other": WHOLE + 1}, tmp_path / "m.safetensors")
+        told: list[aiockpt.TransferEvent] = []
+        remove = aiockpt.add_hook(told.append)
+        try:
+            with as_rank(1, 2):
+                into = {"w": cut(2, whole=0 * WHOLE)}
+                aiockpt.load(tmp_path, into=into)
+                assert torch.equal(into["w"].to_local(), WHOLE[4:])
+        finally:
+            remove()
+        (event,) = told
+        assert event.nbytes == event.needed == WHOLE.nbytes // 2
+        assert (event.files, event.ranges) == (1, 1)
+
     def test_bytes_are_told(self, four: Path) -> None:
         """What `on_bytes` raises ends the load."""
         seen: list[int] = []
