@@ -66,7 +66,8 @@ _Row: TypeAlias = tuple[int, int, int, int, int]
 _Piece: TypeAlias = tuple[int, int, torch.Tensor]
 
 # Torch cannot copy some dtypes, and copying a float may change a NaN; words are safe.
-_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""A dtype without rules for its elements, by their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,7 @@ def physical(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.conj()
     if tensor.is_neg():
         tensor = torch._neg_view(tensor)  # noqa: SLF001 - torch has no public way
-    return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
+    return tensor.view(WORDS.get(tensor.itemsize, tensor.dtype))
 
 
 def part_pairs(parts: Iterable[Part], place: torch.Tensor) -> Iterator[Pair]:

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from msgspec.json import encode
+from msgspec.structs import replace
 
 from aiockpt.errors import (
     DeviceMeshError,
@@ -458,6 +459,8 @@ class LayoutReader:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._known: dict[bytes, Layout] = {}
+        self._meshes: dict[object, Mesh] = {}
+        self._same: dict[tuple[int, int], bool] = {}
 
     def __repr__(self) -> str:
         return f"<LayoutReader layouts={len(self._known)}>"
@@ -486,7 +489,7 @@ class LayoutReader:
                 payload = decode_tree(
                     more, registry=nothing, tensors=(), limits=self._limits
                 )
-                self._known[key] = parse_layout(kind, payload)
+                self._known[key] = self._of_known_mesh(parse_layout(kind, payload))
             except (TypeError, ValueError, RemoteProtocolError) as error:
                 raise _malformed(path, tag, str(error)) from error
         layout, count = self._known[key], 1
@@ -495,6 +498,23 @@ class LayoutReader:
         if len(numbers) != count:
             raise _malformed(path, tag, f"it has {len(numbers)} local tensors")
         return cast("list[int]", numbers), layout
+
+    def are_same(self, one: Layout, other: Layout) -> bool:
+        """Say whether a tensor of one layout, which this has read, fits another one."""
+        key = id(one), id(other)  # of objects that live as long as this
+        if key not in self._same:
+            self._same[key] = one is other or (
+                type(one) is type(other) and one.comparable() == other.comparable()
+            )
+        return self._same[key]
+
+    def _of_known_mesh(self, layout: Layout) -> Layout:
+        """Return a layout whose mesh is the same object as in others with this mesh."""
+        if not isinstance(layout, DTensorLayout):
+            return layout
+        mesh = layout.mesh
+        known = self._meshes.setdefault((mesh, mesh.root), mesh)
+        return replace(layout, mesh=known)
 
 
 def layouts(tree: Node, *, count: int, limits: Limits) -> dict[Path, Layout]:

@@ -306,7 +306,6 @@ class _Walk:
         self._found = False
         self._optimizers: set[str] = set()  # the paths of their states
         self._in_leaf = 0  # the depth inside a value that is selected as a whole
-        self._same: dict[tuple[int, int], bool] = {}  # of two layouts
 
     def tree(self) -> Node:
         """Walk the trees; return what is taken."""
@@ -455,19 +454,9 @@ class _Walk:
     def _pieces_of(self, layout: Layout, theirs: Any, path: str) -> list[int]:
         """Return the pieces of a distributed tensor that fit the template's layout."""
         pieces, other = self._catalogue.layouts.read((path,), theirs[1], theirs[2])
-        if self._are_same(layout, other):
+        if self._catalogue.layouts.are_same(layout, other):
             return pieces
         raise _mismatch_of(path, str(other), str(layout))
-
-    def _are_same(self, one: Layout, other: Layout) -> bool:
-        if one is other:  # most are, since equal layouts are decoded once
-            return True
-        key = id(one), id(other)
-        if key not in self._same:
-            self._same[key] = type(one) is type(other) and (
-                one.comparable() == other.comparable()
-            )
-        return self._same[key]
 
     def _pair_dicts(self, mine: Any, theirs: Any, path: str) -> Node:
         if self._is_row(mine, theirs):

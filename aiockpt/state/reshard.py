@@ -186,7 +186,7 @@ def unite(
         RemoteProtocolError: the tree of a source is malformed.
     """
     with collector_paused():
-        walk = _Walk(sources, wanted, policy, limits, known)
+        walk = _Union(sources, wanted, policy, limits, known)
         try:
             tree = walk.united()
         except RecursionError:
@@ -252,7 +252,7 @@ class _Recipe(NamedTuple):
         return cls(shape_of(mine), are_apart, *cover(mine, shards, prefer))
 
 
-class _Walk:
+class _Union:
     """Walks the trees of all sources side by side."""
 
     def __init__(
@@ -282,7 +282,6 @@ class _Walk:
         self._ties: dict[object, tuple[Held, Node]] = {}
         self._absent: list[tuple[object, list[Node], Node, list[Node]]] = []
         self._shards: dict[int, ShardRuns | None] = {}  # by the id of a layout
-        self._same: dict[tuple[int, int], bool] = {}  # by the ids of two layouts
         self._fit: set[tuple[int, ...]] = set()  # the ids of layouts of one tensor
         self._firsts = [
             self._catalogue.numbers_of(n).start for n in range(len(sources))
@@ -649,7 +648,7 @@ class _Walk:
         if is_distributed(mine):
             numbers, layout = self._catalogue.layouts.read((path,), *mine[1:])
             for source, _, other in (*own, *rows):
-                if self._are_same(layout, other):
+                if self._catalogue.layouts.are_same(layout, other):
                     return self._moved(source, dict(held)[source])
             if self._policy.distributed == "local":
                 return self._moved(*held[0])  # the matcher refuses it
@@ -717,14 +716,6 @@ class _Walk:
                 return rows, False
             agree = self._equal((*numbers_by_mesh.values(),), path) and agree
         return rows, agree
-
-    def _are_same(self, one: Layout, other: Layout) -> bool:
-        key = id(one), id(other)  # equal layouts are decoded once
-        if key not in self._same:
-            self._same[key] = type(one) is type(other) and (
-                one.comparable() == other.comparable()
-            )
-        return self._same[key]
 
     def _check_layouts(
         self, layout: Layout | None, others: Sequence[Layout], path: str

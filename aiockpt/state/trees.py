@@ -7,7 +7,7 @@ nodes. Only keys of dicts are decoded, because they are compared.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from typing import Any, Final, NamedTuple, TypeAlias, cast
@@ -136,7 +136,7 @@ def structure_of(node: Any) -> Structure | None:
 def keys_of(node: Any) -> dict[object, Node]:
     """Return the nodes of the keys of a dict, by key."""
     keys = node[2] if node[0] == "defaultdict" else node[1]
-    return {_key_of(key): key for key in keys}
+    return dict(zip(_known(keys), keys, strict=True))
 
 
 def items_of(node: Node) -> Items | None:
@@ -152,7 +152,7 @@ def items_of(node: Node) -> Items | None:
             return dict(enumerate(values))
         case _:
             return None
-    known = [*map(_key_of, keys)]
+    known = _known(keys)
     if len(known) - len({*map(hash, known)}) > _COLLISIONS:
         raise RemoteProtocolError("malformed tree: the keys of a dict collide")
     kinds = {*map(type, known)}
@@ -167,6 +167,11 @@ def items_of(node: Node) -> Items | None:
 def _is_long(key: object) -> bool:
     """Say whether a number has so many digits that comparing it takes long."""
     return type(key) is int and key.bit_length() > _LONG_BITS
+
+
+def _known(keys: list[Node]) -> Sequence[object]:
+    """Return keys as a state dict has them; most are texts."""
+    return keys if {*map(type, keys)} == {str} else [*map(_key_of, keys)]
 
 
 def _key_of(key: Node) -> object:

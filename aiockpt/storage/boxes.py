@@ -18,7 +18,7 @@ from functools import cache, cached_property, partial
 from itertools import chain, islice
 from math import gcd, prod
 from operator import attrgetter, mul
-from typing import Final, NamedTuple, Protocol, TypeAlias, cast
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -27,7 +27,7 @@ from aiockpt.format.dtypes import itemsize
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import CONJ, NEG, Manifest, dense_stride
 from aiockpt.memory.arena import Arena
-from aiockpt.memory.copies import physical
+from aiockpt.memory.copies import WORDS, physical
 from aiockpt.memory.device import Event
 from aiockpt.runtime.system import allocating, collector_paused
 from aiockpt.state.catalogue import Catalogue, Piece
@@ -37,14 +37,13 @@ from aiockpt.state.mesh import Box, ByteRuns, byte_runs, merged, touched
 from aiockpt.state.rebuild import parts_over
 from aiockpt.state.reshard import BoxCopy, Claim, United
 from aiockpt.state.segment import Segment, check_memory
-from aiockpt.storage.placement import Placement, Spare, VerifyOnly
+from aiockpt.storage.placement import Placement, Turns, VerifyOnly
 from aiockpt.storage.read import OnBytes, Verify
 
 __all__ = ["BoxSource", "LoadedSource", "Source", "compare", "fetch"]
 
 _GAP: Final = 64 << 10  # bytes; to read a smaller gap is faster than to skip it
 _WINDOW: Final = 64 << 20  # bytes that are compared at once
-_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Source(Protocol):
@@ -200,7 +199,7 @@ class _Target:
 
     def _views(self, piece: Piece) -> Sequence[memoryview]:
         # What has no memory in the host stays in the arena until it is sent.
-        stay = cast("Spare", _Stay(self._own(piece)))
+        stay = _Stay(self._own(piece))
         return self._placement.views(piece.start, piece.stop, stay)
 
     def _own(self, piece: Piece) -> memoryview:
@@ -208,11 +207,12 @@ class _Target:
 
 
 class _Stay(NamedTuple):
-    """Memory of a piece, in place of a thread's spare memory."""
+    """The memory of a piece, for its bytes that have no other place."""
 
     view: memoryview
 
     def turn(self, nbytes: int) -> memoryview:
+        """Return this memory."""
         del nbytes
         return self.view
 
@@ -329,7 +329,7 @@ def _elements(
 ) -> torch.Tensor:
     """Return elements in some bytes as words, along one more dimension."""
     count = itemsize // word
-    words = data[: data.numel() // word * word].view(_WORDS[word])
+    words = data[: data.numel() // word * word].view(WORDS[word])
     steps = (*(each * count for each in stride), 1)
     first = int(words.storage_offset()) + start // word
     return words.as_strided((*sizes, count), steps, first)
@@ -423,7 +423,7 @@ class _SourcePlan(Placement):
                 begin = row.piece.start + row.offset + first - row.start
                 self._target.prepare(begin, begin + last - first)
 
-    def views(self, start: int, stop: int, spare: Spare) -> Sequence[memoryview]:
+    def views(self, start: int, stop: int, spare: Turns) -> Sequence[memoryview]:
         """Return memory for ``[start, stop)``."""
         found: list[memoryview] = []
         at, block = start, None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import compress
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -19,9 +19,16 @@ from aiockpt.memory.device import Event, Port, PortFor
 from aiockpt.state.load_plan import LoadPlan, Ranges
 from aiockpt.state.segment import Segment
 
-__all__ = ["Placement", "PlannedPlacement", "Spare", "VerifyOnly"]
+__all__ = ["Placement", "PlannedPlacement", "Spare", "Turns", "VerifyOnly"]
 
 _TURNS: Final = 2
+
+
+class Turns(Protocol):
+    """Memory for bytes that have no other place: a thread's `Spare`, for example."""
+
+    def turn(self, nbytes: int) -> memoryview:
+        """Return memory for so many bytes."""
 
 
 class Placement:
@@ -73,7 +80,7 @@ class Placement:
         del start, stop, window
         return []
 
-    def views(self, start: int, stop: int, spare: Spare) -> Sequence[memoryview]:
+    def views(self, start: int, stop: int, spare: Turns) -> Sequence[memoryview]:
         """Return memory for ``[start, stop)``."""
         found: list[memoryview] = []
         at, block = start, None
@@ -97,7 +104,7 @@ class VerifyOnly(Placement):
     def prepare(self, start: int, stop: int) -> None:
         """Do nothing: spare memory is reused."""
 
-    def views(self, start: int, stop: int, spare: Spare) -> Sequence[memoryview]:
+    def views(self, start: int, stop: int, spare: Turns) -> Sequence[memoryview]:
         """Return spare memory."""
         return [spare.turn(stop - start)]
 
@@ -124,7 +131,7 @@ class PlannedPlacement(Placement):
         """Return spare memory, page-locked for the devices."""
         return Spare(nbytes, [*self._copies.ports.values()])
 
-    def views(self, start: int, stop: int, spare: Spare) -> Sequence[memoryview]:
+    def views(self, start: int, stop: int, spare: Turns) -> Sequence[memoryview]:
         """Return memory for ``[start, stop)``."""
         return self._home.split(start, spare.turn(stop - start), self._kept)
 

@@ -148,6 +148,20 @@ class TestRoundTrip:
                 assert found.get_group() is dist.group.WORLD
 
 
+def test_equal_meshes_keep_their_roots(mesh: DeviceMesh) -> None:
+    """A mesh that was cut out of another one is not taken for one that was made."""
+    alone = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    state = {
+        name: dtensor(one, Shard(0), shape=(4, 3))
+        for name, one in (("cut out", mesh["tp"]), ("alone", alone))
+    }
+
+    tree: Any = describe(state, limits=LIMITS).tree
+
+    layouts = [node[2][1][1] for node in tree[2]]
+    assert [layout[1][3] is None for layout in layouts] == [False, True]
+
+
 def _sparse(mesh: DeviceMesh) -> DTensor:
     made = dtensor(mesh, Replicate(), Replicate(), shape=(2, 3))
     made._local_tensor = made._local_tensor.to_sparse()
