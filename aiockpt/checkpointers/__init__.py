@@ -16,12 +16,12 @@ sync               saves and loads in the foreground
 async_checkpointer stages, and passes the copy to a background writer
 background         the same, for programs without an event loop
 stager             the copy that training waits for
-submission         a save in the background, and the writers' interface
+handle             one save until it is durable, and the background writers' interface
 process            the trainer's end of the checkpoint process
 spawning           pickles the init functions for that process
 messages           the messages between trainer and process
-worker             the main function of that process
-thread             writes in a thread instead
+worker             the loop that writes; the main function of that process
+thread             runs the loop in a thread instead
 recovery           the last snapshot, from a dead trainer to a restarted one
 writer             one rank's file, durable; then the commit
 barriers           where ranks wait for each other
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 from aiockpt._lazy import lazy
 
 if TYPE_CHECKING:
-    from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer, SaveHandle
+    from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
     from aiockpt.checkpointers.background import BackgroundCheckpointer
     from aiockpt.checkpointers.barriers import (
         TCPStoreBarrier,
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         make_background_checkpointer,
         make_sync_checkpointer,
     )
+    from aiockpt.checkpointers.handle import BackgroundWriter, SaveHandle
     from aiockpt.checkpointers.process import CheckpointProcess
     from aiockpt.checkpointers.reader import CheckpointReader
     from aiockpt.checkpointers.recovery import Recovered, recover
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
         DefaultStager,
         StagedState,
     )
-    from aiockpt.checkpointers.submission import BackgroundWriter, Submission
     from aiockpt.checkpointers.sync import SyncCheckpointer
     from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
     from aiockpt.storage.directory import Checkpoint, RankFile, latest, list_checkpoints
@@ -100,7 +100,6 @@ __all__ = [
     "Recovered",
     "SaveHandle",
     "StagedState",
-    "Submission",
     "SyncCheckpointer",
     "TCPStoreBarrier",
     "Writable",
@@ -120,7 +119,7 @@ __all__ = [
 _HOMES = {
     "AsyncCheckpointer": "aiockpt.checkpointers.async_checkpointer",
     "BackgroundCheckpointer": "aiockpt.checkpointers.background",
-    "BackgroundWriter": "aiockpt.checkpointers.submission",
+    "BackgroundWriter": "aiockpt.checkpointers.handle",
     "BarrierConfig": "aiockpt.checkpointers.config",
     "Checkpoint": "aiockpt.storage.directory",
     "CheckpointProcess": "aiockpt.checkpointers.process",
@@ -138,11 +137,10 @@ _HOMES = {
     "RankFile": "aiockpt.storage.directory",
     "RankInfo": "aiockpt.checkpointers.config",
     "Recovered": "aiockpt.checkpointers.recovery",
-    "SaveHandle": "aiockpt.checkpointers.async_checkpointer",
+    "SaveHandle": "aiockpt.checkpointers.handle",
     "WritableSnapshot": "aiockpt.storage.write",
     "Writable": "aiockpt.storage.write",
     "StagedState": "aiockpt.checkpointers.stager",
-    "Submission": "aiockpt.checkpointers.submission",
     "SyncCheckpointer": "aiockpt.checkpointers.sync",
     "TCPStoreBarrier": "aiockpt.checkpointers.barriers",
     "WriterHook": "aiockpt.checkpointers.writer",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -22,13 +21,13 @@ from aiockpt.checkpointers.base import (
     Account,
     Checkpointer,
     CheckpointerStatistics,
-    meter,
+    Written,
     options_of,
     path_for,
-    step_for,
     template_of,
 )
 from aiockpt.checkpointers.config import ELSEWHERE, BusyPolicy, SaveRanks
+from aiockpt.checkpointers.handle import BackgroundWriter, SaveHandle
 from aiockpt.checkpointers.reader import (
     CheckpointReader,
     load,
@@ -41,15 +40,12 @@ from aiockpt.checkpointers.stager import (
     StagedState,
     stage_after,
 )
-from aiockpt.checkpointers.submission import BackgroundWriter, Submission
 from aiockpt.errors import (
     ClosedError,
     LimitExceededError,
     LocalProtocolError,
     SaveInProgressError,
     StateDictError,
-    TransferTimeoutError,
-    kept,
 )
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.memory.device import Marks, PortFor, port_for
@@ -61,7 +57,7 @@ from aiockpt.state.selection import Select
 from aiockpt.storage.read import OnBytes, Verify
 from aiockpt.transport import Timeout, refuse_unknown, seconds
 
-__all__ = ["AsyncCheckpointer", "SaveHandle", "check_policy"]
+__all__ = ["AsyncCheckpointer"]
 
 _SLOTS: Final = 2  # one save is being written, one waits
 _SLOTS_TO_REPLACE: Final = 3  # the waiting one stays until its successor is staged
@@ -70,110 +66,6 @@ _KEPT: Final = 64  # failed saves whose errors nobody has looked at
 
 # What no retry saves: the state dict or a keyword of the call is wrong.
 _NEVER_SAVED: Final = (StateDictError, LimitExceededError)
-
-
-class SaveHandle:
-    """One save. It is staged when you get the handle, and is written later.
-
-    Attributes:
-        path: The checkpoint's directory.
-        step: The checkpoint's step.
-        staged: Whether the state dict was copied. False if the save was skipped or
-            failed before.
-        skipped: Whether the busy policy skipped the save.
-        replaced: Whether a newer save replaced this one before it was written.
-        unchanged: Whether all tensors hold the same bytes as in the previous save of
-            this checkpointer; known once the save is written.
-    """
-
-    def __init__(self, path: str, step: int) -> None:
-        self.path = path
-        self.step = step
-        self.staged = False
-        self.skipped = False
-        self.replaced = False
-        self.unchanged = False
-        self.observed = False
-        self._loop = asyncio.get_running_loop()
-        self._ended = asyncio.Event()
-        self._ended_for_threads = threading.Event()
-        self._error: BaseException | None = None
-
-    def __repr__(self) -> str:
-        return f"<SaveHandle {self.path} step={self.step} {self._state}>"
-
-    @property
-    def _state(self) -> str:
-        if self._error is not None:
-            return "failed"
-        for word in ("skipped", "replaced"):
-            if getattr(self, word):
-                return word
-        return "written" if self.done() else "staged" if self.staged else "new"
-
-    def done(self) -> bool:
-        """Return whether the save is written, failed, skipped or replaced."""
-        return self._ended_for_threads.is_set()
-
-    @property
-    def error(self) -> BaseException | None:
-        """Return why the save failed, or None; each time another copy of the error."""
-        if self._error is None:
-            return None
-        self.observed = True
-        return kept(self._error)  # a raise adds the caller's frames
-
-    async def written(self) -> bool:
-        """Wait until the checkpoint is durable, and committed by all ranks.
-
-        If cancelled, the write continues.
-
-        Returns:
-            False if the busy policy skipped or replaced the save, else True.
-
-        Raises:
-            StorageError: the checkpoint could not be written or committed. If
-                ``may_be_committed`` is true, it may be there nevertheless.
-            WorkerError: the checkpoint process died or hung during this write.
-            StagingError, StateDictError: the state dict could not be staged.
-        """
-        await self._ended.wait()
-        return self._outcome()
-
-    def result(self, timeout: Timeout | None = None) -> bool:
-        """Block until the checkpoint is durable, and committed by all ranks.
-
-        Use this in place of :meth:`written` in a thread without the checkpointer's
-        event loop, for example with a :class:`.BackgroundCheckpointer`.
-
-        Args:
-            timeout: How long to wait, in seconds or as a ``timedelta``. None: no limit.
-
-        Raises:
-            TransferTimeoutError: ``timeout`` has passed; the write continues.
-            LocalProtocolError: this thread runs the event loop that has to finish the
-                save, so the call would wait for ever.
-        """
-        limit = threading.TIMEOUT_MAX if timeout is None else seconds(timeout)
-        if not self.done() and asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - unlike get_running_loop, it raises nothing
-            raise LocalProtocolError(
-                "SaveHandle.result() would block the event loop that it waits for: "
-                "await SaveHandle.written()"
-            )
-        if not self._ended_for_threads.wait(min(limit, threading.TIMEOUT_MAX)):
-            raise TransferTimeoutError("write", limit, what=f"of {self.path}")
-        return self._outcome()
-
-    def _outcome(self) -> bool:
-        if (error := self.error) is not None:
-            raise error
-        return not (self.skipped or self.replaced)
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Record the end. Only the checkpointer calls this, on its loop."""
-        self._error = None if error is None else kept(error)
-        self._ended.set()
-        self._ended_for_threads.set()
 
 
 class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpointer"]):
@@ -223,7 +115,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         self._account = Account()
         self._failures: deque[SaveHandle] = deque(maxlen=_KEPT)
         self._turn = asyncio.Lock()
-        self._under_way: dict[Submission, SaveHandle] = {}
+        self._under_way: list[SaveHandle] = []  # the oldest first
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -294,38 +186,37 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         if self._raises:
             self._raise_unobserved()
         check_policy(self._policy, self._writer.ranks())
-        handle = SaveHandle(place, step_for(place, {"step": step}))
+        handle = SaveHandle(place, step, progress=progress, on_end=self._note_end)
         self._account.note_step(place, step)
         kwargs: dict[str, Any] = {**own}
         if step is not None:
             kwargs["step"] = handle.step
         began = time.monotonic()
-        submission: Submission | None = None
         try:
             async with self._its_turn(timeout):
                 if not await self._find_room(handle):
+                    handle.skip()
                     return handle
                 keywords = {"step": handle.step, **kwargs}
                 with switching_often():
                     staged = await stage_after(
                         self._stager, marks, state_dict, **keywords
                     )
-                    submission = await self._submit(staged, handle, progress, kwargs)
-                self._note_staged(handle, submission, began)
+                    await self._hand_over(handle, staged, kwargs)
+                self._note_staged(handle, time.monotonic() - began)
         except (SaveInProgressError, ClosedError, LocalProtocolError):
             raise
         except asyncio.CancelledError:
-            # Once a writer has it, the writer tells the ranks.
-            if submission is None:
+            if not handle.staged:  # else the writer tells the ranks
                 await self._writer.forsake(handle.path, handle.step, "it was cancelled")
             raise
         except Exception as error:
-            if submission is not None:
+            if handle.staged:
                 return handle  # the writer has it, and reports how it ends
             await self._writer.forsake(handle.path, handle.step, str(error))
             if self._raises or isinstance(error, _NEVER_SAVED):
                 handle.observed = True
-            self._note_failed(handle, error)  # and training goes on
+            handle.end(error)  # and training goes on
             if handle.observed:
                 raise
         return handle
@@ -432,85 +323,65 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         while len(self._under_way) >= slots:
             self._lifetime.check()
             if self._policy == "skip":
-                self._note_skipped(handle)
                 return False
             if self._policy == "fail":
                 raise SaveInProgressError(handle.path, under_way=len(self._under_way))
-            ends = [submission.ended for submission in self._under_way]
+            ends = [each.ended for each in self._under_way]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.sleep(0)  # lets their callbacks remove them
         return True
 
-    async def _submit(
-        self,
-        staged: Any,
-        handle: SaveHandle,
-        progress: Callable[[Progress], None] | None,
-        kwargs: dict[str, Any],
-    ) -> Submission:
-        """Pass the snapshot to the writer, and release the older kept snapshot."""
+    async def _hand_over(
+        self, handle: SaveHandle, staged: Any, kwargs: dict[str, Any]
+    ) -> None:
+        """Pass the copy to the writer, and release the older kept copy."""
         ours = staged if isinstance(staged, StagedState) else None
-        report = meter(progress, ours.nbytes if ours else 0)
         unused = ours
         try:
-            submission = await self._writer.submit(staged, handle.path, kwargs, report)
+            await self._writer.submit(handle, staged, kwargs)
             if self._keeps:
                 unused, self._last = self._last, ours
         finally:
             if unused is not None:
                 unused.release()
-        return submission
 
-    def _note_staged(
-        self, handle: SaveHandle, submission: Submission, began: float
-    ) -> None:
-        handle.staged = True
-        now = time.monotonic()
+    def _note_staged(self, handle: SaveHandle, took: float) -> None:
+        """Count a save that its writer has; drop the one that it replaces."""
         self._account.count("saves")
-        self._account.note_stall(now - began)
+        self._account.note_stall(took)
         emit(
             TransferEvent(
-                stop="stage",
-                step=handle.step,
-                nbytes=submission.nbytes,
-                seconds=now - began,
+                stop="stage", step=handle.step, nbytes=handle.nbytes, seconds=took
             )
         )
         if self._policy == "replace" and len(self._under_way) >= _SLOTS:
             # Replace the last one; the one before it is being written already.
-            self._writer.drop(next(reversed(self._under_way)))
-        self._under_way[submission] = handle
-        submission.ended.add_done_callback(
-            lambda _: self._note_end(handle, submission, time.monotonic() - now)
-        )
+            self._writer.drop(self._under_way[-1])
+        if not handle.done():
+            self._under_way.append(handle)
 
     # -------------------------------------------------------- how a save ended
 
     def _note_end(
-        self, handle: SaveHandle, submission: Submission, took: float
+        self, handle: SaveHandle, outcome: Written | BaseException | None
     ) -> None:
-        """Count a save that the writer has ended, emit its event, end its handle."""
-        del self._under_way[submission]
-        if (error := submission.ended.exception()) is not None:
-            self._note_failed(handle, error)
-            return
-        written = submission.ended.result()
-        if written is None:
-            handle.replaced = True
+        """Count a save that has ended, and emit its event; then its waiters wake."""
+        if handle in self._under_way:
+            self._under_way.remove(handle)
+        if isinstance(outcome, BaseException):
+            self._note_failed(handle, outcome)
+        elif outcome is not None:
+            handle.unchanged = self._account.note_written(
+                handle.path,
+                handle.step,
+                outcome._replace(nbytes=handle.nbytes),
+                time.monotonic() - handle.staged_at,
+            )
+        elif handle.skipped:
+            self._account.count("saves", "skipped")
+            _announce(handle, "skip", "two saves are under way", logging.WARNING)
+        else:
             self._account.count("replaced")
             _announce(handle, "skip", "a newer save takes its place", logging.WARNING)
-        else:
-            written = written._replace(nbytes=submission.nbytes)
-            handle.unchanged = self._account.note_written(
-                handle.path, handle.step, written, took
-            )
-        handle.end()
-
-    def _note_skipped(self, handle: SaveHandle) -> None:
-        handle.skipped = True
-        self._account.count("saves", "skipped")
-        _announce(handle, "skip", "two saves are under way", logging.WARNING)
-        handle.end()
 
     def _note_failed(self, handle: SaveHandle, error: BaseException) -> None:
         """Log the error, and keep it until a handle raises it."""
@@ -521,7 +392,6 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         detail = f"{handle.path} {how} saved: {type(error).__name__}: {error}"
         stop = "write" if handle.staged else "stage"
         _announce(handle, stop, detail, logging.ERROR)
-        handle.end(error)
 
     def _take_unobserved(self) -> list[BaseException]:
         """Return the errors that no handle has raised, and forget them."""
@@ -542,14 +412,12 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         await self._lifetime.end(
             partial(self._lifetime.calls_ended, timeout=_CLOSING),
             end_writer,
-            self._settle,
+            self._release_last,
             self._stager.close,
             partial(self._bridge.aclose, timeout=_CLOSING),
         )
 
-    async def _settle(self) -> None:
-        """Let the handles' callbacks run, and release the last snapshot."""
-        await asyncio.sleep(0)
+    async def _release_last(self) -> None:
         if self._last is not None:
             self._last.release()
             self._last = None

@@ -20,10 +20,10 @@ from aiockpt.checkpointers.config import (
     RankInfo,
     SaveRanks,
 )
+from aiockpt.checkpointers.handle import BackgroundWriter
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.reader import CheckpointReader, MapLocation
 from aiockpt.checkpointers.stager import DefaultStager
-from aiockpt.checkpointers.submission import BackgroundWriter
 from aiockpt.checkpointers.sync import SyncCheckpointer
 from aiockpt.checkpointers.thread import CheckpointThread
 from aiockpt.checkpointers.writer import (

@@ -1,7 +1,7 @@
 """The messages between the trainer and its checkpoint process, as plain data.
 
-The trainer sends `Setup` first, then a `Write` for each save. The process answers with
-`Progressed` while it works and with one `Ended` for the setup and for each write.
+The trainer sends `WorkerSetup` first, then a `Write` for each save. The process answers
+with `Progressed` while it works and with one `Ended` for the setup and for each write.
 `runtime.ipc` carries the messages. Paths are bytes, because not every path is valid
 text.
 
@@ -17,33 +17,12 @@ from typing import Any, Final, TypeAlias, cast
 import msgspec
 
 from aiockpt import errors
+from aiockpt.checkpointers.base import Written
 from aiockpt.checkpointers.config import CheckpointProcessConfig, SaveRanks
 from aiockpt.errors import AiockptError, WorkerError
 from aiockpt.format.registry import REGISTRY
 from aiockpt.format.tree import decode_tree, encode_tree
 from aiockpt.memory.snapshot import TRUSTED
-
-__all__ = [
-    "LONGEST_TEXT",
-    "Close",
-    "Drop",
-    "Ended",
-    "Failure",
-    "Forsake",
-    "FromWorker",
-    "Kept",
-    "Progressed",
-    "Setup",
-    "ToWorker",
-    "Write",
-    "decode_from_worker",
-    "decode_keywords",
-    "decode_to_worker",
-    "encode_keywords",
-    "error_of",
-    "failure_of",
-    "plain",
-]
 
 LONGEST_TEXT: Final = 4096
 """The longest reason or warning, because a message must fit one packet."""
@@ -55,7 +34,7 @@ _HUGE: Final = 10**308  # what a float can hold
 # ------------------------------------------------------------------- to the process
 
 
-class Setup(msgspec.Struct, tag=True, frozen=True):
+class WorkerSetup(msgspec.Struct, tag=True, frozen=True):
     """The first message. Its parcel holds the init functions: see `spawning`.
 
     The config names a ``runtime_dir``. ``ranks`` are those of the first save, as far as
@@ -92,7 +71,7 @@ class Forsake(msgspec.Struct, tag=True, frozen=True):
     begun: bool = False
 
 
-class Drop(msgspec.Struct, tag=True, frozen=True):
+class DropWrite(msgspec.Struct, tag=True, frozen=True):
     """Drop a write, unless it has begun. The process sends `Ended` in either case."""
 
     number: int
@@ -137,7 +116,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     """
 
     number: int
-    failure: Failure | None = None
+    failure: RemoteFailure | None = None
     dropped: bool = False
     warning: str = ""
     content: str = ""
@@ -148,7 +127,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 Fact: TypeAlias = str | int | float | bool | None
 
 
-class Failure(msgspec.Struct, frozen=True):
+class RemoteFailure(msgspec.Struct, frozen=True):
     """An exception of another process.
 
     Attributes:
@@ -164,7 +143,7 @@ class Failure(msgspec.Struct, frozen=True):
     facts: dict[str, Fact] = {}
 
 
-def failure_of(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> RemoteFailure:
     """Return an exception as data that fits a message."""
     lines = "".join(traceback.format_exception(error))
     facts: dict[str, Fact] = {}
@@ -175,10 +154,12 @@ def failure_of(error: BaseException) -> Failure:
             if not name.startswith("_")
         }
     text = plain(str(error) or repr(error))[:_LONGEST_PART]
-    return Failure(type(error).__name__, text, plain(lines)[-_LONGEST_PART:], facts)
+    return RemoteFailure(
+        type(error).__name__, text, plain(lines)[-_LONGEST_PART:], facts
+    )
 
 
-def error_of(failure: Failure, doing: str) -> AiockptError:
+def error_of(failure: RemoteFailure, doing: str) -> AiockptError:
     """Return the exception to raise here: of its own class, if that is the package's.
 
     Any other class becomes a ``WorkerError``. Python prints the remote traceback with
@@ -194,6 +175,21 @@ def error_of(failure: Failure, doing: str) -> AiockptError:
         error = WorkerError(text, remote_traceback=failure.traceback)
     error.add_note(f"in the checkpoint process:\n{failure.traceback.rstrip()}")
     return error
+
+
+def ended(number: int, outcome: Written | BaseException) -> Ended:
+    """Return the message about the end of a write."""
+    if isinstance(outcome, BaseException):
+        return Ended(number, failure=failure_of(outcome))
+    warning = plain(outcome.warning)[:LONGEST_TEXT]
+    return Ended(number, warning=warning, content=outcome.content)
+
+
+def outcome_of(message: Ended, doing: str) -> Written | AiockptError | None:
+    """Return the end of a write that a message tells; None if it was dropped."""
+    if message.failure is not None:
+        return error_of(message.failure, doing)
+    return None if message.dropped else Written(message.warning, message.content)
 
 
 def plain(text: str) -> str:
@@ -232,7 +228,7 @@ def decode_keywords(text: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-ToWorker: TypeAlias = Setup | Write | Forsake | Drop | Close
+ToWorker: TypeAlias = WorkerSetup | Write | Forsake | DropWrite | Close
 FromWorker: TypeAlias = Progressed | Kept | Ended
 
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -19,37 +19,39 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from aiockpt.checkpointers.base import Written, path_for, step_for
+from aiockpt.checkpointers.base import Written, path_for
 from aiockpt.checkpointers.config import (
     CheckpointProcessConfig,
     CheckpointStagerConfig,
-    CheckpointWriterConfig,
     RankInfo,
     SaveRanks,
+)
+from aiockpt.checkpointers.handle import (
+    BackgroundWriter,
+    Handover,
+    SaveHandle,
+    absolute_path,
+    find_out,
+    forsaking,
 )
 from aiockpt.checkpointers.messages import (
     LONGEST_TEXT,
     Close,
-    Drop,
+    DropWrite,
     Ended,
     Forsake,
     Kept,
     Progressed,
-    Setup,
+    WorkerSetup,
     Write,
     decode_from_worker,
+    encode_keywords,
     error_of,
+    outcome_of,
     plain,
 )
 from aiockpt.checkpointers.recovery import socket_directory
 from aiockpt.checkpointers.spawning import Recipe
-from aiockpt.checkpointers.submission import (
-    BackgroundWriter,
-    Handover,
-    Submission,
-    find_out,
-    known_as,
-)
 from aiockpt.checkpointers.writer import (
     Writers,
     configured_writer,
@@ -63,10 +65,11 @@ from aiockpt.errors import (
     kept,
 )
 from aiockpt.events import TransferEvent, emit
-from aiockpt.runtime.bridge import Bridge, Future
+from aiockpt.runtime.bridge import Bridge, Future, obtain
 from aiockpt.runtime.children import Child, Pauses
+from aiockpt.runtime.ipc import pack
 from aiockpt.runtime.lifetime import Lifetime
-from aiockpt.runtime.system import refused_by_host
+from aiockpt.runtime.system import failing_here, refused_by_host
 
 __all__ = ["CheckpointProcess"]
 
@@ -80,10 +83,10 @@ _DYING: Final = 5.0
 
 
 @dataclass(slots=True)
-class _Write:
-    """A submission with its message, which may have to be sent again."""
+class _Delivery:
+    """What a process needs for a save, until that has ended: another may need it."""
 
-    submission: Submission
+    handle: SaveHandle
     message: Write
     parcel: int
     deadline: float = float("inf")
@@ -132,15 +135,10 @@ class CheckpointProcess(BackgroundWriter):
             checkpoint_writer_init_fn,
             checkpoint_writer_init_args or {},
         )
-        writers = Writers(
+        # It makes no writer here; it knows what the process will make.
+        self._writers = Writers(
             checkpoint_writer_init_fn, checkpoint_writer_init_args or {}, rank_info
         )
-        self._own, self._lookup = writers.own_functions(), writers.lookup
-        # What the process would do after a commit, if it dies just then.
-        given = (checkpoint_writer_init_args or {}).get("writer_config")
-        is_config = isinstance(given, CheckpointWriterConfig)
-        self._writer_config = given if is_config else None
-        self._default_writer = checkpoint_writer_init_fn is configured_writer
         self._settling: set[asyncio.Task[None]] = set()
         self._restarts = 0
         self._config = config
@@ -148,7 +146,7 @@ class CheckpointProcess(BackgroundWriter):
         self._bridge = Bridge(threads=2, name="aiockpt-process")
         self._handover = Handover(self._bridge, staging_config, shared=True)
         self._count = 0
-        self._writes: dict[int, _Write] = {}  # the writes that have not ended
+        self._writes: dict[int, _Delivery] = {}  # those that have not ended
         self._untold: list[Forsake] = []  # failed writes to report to other ranks
         self._running: _Running | None = None
         self._supervision: asyncio.Task[None] | None = None
@@ -203,42 +201,47 @@ class CheckpointProcess(BackgroundWriter):
         If cancelled before the handover, nothing is written, and a future goes on by
         itself. If cancelled later, the checkpoint is still written.
         """
-        text, step = path_for(state_dict, path), step_for(path, kwargs)
+        handle = SaveHandle(path_for(state_dict, path), kwargs.get("step"))
+        step = handle.step
         try:
             self._lifetime.check()  # before it waits for a future
-            staged = await _resolved(state_dict)
-            submission = await self.submit(staged, text, kwargs)
+            await self.submit(handle, await _resolved(state_dict), kwargs)
         except BaseException as error:
-            await self.forsake(text, step, str(error) or type(error).__name__)
+            await self.forsake(handle.path, step, str(error) or type(error).__name__)
             raise
-        outcome = await submission.written()
-        if outcome is not None and outcome.warning:
+        await handle.written()
+        if handle.warning:
             emit(
                 TransferEvent(
                     stop="write",
                     step=step,
-                    detail=outcome.warning,
+                    detail=handle.warning,
                     level=logging.WARNING,
                 )
             )
 
     def own_functions(self) -> Sequence[Callable[..., object]]:
         """Return the functions of the commit hook; anything for a user's writer."""
-        return self._own
+        return self._writers.own_functions()
 
     async def submit(
-        self,
-        staged: Any,
-        path: str,
-        keywords: Mapping[str, Any],
-        progress: Callable[[int], None] | None = None,
-    ) -> Submission:
-        """Hand over a snapshot or a state dict; see :class:`.BackgroundWriter`."""
+        self, handle: SaveHandle, staged: Any, keywords: Mapping[str, Any]
+    ) -> None:
+        """Take over a save; see :class:`.BackgroundWriter`."""
         with self._lifetime.call():
             ranks = self.ranks()
-            snapshot = await self._handover.snapshot(staged, path, keywords)
+            snapshot = await self._handover.snapshot(staged, handle.step)
             try:
-                text, parcel = await self._handover.parcel(snapshot, path, keywords)
+                header = snapshot.manifest.header
+
+                def packed() -> tuple[str, int]:
+                    path = absolute_path(handle.path)
+                    return path, pack(header, encode_keywords(keywords))
+
+                with failing_here("handing over what was staged"):
+                    path, parcel = await obtain(
+                        self._bridge, packed, lambda made: os.close(made[1])
+                    )
                 try:
                     running = None if self._resting else await self._reach()
                 except BaseException:
@@ -246,42 +249,34 @@ class CheckpointProcess(BackgroundWriter):
                     raise
                 # Nothing is awaited from here on, so a cancel cannot cut in.
                 self._count += 1
-                submission = Submission(self._count, path, snapshot, progress)
-                message = Write(
-                    number=self._count,
-                    path=os.fsencode(text),
-                    ranks=ranks,
-                    header_bytes=len(snapshot.manifest.header),
-                    segment_bytes=snapshot.manifest.segment_bytes,
-                )
-                write = _Write(submission, message, parcel)
-                self._writes[self._count] = write
-                if running is not None:  # else the next process gets it
-                    self._post(running, write)
+                handle.hand_over(self._count, snapshot)
             finally:
                 snapshot.release()
-        return submission
+            message = Write(
+                number=handle.number,
+                path=os.fsencode(path),
+                ranks=ranks,
+                header_bytes=len(header),
+                segment_bytes=handle.nbytes,
+            )
+            self._writes[handle.number] = write = _Delivery(handle, message, parcel)
+            if running is not None:  # else the next process gets it
+                self._post(running, write)
 
-    def drop(self, submission: Submission) -> None:
-        """Drop a submission, unless it has begun. ``ended`` resolves in either case."""
-        if submission.begun:
+    def drop(self, handle: SaveHandle) -> None:
+        """Drop a save, unless its write has begun. The handle ends in either case."""
+        if handle.begun:
             return
         if self._running is not None:
-            self._running.child.send(Drop(submission.number))
-        elif (write := self._writes.pop(submission.number, None)) is not None:
+            self._running.child.send(DropWrite(handle.number))
+        elif (write := self._writes.pop(handle.number, None)) is not None:
             os.close(write.parcel)
-            submission.finish(None)
+            handle.end(None)
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
-        try:
-            ranks = self.ranks()
-        except ValueError:  # nowhere to tell them
+        if (message := forsaking(self._writers.lookup, path, step, reason)) is None:
             return
-        if ranks.info.global_world_size == 1:
-            return
-        reason = plain(reason)[:LONGEST_TEXT]
-        message = Forsake(os.fsencode(known_as(path)), step, ranks, reason)
         if self._resting:
             self._untold.append(message)
             return
@@ -291,7 +286,7 @@ class CheckpointProcess(BackgroundWriter):
 
     def ranks(self) -> SaveRanks:
         """Return the ranks of a save that begins now."""
-        return self._lookup.of_save()
+        return self._writers.lookup.of_save()
 
     async def close(self) -> None:
         """Let the child finish what it was given, and end it.
@@ -350,7 +345,7 @@ class CheckpointProcess(BackgroundWriter):
         left = WorkerError(detail)
         left.may_be_committed = True
         for write in [*self._writes.values()]:
-            self._take(write).finish(left)
+            self._take(write).end(left)
 
     # -------------------------------------------------------------- supervision
 
@@ -386,7 +381,7 @@ class CheckpointProcess(BackgroundWriter):
 
     def _start(self) -> Future[Child]:
         """Start a process in a thread; the first call that needs it gets its error."""
-        ranks = self._lookup.at_start()
+        ranks = self._writers.lookup.at_start()
 
         def start() -> Child:
             ours, directory = self._config, None
@@ -399,7 +394,7 @@ class CheckpointProcess(BackgroundWriter):
                 keep_last_seconds=ours.keep_last_seconds,
                 runtime_dir=directory,
             )
-            return self._recipe.start(Setup(config, ranks))
+            return self._recipe.start(WorkerSetup(config, ranks))
 
         return self._bridge.begin(start)
 
@@ -415,7 +410,7 @@ class CheckpointProcess(BackgroundWriter):
                 detail = "each checkpoint process dies before it begins this write"
                 self._fail([write], WorkerError(detail))
 
-    def _post(self, running: _Running, write: _Write) -> None:
+    def _post(self, running: _Running, write: _Delivery) -> None:
         """Send a write to a process, or fail it if no descriptor is left for it."""
         try:
             running.post(write)
@@ -492,58 +487,58 @@ class CheckpointProcess(BackgroundWriter):
 
     def _fail_begun(self, error: AiockptError) -> None:
         """Fail the write that a dead process had begun; tell the other ranks later."""
-        lost = [write for write in self._writes.values() if write.submission.begun]
-        self._fail(lost, error)
+        lost = [write for write in self._writes.values() if write.handle.begun]
         reason = plain(str(error))[:LONGEST_TEXT]
         self._untold += [
             Forsake(
                 write.message.path,
-                write.submission.step,
+                write.handle.step,
                 write.message.ranks,
                 reason,
                 begun=True,
             )
             for write in lost
         ]
+        self._fail(lost, error)
 
-    def _fail(self, writes: Iterable[_Write], error: AiockptError) -> None:
+    def _fail(self, writes: Iterable[_Delivery], error: AiockptError) -> None:
         """Fail writes; of one that had begun, the disk is asked first."""
-        lost = [(self._take(write), write.message) for write in writes]
-        if not any(submission.begun for submission, _ in lost):
-            for submission, _ in lost:
-                submission.finish(error)
+        lost = [*writes]
+        handles = [self._take(write) for write in lost]
+        if not any(handle.begun for handle in handles):
+            for handle in handles:
+                handle.end(error)
             return
         task = asyncio.get_running_loop().create_task(self._settle(lost, error))
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
-    def _take(self, write: _Write) -> Submission:
-        """Forget a write that ends; return its submission."""
-        del self._writes[write.submission.number]
+    def _take(self, write: _Delivery) -> SaveHandle:
+        """Forget a write that ends; return its handle."""
+        del self._writes[write.handle.number]
         os.close(write.parcel)
-        return write.submission
+        return write.handle
 
-    async def _settle(
-        self, lost: Iterable[tuple[Submission, Write]], error: AiockptError
-    ) -> None:
+    async def _settle(self, lost: Iterable[_Delivery], error: AiockptError) -> None:
         """End the writes of a dead process, in their order."""
         killed = isinstance(error, WorkerError) and error.exitcode is not None
-        for submission, message in lost:
+        for write in lost:
+            handle, message = write.handle, write.message
             outcome: Written | AiockptError = error
-            told = submission.kept is not None or self._default_writer
+            told = handle.file is not None or self._writers.are_default
             try:
-                if submission.begun:
+                if handle.begun:
                     outcome = await find_out(
                         self._bridge,
-                        submission,
+                        handle,
                         os.fsdecode(message.path),
                         error,
                         rank_info=message.ranks.info,
-                        config=self._writer_config,
+                        config=self._writers.config,
                         at_work=not (killed and told),
                     )
             finally:
-                submission.finish(outcome)
+                handle.end(outcome)
 
 
 class _Running:
@@ -558,7 +553,10 @@ class _Running:
     """
 
     def __init__(
-        self, child: Child, writes: dict[int, _Write], config: CheckpointProcessConfig
+        self,
+        child: Child,
+        writes: dict[int, _Delivery],
+        config: CheckpointProcessConfig,
     ) -> None:
         self.child = child
         self.ready = False
@@ -583,19 +581,21 @@ class _Running:
         """For how many seconds there has been this process."""
         return self._loop.time() - self._began
 
-    def post(self, write: _Write) -> None:
+    def post(self, write: _Delivery) -> None:
         """Send a write to the process.
 
         Raises:
             OSError: the message has to wait, and no descriptor is left for it.
         """
-        arena = write.submission.snapshot.arena
+        handle = write.handle
+        assert handle.snapshot is not None
+        arena = handle.snapshot.arena
         assert arena is not None
         self.child.send(write.message, [write.parcel, arena.fd])
         if not self._posted:
             self._heard = self._loop.time()  # it need not have said anything before
         write.tries += 1
-        self._posted.add(write.submission.number)
+        self._posted.add(handle.number)
         self.changed.set()
 
     def overdue(self, close_by: float) -> tuple[str, float]:
@@ -640,26 +640,20 @@ class _Running:
         write = self._writes.get(message.number)
         if write is None:
             return
-        submission = write.submission
+        handle = write.handle
         if isinstance(message, Kept):
-            submission.kept = message.device, message.inode
-            return
-        if isinstance(message, Progressed):
-            if submission.begun:
-                submission.advance(message.nbytes)
+            handle.file = message.device, message.inode
+        elif isinstance(message, Progressed):
+            if handle.begun:
+                handle.advance(message.nbytes)
             else:
                 write.deadline = self._heard + self._config.write_timeout_secs
-                submission.begun = True
-            return
-        self._posted.discard(message.number)
-        del self._writes[message.number]
-        os.close(write.parcel)
-        if message.failure is not None:
-            submission.finish(error_of(message.failure, f"writing {submission.path}"))
-        elif message.dropped:
-            submission.finish(None)
+                handle.begun = True
         else:
-            submission.finish(Written(message.warning, message.content))
+            self._posted.discard(message.number)
+            del self._writes[message.number]
+            os.close(write.parcel)
+            handle.end(outcome_of(message, f"writing {handle.path}"))
 
 
 def _tell(detail: str, level: int = logging.WARNING) -> None:

@@ -62,7 +62,7 @@ _DONE: Final = b"done"
 """What a restarted trainer says once the snapshot is its own."""
 
 
-class _Offer(msgspec.Struct, frozen=True):
+class _SnapshotOffer(msgspec.Struct, frozen=True):
     """What is handed over with a parcel of the sealed header, and the arena."""
 
     path: bytes
@@ -168,7 +168,7 @@ def _take(
         state = _rebuilt(manifest, arena, directory, allow_pickle=allow_pickle)
     finally:
         os.close(arena)
-    offer = msgspec.msgpack.decode(data, type=_Offer)
+    offer = msgspec.msgpack.decode(data, type=_SnapshotOffer)
     return Recovered(state, offer.step, os.fsdecode(offer.path))
 
 
@@ -223,13 +223,34 @@ def _rebuilt(
 
 
 @dataclass(slots=True)
-class _Held:
+class SharedSnapshot:
+    """A snapshot in the trainer's arena. It owns a descriptor of the arena.
+
+    Attributes:
+        number: Which of the trainer's saves it is.
+        path: The checkpoint's path.
+        rank: The rank that has staged it.
+        header: The header without digests.
+        arena: The descriptor; -1 once it is closed.
+        manifest: The manifest with digests, once they are known.
+    """
+
     number: int
     path: str
     rank: int
     header: bytes
     arena: int
-    manifest: Manifest | None = None  # with digests
+    manifest: Manifest | None = None
+
+    def mapped(self) -> MappedSnapshot:
+        """Map the arena."""
+        return MappedSnapshot(trusted_header(self.header), self.arena)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        if self.arena >= 0:
+            os.close(self.arena)
+            self.arena = -1
 
 
 class LastSnapshot:
@@ -246,25 +267,19 @@ class LastSnapshot:
         self._runtime_dir = runtime_dir
         self._seconds = seconds
         # The last one, and the one before: the last may be dropped before it is begun.
-        self._held: deque[_Held] = deque()
+        self._held: deque[SharedSnapshot] = deque()
         self._offering: asyncio.Task[None] | None = None
 
-    def __repr__(self) -> str:
-        state = "idle" if self._offering is None else "offered"
-        return f"<LastSnapshot {state} held={len(self._held)}>"
-
-    def hold(
-        self, number: int, path: str, rank: int, header: bytes, arena: int
-    ) -> None:
-        """Hold a newer snapshot of a rank; ``arena`` stays the caller's."""
-        self._held.append(_Held(number, path, rank, header, os.dup(arena)))
+    def hold(self, newer: SharedSnapshot) -> None:
+        """Hold a newer snapshot, with another descriptor of its arena."""
+        self._held.append(replace(newer, arena=os.dup(newer.arena)))
         if len(self._held) > 2:
-            os.close(self._held.popleft().arena)
+            self._held.popleft().close()
 
     def drop(self, number: int) -> None:
         """Forget a snapshot that is not written: the one before is the last again."""
         if self._held and self._held[-1].number == number:
-            os.close(self._held.pop().arena)
+            self._held.pop().close()
 
     def seal(self, number: int, manifest: Manifest) -> None:
         """Remember the digests of a snapshot, which the writer has computed."""
@@ -289,9 +304,9 @@ class LastSnapshot:
             self._offering.cancel()
             await asyncio.wait({self._offering})
         while self._held:
-            os.close(self._held.pop().arena)
+            self._held.pop().close()
 
-    async def _offer(self, last: _Held) -> None:
+    async def _offer(self, last: SharedSnapshot) -> None:
         """Listen until one process has taken the snapshot over, or the time is up."""
         name = _socket_name(os.path.dirname(last.path), last.rank)
         taken = asyncio.Event()
@@ -314,7 +329,9 @@ class LastSnapshot:
             logger.error("the last snapshot is not kept: %s", error)
 
 
-async def _serve(listener: socket.socket, last: _Held, taken: asyncio.Event) -> None:
+async def _serve(
+    listener: socket.socket, last: SharedSnapshot, taken: asyncio.Event
+) -> None:
     """Hand the snapshot to each process that comes, until one of them has it."""
     loop = asyncio.get_running_loop()
     manifest = last.manifest
@@ -324,7 +341,7 @@ async def _serve(listener: socket.socket, last: _Held, taken: asyncio.Event) -> 
             manifest = await bridge.run(_sealed, last)
         finally:
             await bridge.aclose(timeout=_LOOK)
-    offer = encode(_Offer(os.fsencode(last.path), manifest.step))
+    offer = encode(_SnapshotOffer(os.fsencode(last.path), manifest.step))
     async with asyncio.TaskGroup() as guests:
         while True:
             try:
@@ -337,7 +354,7 @@ async def _serve(listener: socket.socket, last: _Held, taken: asyncio.Event) -> 
 
 async def _hand_over(
     guest: socket.socket,
-    last: _Held,
+    last: SharedSnapshot,
     manifest: Manifest,
     offer: bytes,
     taken: asyncio.Event,
@@ -387,8 +404,8 @@ def _listening(
                     os.unlink(path)
 
 
-def _sealed(held: _Held) -> Manifest:
-    snapshot = MappedSnapshot(trusted_header(held.header), held.arena)
+def _sealed(held: SharedSnapshot) -> Manifest:
+    snapshot = held.mapped()
     try:
         return WritableSnapshot(snapshot).seal()
     finally:

@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 from aiockpt.checkpointers.base import Written
-from aiockpt.checkpointers.config import CheckpointStagerConfig, RankInfo, SaveRanks
+from aiockpt.checkpointers.config import CheckpointStagerConfig, SaveRanks
+from aiockpt.checkpointers.handle import (
+    BackgroundWriter,
+    Handover,
+    SaveHandle,
+    absolute_path,
+    find_out,
+    forsaking,
+)
 from aiockpt.checkpointers.messages import (
+    Forsake,
     decode_keywords,
     encode_keywords,
     failure_of,
 )
-from aiockpt.checkpointers.submission import (
-    BackgroundWriter,
-    Handover,
-    Submission,
-    absolute_path,
-    find_out,
-    known_as,
-)
-from aiockpt.checkpointers.writer import Writers, tell_ranks, write_by
+from aiockpt.checkpointers.worker import Tasks, WriteJob, work
+from aiockpt.checkpointers.writer import Writers
 from aiockpt.errors import AiockptError, WorkerError
+from aiockpt.format.manifest import Manifest
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.runtime.system import failing_here
 
-__all__ = ["CheckpointThread"]
-
-logger = logging.getLogger("aiockpt")
-
-_CLOSING: Final = 5.0
+_CLOSING_S: Final = 5.0
 
 
 class CheckpointThread(BackgroundWriter):
@@ -66,61 +63,42 @@ class CheckpointThread(BackgroundWriter):
         self._staging = Bridge(threads=1, name="aiockpt-stage")
         self._handover = Handover(self._staging, staging_config, shared=False)
         self._count = 0
-        self._at_work: Any = None  # the writer of the write that is under way
-        self._waiting: dict[Submission, asyncio.Task[None]] = {}
-        self._lock = threading.Lock()
-        self._queued: set[Submission] = set()  # not begun by the thread yet
-
-    def __repr__(self) -> str:
-        return f"<CheckpointThread writes={len(self._waiting)}>"
+        self._tasks = Tasks()
+        self._waiting: dict[_ThreadJob, asyncio.Task[None]] = {}
 
     def own_functions(self) -> Sequence[Callable[..., object]]:
         """Return the functions of the commit hook; anything for a user's writer."""
         return self._writers.own_functions()
 
     async def submit(
-        self,
-        staged: Any,
-        path: str,
-        keywords: Mapping[str, Any],
-        progress: Callable[[int], None] | None = None,
-    ) -> Submission:
-        """Hand over a snapshot or a state dict; see :class:`.BackgroundWriter`."""
+        self, handle: SaveHandle, staged: Any, keywords: Mapping[str, Any]
+    ) -> None:
+        """Take over a save; see :class:`.BackgroundWriter`."""
         with self._lifetime.call():
             ranks = self.ranks()
-            snapshot = await self._handover.snapshot(staged, path, keywords)
+            snapshot = await self._handover.snapshot(staged, handle.step)
             try:
                 with failing_here("copying the keywords"):
-                    given = await self._staging.run(_travelled, keywords)
+                    given = await self._staging.run(encode_keywords, keywords)
+                path = absolute_path(handle.path)  # now: the directory may change
                 self._count += 1
-                where = absolute_path(path)  # now, as the working directory may change
-                submission = Submission(self._count, where, snapshot, progress)
-            except BaseException:
+                handle.hand_over(self._count, snapshot)
+            finally:
                 snapshot.release()
-                raise
-            # The thread releases the snapshot, because it may still read it when no
-            # caller waits any more.
+            job = _ThreadJob(handle, path, ranks, given)
             loop = asyncio.get_running_loop()
-            self._waiting[submission] = loop.create_task(self._outlast(submission))
-            self._queued.add(submission)
-            self._bridge.post(self._write, loop, submission, ranks, given)
-        return submission
+            self._waiting[job] = loop.create_task(self._outlast(job))
+            self._do(job)
 
-    def drop(self, submission: Submission) -> None:
-        """Drop a submission, unless it has begun. ``ended`` resolves in either case."""
-        if self._call_off(submission):
-            submission.finish(None)
+    def drop(self, handle: SaveHandle) -> None:
+        """Drop a save, unless its write has begun. The handle ends in either case."""
+        if self._tasks.drop(handle.number):
+            handle.end(None)
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
-        try:
-            ranks = self.ranks()
-        except ValueError:  # nowhere to tell them
-            return
-        if ranks.info.global_world_size > 1:
-            self._bridge.post(
-                tell_ranks, self._writers, ranks, known_as(path), step, reason
-            )
+        if (message := forsaking(self._writers.lookup, path, step, reason)) is not None:
+            self._do(message)
 
     def ranks(self) -> SaveRanks:
         """Return the ranks of a save that begins now."""
@@ -129,118 +107,106 @@ class CheckpointThread(BackgroundWriter):
     async def close(self) -> None:
         """Finish the submitted writes within the time limit, then end."""
         await self._lifetime.end(
-            partial(self._lifetime.calls_ended, timeout=_CLOSING), self._finish
+            partial(self._lifetime.calls_ended, timeout=_CLOSING_S), self._finish
         )
 
-    # ------------------------------------------------------------ on the loop
+    def _do(self, task: WriteJob | Forsake) -> None:
+        # The thread returns when there is no task: if it waited for the next one, a
+        # program that does not close its checkpointer would never exit.
+        self._tasks.put(task)
+        self._bridge.post(work, partial(self._tasks.take, wait=False), self._writers)
 
-    async def _outlast(self, submission: Submission) -> None:
+    async def _outlast(self, job: _ThreadJob) -> None:
         """Keep the loop running until the write has ended, even if it is closing."""
-        while not submission.ended.done():
+        while not job.handle.done():
             with suppress(asyncio.CancelledError):
-                await asyncio.wait({submission.ended})
-        del self._waiting[submission]
-
-    def _end(self, submission: Submission, outcome: Written | AiockptError) -> None:
-        submission.finish(outcome)
-        submission.snapshot.release()
+                await asyncio.wait({job.handle.ended})
+        del self._waiting[job]
 
     async def _finish(self) -> None:
         if self._waiting:
             await asyncio.wait(self._waiting.values(), timeout=self._timeout)
         hangs = [*self._waiting]
-        for submission in hangs:
-            await self._give_up(submission)
+        for job in hangs:
+            await self._give_up(job)
         self._handover.close()
         self._bridge.post(self._writers.close)
-        await self._bridge.aclose(timeout=0 if hangs else _CLOSING)
-        await self._staging.aclose(timeout=_CLOSING)
+        await self._bridge.aclose(timeout=0 if hangs else _CLOSING_S)
+        await self._staging.aclose(timeout=_CLOSING_S)
 
-    async def _give_up(self, submission: Submission) -> None:
+    async def _give_up(self, job: _ThreadJob) -> None:
         limit = f"{self._timeout:g} s (subprocess_shutdown_timeout_secs)"
-        doing = f"writing {submission.path}"
-        if self._call_off(submission):
-            submission.finish(WorkerError(f"{doing} was not begun within {limit}"))
+        doing = f"writing {job.path}"
+        if self._tasks.drop(job.number):
+            job.handle.end(WorkerError(f"{doing} was not begun within {limit}"))
             return
-        error, writer = (
-            WorkerError(f"{doing} has not ended within {limit}"),
-            self._at_work,
-        )
         outcome = await find_out(
             self._staging,
-            submission,
-            submission.path,
-            error,
-            rank_info=getattr(writer, "rank_info", RankInfo(0, 1)),
-            config=getattr(writer, "config", None),
+            job.handle,
+            job.path,
+            WorkerError(f"{doing} has not ended within {limit}"),
+            rank_info=job.ranks.info,
+            config=self._writers.config,
             at_work=True,
         )
-        submission.finish(outcome)
+        job.handle.end(outcome)
 
-    def _call_off(self, submission: Submission) -> bool:
-        if self._take(submission):
-            submission.snapshot.release()  # the thread will not read it
+
+class _ThreadJob(WriteJob):
+    """A write in this process. It belongs to the loop of the handle.
+
+    It keeps the snapshot beside the handle: the thread may still read the memory when
+    the handle has ended, because nobody waits for the thread any more.
+    """
+
+    def __init__(
+        self, handle: SaveHandle, path: str, ranks: SaveRanks, keywords: bytes
+    ) -> None:
+        assert handle.snapshot is not None
+        self.handle, self.number = handle, handle.number
+        self.path, self.ranks = path, ranks
+        self._snapshot, self._keywords = handle.snapshot, keywords
+        self._snapshot.acquire()
+        self._loop = asyncio.get_running_loop()
+
+    def snapshot(self) -> Snapshot:
+        return self._snapshot
+
+    def keywords(self) -> Mapping[str, Any]:
+        return decode_keywords(self._keywords)
+
+    def memory(self) -> memoryview:
+        size = self._snapshot.manifest.segment_bytes
+        (found,) = self._snapshot.buffers(0, size) or [memoryview(b"")]
+        return found
+
+    def begin(self) -> None:
+        self.handle.begun = True
+
+    def advance(self, nbytes: int) -> None:
+        self._tell(self.handle.advance, nbytes)
+
+    def keep(self, file: tuple[int, int]) -> None:
+        self.handle.file = file
+
+    def seal(self, manifest: Manifest) -> None:
+        """Nobody needs the digests: the snapshot ends with this process."""
+
+    def close(self) -> None:
+        if not self._tell(self._snapshot.release):
+            self._snapshot.release()
+
+    def end(self, outcome: Written | BaseException) -> bool:
+        if isinstance(outcome, BaseException):
+            outcome = _as_process_would(outcome, self.path)
+        return self._tell(self.handle.end, outcome)
+
+    def _tell(self, call: Callable[..., object], *args: object) -> bool:
+        """Have the loop make a call; return False if it is closed."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call, *args)
             return True
         return False
-
-    def _take(self, submission: Submission) -> bool:
-        """Take it from the queue; return False if that was done before."""
-        with self._lock:
-            is_queued = submission in self._queued
-            self._queued.discard(submission)
-        return is_queued
-
-    # ---------------------------------------------------------- in the thread
-
-    def _write(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        submission: Submission,
-        ranks: SaveRanks,
-        keywords: Mapping[str, Any],
-    ) -> None:
-        if not self._take(submission):
-            return
-        submission.begun = True
-        outcome: Written | AiockptError
-        try:
-            outcome = self._perform(loop, submission, ranks, keywords)
-        except BaseException as error:  # noqa: BLE001 - one failed write ends nothing else
-            outcome = _as_process_would(error, submission.path)
-        if not _tell(loop, self._end, submission, outcome):
-            # The loop was closed, so nobody else can report it.
-            submission.snapshot.release()
-            if isinstance(outcome, AiockptError):
-                said = f"{type(outcome).__name__}: {outcome}"  # which holds no frames
-                how = "may not be" if outcome.may_be_committed else "is not"
-                logger.error("%s %s saved: %s", submission.path, how, said)
-
-    def _perform(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        submission: Submission,
-        ranks: SaveRanks,
-        keywords: Mapping[str, Any],
-    ) -> Written:
-        snapshot = submission.snapshot
-        self._at_work = self._writers.of(ranks)
-        try:
-            return write_by(
-                self._at_work,
-                submission.path,
-                snapshot,
-                keywords,
-                memory=partial(_memory, snapshot),
-                report=lambda done: _tell(loop, submission.advance, done),
-                on_kept=partial(setattr, submission, "kept"),
-            )
-        finally:
-            self._at_work = None
-
-
-def _travelled(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords as they would arrive in another process, or refuse them."""
-    return decode_keywords(encode_keywords(keywords))
 
 
 def _as_process_would(error: BaseException, path: str) -> AiockptError:
@@ -252,18 +218,3 @@ def _as_process_would(error: BaseException, path: str) -> AiockptError:
     found = WorkerError(said, remote_traceback=facts.traceback)
     found.__cause__ = error
     return found
-
-
-def _memory(snapshot: Snapshot) -> memoryview:
-    (found,) = snapshot.buffers(0, snapshot.manifest.segment_bytes) or [memoryview(b"")]
-    return found
-
-
-def _tell(
-    loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object
-) -> bool:
-    """Have the loop make a call; return False if it is closed."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(call, *args)
-        return True
-    return False

@@ -1,9 +1,10 @@
-"""The checkpoint process: calls the init functions, then makes write after write.
+"""The worker: makes one write after another, in a process or in a thread.
 
-The main thread runs the writer. A second thread runs an event loop, `_Control`. It
-receives the trainer's messages, sends signs of life, and notices when the trainer is
-gone, whatever the writer does. Nothing here needs torch, unless a writer overrides
-``write``.
+`work` is the loop of both. In a thread of the trainer, `CheckpointThread` calls it. In
+the checkpoint process, it runs in the main thread. There a second thread runs an event
+loop, `_Control`. It receives the trainer's messages, sends signs of life, and notices
+when the trainer is gone, whatever the writer does. Nothing here needs torch, unless a
+writer overrides ``write``.
 """
 
 from __future__ import annotations
@@ -18,52 +19,212 @@ import signal
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from typing import Final, Self, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from aiockpt.checkpointers.base import Written
 from aiockpt.checkpointers.config import CheckpointProcessConfig, SaveRanks
 from aiockpt.checkpointers.messages import (
-    LONGEST_TEXT,
-    Close,
-    Drop,
+    DropWrite,
     Ended,
     Forsake,
     FromWorker,
     Kept,
     Progressed,
-    Setup,
+    WorkerSetup,
     Write,
     decode_keywords,
     decode_to_worker,
+    ended,
     failure_of,
     plain,
 )
-from aiockpt.checkpointers.recovery import LastSnapshot
+from aiockpt.checkpointers.recovery import LastSnapshot, SharedSnapshot
 from aiockpt.checkpointers.spawning import make_writers
 from aiockpt.checkpointers.writer import Writers, tell_ranks, write_by
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
+from aiockpt.memory.snapshot import MappedSnapshot, Snapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import Parent, leave_terminal
 from aiockpt.runtime.ipc import unpack
 
-__all__ = ["main"]
-
 logger = logging.getLogger("aiockpt")
 
-_BEAT: Final = 1.0
+_BEAT_S: Final = 1.0
 """Seconds between two signs of life while something is being written."""
 
-_REPORT_EVERY: Final = 0.1
+_REPORT_EVERY_S: Final = 0.1
 
 # ioprio_set(2) has no wrapper in the C library.
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_IDLE: Final = 3 << 13
+
+
+# ----------------------------------------------------------- the loop of every worker
+
+
+class WriteJob(ABC):
+    """One write for a worker: what to write, and whom to tell about it.
+
+    Attributes:
+        number: Which of the writer's saves it is.
+        path: The checkpoint's absolute path.
+        ranks: The ranks of the save.
+    """
+
+    number: int
+    path: str
+    ranks: SaveRanks
+
+    @abstractmethod
+    def snapshot(self) -> Snapshot | MappedSnapshot:
+        """Return the copy; called once."""
+
+    @abstractmethod
+    def keywords(self) -> Mapping[str, Any]:
+        """Return the keyword arguments of ``save``."""
+
+    @abstractmethod
+    def memory(self) -> mmap.mmap | memoryview:
+        """Return the data segment; a writer of the user's own may modify it."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Note that the write begins. The next step may end this process."""
+
+    @abstractmethod
+    def advance(self, nbytes: int) -> None:
+        """Report that the writer has consumed so many bytes."""
+
+    @abstractmethod
+    def keep(self, file: tuple[int, int]) -> None:
+        """Note the `Draft.identity` of the complete file, before the commit."""
+
+    @abstractmethod
+    def seal(self, manifest: Manifest) -> None:
+        """Note the manifest once it has the digests."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the memory: the write has ended, or was dropped."""
+
+    @abstractmethod
+    def end(self, outcome: Written | BaseException) -> bool:
+        """Report the end; return False if nobody is there to be told."""
+
+
+Task: TypeAlias = WriteJob | Forsake
+
+
+class Tasks:
+    """What a worker has to do, in order. Any thread may call the methods.
+
+    Attributes:
+        at_work: Whether the worker has a task.
+        ending: Whether no task will be added.
+    """
+
+    def __init__(self) -> None:
+        self.at_work = self.ending = False
+        self._changed = threading.Condition()
+        self._tasks: deque[Task] = deque()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def put(self, task: Task) -> None:
+        """Add a task."""
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify()
+
+    def take(self, *, wait: bool) -> Task | None:
+        """Return the next task, or None; with ``wait``, None only after the last."""
+        with self._changed:
+            self.at_work = False
+            if wait:
+                self._changed.wait_for(lambda: self._tasks or self.ending)
+            self.at_work = bool(self._tasks)
+            return self._tasks.popleft() if self._tasks else None
+
+    def drop(self, number: int) -> bool:
+        """Drop a write that the worker has not taken; return False if it has."""
+        with self._changed:
+            for task in self._tasks:
+                if isinstance(task, WriteJob) and task.number == number:
+                    self._tasks.remove(task)
+                    break
+            else:
+                return False
+        task.close()
+        return True
+
+    def end(self) -> None:
+        """Let the worker end after the tasks that are there."""
+        with self._changed:
+            self.ending = True
+            self._changed.notify()
+
+
+def work(take: Callable[[], Task | None], writers: Writers) -> None:
+    """Do one task after another, until ``take`` returns None."""
+    while (task := take()) is not None:
+        if isinstance(task, WriteJob):
+            _write(writers, task)
+        else:
+            path = os.fsdecode(task.path)
+            facts = writers, task.ranks, path, task.step, task.reason
+            tell_ranks(*facts, begun=task.begun)
+
+
+def _write(writers: Writers, job: WriteJob) -> None:
+    job.begin()
+    outcome: Written | BaseException
+    try:
+        outcome = _perform(writers, job)
+    except BaseException as error:  # noqa: BLE001 - a failed write ends nothing else
+        outcome = error
+    try:
+        job.close()
+        if job.end(outcome):
+            return
+        path = plain(job.path)
+        if isinstance(outcome, BaseException):
+            unsure = getattr(outcome, "may_be_committed", False)
+            said = "may not be saved" if unsure else "is not saved"
+            failure = failure_of(outcome)
+            logger.error("%s %s: %s: %s", path, said, failure.kind, failure.text)
+        elif outcome.warning:
+            logger.warning("%s", outcome.warning)
+    finally:
+        del outcome  # an error refers to this frame
+
+
+def _perform(writers: Writers, job: WriteJob) -> Written:
+    snapshot = job.snapshot()
+    try:
+        keywords = job.keywords()
+    except Exception as error:
+        step = snapshot.manifest.step
+        tell_ranks(writers, job.ranks, job.path, step, str(error))
+        raise
+    return write_by(
+        writers.of(job.ranks),
+        job.path,
+        snapshot,
+        keywords,
+        memory=job.memory,
+        report=job.advance,
+        on_seal=job.seal,
+        on_kept=job.keep,
+    )
+
+
+# ------------------------------------------------- the main thread of a process
 
 
 def main(fd: int, trainer: int) -> None:
@@ -72,159 +233,82 @@ def main(fd: int, trainer: int) -> None:
     bridge = Bridge(threads=1, name="aiockpt-control")
     bridge.post(control.run)
     try:
-        _work(control)
+        if (setup := control.setup()) is not None:
+            try:
+                writers = _prepare(*setup)
+            except BaseException as error:  # noqa: BLE001 - the trainer raises it
+                control.send(Ended(0, failure=failure_of(error)))
+            else:
+                control.send_now(Ended(0))
+                work(control.take, writers)
+                writers.close()
     finally:
         control.finish()
         bridge.close()
 
 
-# -------------------------------------------------------------- what there is to do
-
-
-@dataclass(frozen=True, slots=True)
-class _Preparation:
-    """The setup before the first write: the init functions, in a parcel."""
-
-    config: CheckpointProcessConfig
-    ranks: SaveRanks | None
-    parcel: int
-
-
-@dataclass(slots=True)
-class _Job:
-    """A write to be made. It owns the arena's descriptor."""
-
-    number: int
-    path: str
-    ranks: SaveRanks
-    header: bytes
-    keywords: bytes
-    arena: int
-
-    @classmethod
-    def of(cls, request: Write, fds: list[int]) -> Self:
-        """Take the parcel and the arena that came with the message."""
-        parcel, arena = fds
-        content = unpack(parcel)
-        cut = request.header_bytes
-        path, ranks = os.fsdecode(request.path), request.ranks
-        return cls(request.number, path, ranks, content[:cut], content[cut:], arena)
-
-    def close(self) -> None:
-        """Close the descriptor. Idempotent."""
-        if self.arena >= 0:
-            os.close(self.arena)
-            self.arena = -1
-
-
-_Task: TypeAlias = _Preparation | _Job | Forsake
-
-
-# ------------------------------------------------------------------ the main thread
-
-
-def _work(control: _Control) -> None:
-    preparation = control.take()
-    if not isinstance(preparation, _Preparation):
-        return
-    try:
-        writers = _prepare(preparation)
-    except BaseException as error:  # noqa: BLE001 - the trainer raises it
-        control.send(Ended(0, failure=failure_of(error)))
-        return
-    control.send_now(Ended(0))
-    while (task := control.take()) is not None:
-        if isinstance(task, _Job):
-            _write(writers, task, control)
-        elif isinstance(task, Forsake):
-            path = os.fsdecode(task.path)
-            tell_ranks(
-                *(writers, task.ranks, path, task.step, task.reason), begun=task.begun
-            )
-    writers.close()
-
-
-def _prepare(preparation: _Preparation) -> Writers:
-    """Call the init functions; return the writers."""
+def _prepare(setup: WorkerSetup, parcel: int) -> Writers:
+    """Call the init functions in the parcel; return the writers."""
     spared = _threads() - {threading.get_native_id()}
-    writers = make_writers(preparation.parcel)
-    if preparation.ranks is not None:
-        writers.of(preparation.ranks)
+    writers = make_writers(parcel)
+    if setup.ranks is not None:
+        writers.of(setup.ranks)
     # Only now: with a low priority, the imports could take minutes.
-    _lower_priority(preparation.config, _threads() - spared)
+    _lower_priority(setup.config, _threads() - spared)
     return writers
 
 
-def _write(writers: Writers, job: _Job, control: _Control) -> None:
-    control.send_now(Progressed(job.number))
-    failure, written, said = None, Written(), "is not saved"
-    try:
-        written = _perform(writers, job, control)
-    except BaseException as error:  # noqa: BLE001 - a failed write ends nothing else
-        failure = failure_of(error)
-        if getattr(error, "may_be_committed", False):
-            said = "may not be saved"
-    finally:
-        job.close()
-    control.send(
-        Ended(
-            job.number,
-            failure=failure,
-            warning=plain(written.warning)[:LONGEST_TEXT],
-            content=written.content,
-        )
-    )
-    if not control.trainer_is_gone:
-        return
-    if failure is not None:
-        path = plain(job.path)
-        logger.error("%s %s: %s: %s", path, said, failure.kind, failure.text)
-    elif written.warning:
-        logger.warning("%s", written.warning)
+class _SharedJob(WriteJob):
+    """A write that the trainer has sent, with its parcel and its arena."""
 
-
-def _perform(writers: Writers, job: _Job, control: _Control) -> Written:
-    snapshot = MappedSnapshot(trusted_header(job.header), job.arena)
-    try:
-        try:
-            keywords = decode_keywords(job.keywords)
-        except Exception as error:
-            step = snapshot.manifest.step
-            tell_ranks(writers, job.ranks, job.path, step, str(error))
-            raise
-        return write_by(
-            writers.of(job.ranks),
-            job.path,
-            snapshot,
-            keywords,
-            memory=partial(_private, snapshot, job.arena),
-            report=_Meter(job.number, control),
-            on_seal=partial(control.note_sealed, job.number),
-            on_kept=lambda file: control.send_now(Kept(job.number, *file)),
-        )
-    finally:
-        snapshot.close()
-
-
-def _private(snapshot: MappedSnapshot, arena: int) -> mmap.mmap:
-    """Map the segment privately, so that a writer may modify its state dict."""
-    size = max(snapshot.manifest.segment_bytes, 1)
-    return mmap.mmap(arena, size, access=mmap.ACCESS_COPY)
-
-
-class _Meter:
-    """Reports the progress of a write to the trainer, at most ten times a second."""
-
-    def __init__(self, number: int, control: _Control) -> None:
-        self._number = number
+    def __init__(self, control: _Control, message: Write, fds: list[int]) -> None:
+        parcel, arena = fds
+        content, cut = unpack(parcel), message.header_bytes
+        self.number, self.ranks = message.number, message.ranks
+        self.path = os.fsdecode(message.path)
+        rank = self.ranks.info.global_rank
+        self.shared = SharedSnapshot(self.number, self.path, rank, content[:cut], arena)
+        self._keywords = content[cut:]
         self._control = control
-        self._next = 0.0
+        self._mapped: MappedSnapshot | None = None
+        self._report_at = 0.0
 
-    def __call__(self, nbytes: int) -> None:
+    def snapshot(self) -> MappedSnapshot:
+        self._mapped = self.shared.mapped()
+        return self._mapped
+
+    def keywords(self) -> Mapping[str, Any]:
+        return decode_keywords(self._keywords)
+
+    def memory(self) -> mmap.mmap:
+        assert self._mapped is not None
+        size = max(self._mapped.manifest.segment_bytes, 1)
+        # A private mapping: the trainer's memory stays as it is.
+        return mmap.mmap(self.shared.arena, size, access=mmap.ACCESS_COPY)
+
+    def begin(self) -> None:
+        self._control.send_now(Progressed(self.number))
+
+    def advance(self, nbytes: int) -> None:
         now = time.monotonic()
-        if now >= self._next:
-            self._next = now + _REPORT_EVERY
-            self._control.send(Progressed(self._number, nbytes))
+        if now >= self._report_at:
+            self._report_at = now + _REPORT_EVERY_S
+            self._control.send(Progressed(self.number, nbytes))
+
+    def keep(self, file: tuple[int, int]) -> None:
+        self._control.send_now(Kept(self.number, *file))
+
+    def seal(self, manifest: Manifest) -> None:
+        self._control.note_sealed(self.number, manifest)
+
+    def close(self) -> None:
+        if self._mapped is not None:
+            self._mapped.close()
+        self.shared.close()
+
+    def end(self, outcome: Written | BaseException) -> bool:
+        self._control.send(ended(self.number, outcome))
+        return not self._control.trainer_is_gone
 
 
 # ------------------------------------------------------------------- signals, priority
@@ -282,17 +366,13 @@ class _Control:
     def __init__(self, fd: int, trainer: int, signals: int) -> None:
         self._fd, self._pid = fd, trainer
         self._signals = signals
-        self._tasks_changed = threading.Condition()
-        self._tasks: deque[_Task] = deque()
-        self._at_work = False
-        self._ending = False
+        self._tasks = Tasks()
+        self._setup: tuple[WorkerSetup, int] | None = None
+        self._is_set_up = threading.Event()  # or will never be
         self._trainer_died = False
-        self._patience = _BEAT
+        self._write_timeout = _BEAT_S
         self._limit: asyncio.TimerHandle | None = None
         self._last: LastSnapshot | None = None
-
-    def __repr__(self) -> str:
-        return f"<Control waiting={len(self._tasks)} ending={self._ending}>"
 
     @property
     def trainer_is_gone(self) -> bool:
@@ -312,15 +392,17 @@ class _Control:
 
     # ---------------------------------------------------- for the main thread
 
-    def take(self) -> _Task | None:
+    def setup(self) -> tuple[WorkerSetup, int] | None:
+        """Wait for the first message and its parcel; None if the trainer is gone."""
+        self._is_set_up.wait()
+        return self._setup
+
+    def take(self) -> Task | None:
         """Wait for the next task; None if there will be no more."""
-        with self._tasks_changed:
-            self._at_work = False
-            self._tasks_changed.wait_for(lambda: self._tasks or self._ending)
-            self._at_work = bool(self._tasks)
-            if self._at_work and self._ending:
-                self._loop.call_soon_threadsafe(self._limit_task)
-            return self._tasks.popleft() if self._tasks else None
+        task = self._tasks.take(wait=True)
+        if task is not None and self._tasks.ending:
+            self._loop.call_soon_threadsafe(self._limit_task)
+        return task
 
     def send(self, message: FromWorker) -> None:
         """Queue a message to the trainer. The loop is running."""
@@ -372,58 +454,39 @@ class _Control:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(_BEAT)
-            if (self._at_work or self._tasks) and not self._trainer.full:
+            await asyncio.sleep(_BEAT_S)
+            if (self._tasks.at_work or self._tasks) and not self._trainer.full:
                 self._trainer.send(Progressed())
 
     def _hear(self, data: bytes, fds: list[int]) -> None:
         message = decode_to_worker(data)
-        if isinstance(message, Setup):
+        if isinstance(message, WorkerSetup):
             self._set_up(message, *fds)
         elif isinstance(message, Write):
-            job = _Job.of(message, fds)
+            job = _SharedJob(self, message, fds)
             if self._last is not None:
-                rank = job.ranks.info.global_rank
-                self._last.hold(job.number, job.path, rank, job.header, job.arena)
-            self._put(job)
+                self._last.hold(job.shared)
+            self._tasks.put(job)
         elif isinstance(message, Forsake):
-            self._put(message)
-        elif isinstance(message, Drop):
-            self._drop(message.number)
-        elif isinstance(message, Close):
-            if message.keep:
-                self._trainer_gone()
-            else:
-                self._end()
+            self._tasks.put(message)
+        elif isinstance(message, DropWrite):
+            if self._tasks.drop(message.number):
+                if self._last is not None:
+                    self._last.drop(message.number)
+                self._trainer.send(Ended(message.number, dropped=True))
+        elif message.keep:
+            self._trainer_gone()
+        else:
+            self._end()
 
-    def _set_up(self, setup: Setup, parcel: int) -> None:
+    def _set_up(self, setup: WorkerSetup, parcel: int) -> None:
         config = setup.config
-        self._patience = config.write_timeout_secs
+        self._write_timeout = config.write_timeout_secs
         if config.keep_last_seconds:
             assert config.runtime_dir is not None, "the trainer has chosen it"
             self._last = LastSnapshot(config.runtime_dir, config.keep_last_seconds)
-        self._put(_Preparation(config, setup.ranks, parcel))
-
-    def _put(self, task: _Task) -> None:
-        with self._tasks_changed:
-            self._tasks.append(task)
-            self._tasks_changed.notify()
-
-    def _drop(self, number: int) -> None:
-        """Drop a write that the main thread has not taken."""
-        with self._tasks_changed:
-            found = [
-                task
-                for task in self._tasks
-                if isinstance(task, _Job) and task.number == number
-            ]
-            for job in found:
-                self._tasks.remove(job)
-        for job in found:
-            if self._last is not None:
-                self._last.drop(number)
-            job.close()
-            self._trainer.send(Ended(number, dropped=True))
+        self._setup = setup, parcel
+        self._is_set_up.set()
 
     def _told_to_exit(self) -> None:
         with suppress(BlockingIOError):
@@ -433,7 +496,7 @@ class _Control:
 
     def _trainer_gone(self) -> None:
         """Finish all writes, and keep the last snapshot if configured."""
-        if self._ending:
+        if self._tasks.ending:
             return
         self._trainer_died = True
         self._end()
@@ -441,14 +504,13 @@ class _Control:
             self._last.offer()
 
     def _end(self) -> None:
-        if not self._ending:
-            with self._tasks_changed:
-                self._ending = True
-                self._tasks_changed.notify()
+        if not self._tasks.ending:
+            self._tasks.end()
+            self._is_set_up.set()
             self._limit_task()
 
     def _limit_task(self) -> None:
         """Limit the task that has begun: no trainer can kill a writer that hangs."""
         if self._limit is not None:
             self._limit.cancel()
-        self._limit = self._loop.call_later(self._patience, os._exit, 1)
+        self._limit = self._loop.call_later(self._write_timeout, os._exit, 1)

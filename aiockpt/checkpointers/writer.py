@@ -630,6 +630,8 @@ class Writers:
 
     Attributes:
         lookup: Finds out the ranks of a save.
+        are_default: Whether each is the default writer, and none the user's own.
+        config: What a writer does after a commit, as far as the arguments tell.
     """
 
     def __init__(
@@ -641,7 +643,10 @@ class Writers:
         self._make, self._arguments = make, arguments
         given = arguments.get("rank_info", rank_info)
         barrier = arguments.get("barrier_config", BarrierConfig())
-        self.lookup = RankLookup(given, barrier if make is configured_writer else None)
+        self.are_default = make is configured_writer
+        self.lookup = RankLookup(given, barrier if self.are_default else None)
+        config = arguments.get("writer_config")
+        self.config = config if isinstance(config, CheckpointWriterConfig) else None
         self._ranks: SaveRanks | None = None
         self._writer: Any = None
 
@@ -653,7 +658,7 @@ class Writers:
 
         A writer that a function of the user makes gets all keywords.
         """
-        if self._make is configured_writer:
+        if self.are_default:
             return _of_hook(self._arguments.get("commit_hook"))
         return [anything]
 
@@ -662,7 +667,7 @@ class Writers:
         if ranks != self._ranks:
             self.close()
             arguments = {"rank_info": ranks.info, **self._arguments}
-            if self._make is configured_writer:
+            if self.are_default:
                 arguments["store"] = ranks.store
             self._writer = self._make(**arguments)
             self._ranks = ranks

@@ -37,7 +37,14 @@ from aiockpt.errors import (
 )
 from aiockpt.testing import StallAfter, assert_same
 from tests.support.proofs import proves
-from tests.support.saving import Diary, GatedWriter, OwnFormat, Troubled, loaded
+from tests.support.saving import (
+    Diary,
+    GatedWriter,
+    OwnFormat,
+    Troubled,
+    has_begun,
+    loaded,
+)
 from tests.support.saving import tied_state as state
 from tests.support.servers import settle
 from tests.support.states import Copies
@@ -76,10 +83,9 @@ async def saves(made, place, *steps):
     return [await made.save(state(step), place / f"{step}") for step in steps]
 
 
-def places(made):
+def places(handles):
     """Return where the arenas of the saves are that have not ended."""
-    waiting = [each for each in made._under_way if not each.ended.done()]
-    return {each.snapshot.arena.address for each in waiting}
+    return {each.snapshot.arena.address for each in handles if each.snapshot}
 
 
 async def cut(call, turns):
@@ -140,7 +146,7 @@ async def test_two_arenas_are_enough_for_any_number_of_saves(tmp_path, config) -
         seen = set()
         for step in range(6):
             handle = await made.save(state(step), tmp_path / f"step-{step}")
-            seen |= places(made)
+            seen |= places([handle])
             if step % 2:
                 await handle.written()
     assert 1 <= len(seen) <= 2
@@ -301,9 +307,9 @@ class TestPolicy:
             seen, handles = set(), []
             for step in range(8):
                 handles += await saves(made, tmp_path, step)
-                seen |= places(made)
+                seen |= places(handles)
             assert len(seen) == 3
-            assert len(made._under_way) <= 3
+            assert made.statistics().under_way <= 3
             assert [await each.written() for each in handles[1:7]] == [False] * 6
             assert all(each.replaced for each in handles[1:7])
             gate.open(2)
@@ -435,7 +441,7 @@ class TestFailure:
         with pytest.raises(UnsupportedLeafError):
             await made.save({"a": object()}, tmp_path / "a")
         handle = await made.save(state(), tmp_path / "file" / "a")
-        await handle._ended.wait()
+        await settle(handle.done)
         with pytest.raises(StorageError):
             await made.save(state(), tmp_path / "b")
         await made.save(state(), tmp_path / "file" / "c")
@@ -508,7 +514,7 @@ class TestEnd:
         config = replace(config, process_config=limits)
         async with gated(gate, config) as made:
             handles = await saves(made, tmp_path, 1, 2)
-            await settle(lambda: next(iter(made._under_way)).begun)
+            await has_begun(handles[0])
             failures = await made.close()
             assert [str(each.error) for each in handles] == [*map(str, failures)]
             assert all(isinstance(each, WorkerError) for each in failures)

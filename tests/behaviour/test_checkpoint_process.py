@@ -48,6 +48,7 @@ from tests.support.saving import (
     note_threads,
     pass_gate,
     refuse,
+    submit,
 )
 from tests.support.saving import tied_state as state
 from tests.support.waiting import (
@@ -171,7 +172,7 @@ class TestWriting:
         """The last one stands, whoever was handed over while another was written."""
         async with process(gate=gate) as made:
             path = str(tmp_path / "a")
-            tasks = [await made.submit(state(fill), path, {}) for fill in (1, 2, 3.0)]
+            tasks = [await submit(made, state(fill), path) for fill in (1, 2, 3.0)]
             gate.open(3)
             assert all([await task.written() for task in tasks])
         assert_same(loaded(tmp_path / "a"), state(3.0))
@@ -309,7 +310,7 @@ class TestChild:
     async def test_sigterm_lets_it_finish(self, tmp_path, gate) -> None:
         """What was handed over is written; then it ends, and is replaced."""
         async with process(gate=gate) as made:
-            submission = await made.submit(state(), str(tmp_path / "a"), {})
+            submission = await submit(made, state(), tmp_path / "a")
             await has_begun(submission)
             first = pid_of(made)
             os.kill(first, signal.SIGTERM)
@@ -385,7 +386,7 @@ class TestChild:
             {"write_timeout_secs": 2.5}, checkpoint_writer_init_fn=SlowWriter
         ) as made:
             for step in range(3):
-                await made.submit(state(), str(tmp_path / f"step-{step}"), {})
+                await submit(made, state(), tmp_path / f"step-{step}")
             await made.abandon()
             last = tmp_path / "step-2"
             await eventually(lambda: find_checkpoint(last), "the last write")
@@ -431,13 +432,13 @@ class TestDeath:
     @proves(
         "cell AsyncCheckpointer.save: the other one dies",
         "cell CheckpointProcess.submit: the other one dies",
-        "cell Submission.written: the other one dies",
+        "cell SaveHandle.written: the other one dies",
     )
     async def test_what_waited_is_written_by_the_next_one(self, tmp_path, gate) -> None:
         """A death is noticed at once, and only what was begun is lost."""
         async with process(gate=gate) as made:
-            begun = await made.submit(state(1.0), str(tmp_path / "a"), {})
-            waits = await made.submit(state(2.0), str(tmp_path / "b"), {})
+            begun = await submit(made, state(1.0), tmp_path / "a")
+            waits = await submit(made, state(2.0), tmp_path / "b")
             await has_begun(begun)
             os.kill(pid_of(made), signal.SIGKILL)
             async with asyncio.timeout(1):  # it takes milliseconds
@@ -466,10 +467,10 @@ class TestDeath:
                 await eventually(partial(has_restarted, made, death), "the death")
             assert "another one is started in 1 s" in caplog.text
             assert made.pid is None
-            kept = await made.submit(state(), str(tmp_path / "a"), {})
-            dropped = await made.submit(state(), str(tmp_path / "b"), {})
+            kept = await submit(made, state(), tmp_path / "a")
+            dropped = await submit(made, state(), tmp_path / "b")
             made.drop(dropped)
-            assert await dropped.written() is None
+            assert await dropped.written() is False
             assert await kept.written()
         assert_same(loaded(tmp_path / "a"), state())
         assert not (tmp_path / "b").exists()
@@ -483,7 +484,7 @@ class TestDeath:
                 os.kill(pid_of(made), signal.SIGKILL)
                 await eventually(partial(has_restarted, made, 1), "the death")
                 if saves:
-                    kept = await made.submit(state(), str(tmp_path / "a"), {})
+                    kept = await submit(made, state(), tmp_path / "a")
             assert made.pid is None
         assert await kept.written()
         assert_same(loaded(tmp_path / "a"), state())
@@ -499,7 +500,7 @@ class TestDeath:
             "write": {"write_timeout_secs": 0.2},
         }
         async with process(limits[limit], gate) as made:
-            submission = await made.submit(state(), str(tmp_path / "a"), {})
+            submission = await submit(made, state(), tmp_path / "a")
             await has_begun(submission)
             if limit == "hang":
                 os.kill(pid_of(made), signal.SIGSTOP)
@@ -512,7 +513,7 @@ class TestDeath:
     async def test_a_busy_one_is_not_taken_for_hung(self, tmp_path, gate) -> None:
         """It says that it is alive, also while the loop here stands still."""
         async with process({"hang_timeout_secs": 1}, gate) as made:
-            submission = await made.submit(state(), str(tmp_path / "a"), {})
+            submission = await submit(made, state(), tmp_path / "a")
             await has_begun(submission)
             time.sleep(1.5)  # noqa: ASYNC251 - a training step that blocks the loop
             await asyncio.sleep(0.05)
@@ -527,7 +528,7 @@ class TestEnd:
 
     @proves(
         "cell CheckpointProcess.submit: success",
-        "cell Submission.written: success",
+        "cell SaveHandle.written: success",
         "cell CheckpointProcess.close, aclose: success",
         "cell CheckpointProcess.close, aclose: cancel",
     )
@@ -535,8 +536,7 @@ class TestEnd:
         """It is written, also if the first call of close is cancelled."""
         made = CheckpointProcess(ALONE)
         submissions = [
-            await made.submit(state(fill), str(tmp_path / f"{fill}"), {})
-            for fill in (1.0, 2.0)
+            await submit(made, state(fill), tmp_path / f"{fill}") for fill in (1.0, 2.0)
         ]
         closing = asyncio.create_task(made.close())
         await asyncio.sleep(0)
@@ -547,14 +547,14 @@ class TestEnd:
         assert_same(loaded(tmp_path / "2.0"), state(2.0))
 
     @proves(
-        "cell Submission.written: error",
+        "cell SaveHandle.written: error",
         "cell CheckpointProcess.close, aclose: timeout",
     )
     @proves("invariant 6")
     async def test_a_writer_that_hangs_is_killed(self, tmp_path, gate) -> None:
         """Closing takes no longer than told, and the write fails."""
         async with process({"subprocess_shutdown_timeout_secs": 0.2}, gate) as made:
-            submission = await made.submit(state(), str(tmp_path / "a"), {})
+            submission = await submit(made, state(), tmp_path / "a")
             await has_begun(submission)
             pid = pid_of(made)
         with pytest.raises(WorkerError, match="subprocess_shutdown_timeout_secs"):

@@ -36,7 +36,6 @@ class TestFinishing:
         "cell SaveHandle.written: this process dies",
         "cell CheckpointProcess.submit: this process dies",
         "cell CheckpointProcess.write: this process dies",
-        "cell Submission.written: this process dies",
         "cell CheckpointProcess.abandon: this process dies",
     )
     async def test_a_killed_trainers_saves_are_written(self, tmp_path, gate) -> None:

@@ -19,6 +19,7 @@ from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.errors import StagingError, WorkerError
 from aiockpt.testing import assert_same
+from tests.support.saving import submit
 from tests.support.servers import settle
 from tests.support.shortages import exhausted_fds
 
@@ -73,9 +74,9 @@ async def test_a_write_that_has_to_wait_without_descriptors_fails_alone(
         await settle(partial(is_stopped, made.pid))
         with await stager.stage(STATE, step=1) as staged:
             paths = [str(tmp_path / f"step-{n}") for n in range(20)]
-            others = [await made.submit(staged, path, {}) for path in paths]
+            others = [await submit(made, staged, path) for path in paths]
             with exhausted_fds(left=1):
-                lost = await made.submit(staged, str(tmp_path / "lost"), {})
+                lost = await submit(made, staged, tmp_path / "lost")
             with pytest.raises(StagingError, match="Too many open files"):
                 await lost.written()
         os.kill(made.pid, signal.SIGCONT)

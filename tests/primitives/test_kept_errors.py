@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.checkpointers import CheckpointProcess, RankInfo, Submission
+from aiockpt.checkpointers import CheckpointProcess, RankInfo, SaveHandle
 from aiockpt.errors import (
     StorageError,
     TransferTimeoutError,
@@ -107,25 +107,25 @@ class TestSaves:
         assert "file/99" in str(errors[-1])
 
     @pytest.mark.asyncio
-    async def test_submissions(self, tmp_path) -> None:
+    async def test_a_writers_handles(self, tmp_path) -> None:
         """A write that was handed over keeps neither its progress nor frames."""
         (tmp_path / "file").touch()
         watched = Watched()
         process = CheckpointProcess(ALONE)
 
-        async def submit(state: Any) -> Submission:
-            def progress(_: int) -> None:
+        async def submit(state: Any) -> SaveHandle:
+            def progress(_: object) -> None:
                 assert state is not None
 
-            path = str(tmp_path / "file/x")
-            made = await process.submit(state, path, {}, progress)
+            handle = SaveHandle(tmp_path / "file/x", progress=progress)
+            await process.submit(handle, state, {})
             with pytest.raises(StorageError):
-                await made.written()
-            return made
+                await handle.written()
+            return handle
 
-        submission = await submit(watched.state())
+        handle = await submit(watched.state())
         assert watched.left() == 0
-        assert submission.ended.exception() is not None
+        assert handle.error is not None
         await process.close()
 
     @pytest.mark.asyncio

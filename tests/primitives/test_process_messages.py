@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from aiockpt.checkpointers.messages import (
-    Failure,
+    RemoteFailure,
     decode_keywords,
     encode_keywords,
     error_of,
@@ -41,7 +41,7 @@ ERRORS: list[AiockptError] = [
 def crossed(error: BaseException, doing: str = "writing /ckpt") -> AiockptError:
     """Return what the trainer raises when the process has failed with an error."""
     sent = msgspec.msgpack.encode(failure_of(error))
-    return error_of(msgspec.msgpack.decode(sent, type=Failure), doing)
+    return error_of(msgspec.msgpack.decode(sent, type=RemoteFailure), doing)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

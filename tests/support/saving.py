@@ -13,25 +13,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from aiockpt.checkpointers.barriers import Meeting, TCPStoreBarrier
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
+from aiockpt.checkpointers.handle import BackgroundWriter, SaveHandle
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.sync import SyncCheckpointer
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.format.limits import Limits
 from aiockpt.storage.commit import Draft
-from aiockpt.storage.directory import checkpoint_at
+from aiockpt.storage.directory import StrPath, checkpoint_at
 from tests.support.accelerators import FakeAccelerator
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
-
-if TYPE_CHECKING:
-    from aiockpt.checkpointers.submission import Submission
 
 
 class Gate:
@@ -60,10 +58,17 @@ def pass_gate(gate: str) -> None:
         os.close(fd)
 
 
-async def has_begun(submission: Submission) -> None:
+async def submit(writer: BackgroundWriter, state: Any, path: StrPath) -> SaveHandle:
+    """Hand something over to a background writer, without a checkpointer."""
+    handle = SaveHandle(path)
+    await writer.submit(handle, state, {})
+    return handle
+
+
+async def has_begun(handle: SaveHandle) -> None:
     """Wait until a background writer has begun a write."""
     async with asyncio.timeout(PATIENCE):
-        while not submission.begun:  # noqa: ASYNC110 - there is no event for it
+        while not handle.begun:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.005)
 
 

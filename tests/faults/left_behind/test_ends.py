@@ -17,7 +17,7 @@ from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.testing import assert_same
 from tests.support.groups import gloo_groups, moved
 from tests.support.proofs import Cell, each_cell
-from tests.support.saving import loaded
+from tests.support.saving import loaded, submit
 from tests.support.servers import Peer
 from tests.support.transports import MIB, port_of, transport, weights
 from tests.support.waiting import eventually, is_running, reaped
@@ -83,7 +83,7 @@ async def process(method: str, path: Path) -> Subject:
     await use()
     pid = made.pid
     assert pid
-    await made.submit(weights(2.0), str(path / "handed"), {})
+    await submit(made, weights(2.0), path / "handed")
 
     async def written() -> None:
         await eventually(lambda: not is_running(pid), "the child's end")

@@ -24,6 +24,7 @@ from tests.support.saving import (
     has_begun,
     loaded,
     pass_gate,
+    submit,
 )
 from tests.support.trainer import trainer
 from tests.support.transports import weights
@@ -99,14 +100,14 @@ async def test_a_child_that_dies_at_its_start(
     assert cell.left == "restarts"
 
 
-@each_cell("Submission.written: timeout", "Submission.written: cancel")
+@each_cell("SaveHandle.written: timeout", "SaveHandle.written: cancel")
 async def test_a_cancelled_wait_for_a_write(
     cell: Cell, tmp_path: Path, gate: Gate
 ) -> None:
     """The write goes on, and the next who waits is told."""
     made = CheckpointProcess(ALONE, **gated(gate))
-    first = await made.submit(weights(), str(tmp_path / "a"), {})
-    second = await made.submit(weights(), str(tmp_path / "b"), {})
+    first = await submit(made, weights(), tmp_path / "a")
+    second = await submit(made, weights(), tmp_path / "b")
     await has_begun(first)
     for call in (first.written, second.written):
         waiting = asyncio.ensure_future(call())
@@ -176,7 +177,7 @@ async def test_a_child_that_dies_at_the_end(
         handle = await made.save(weights(), tmp_path / "a")
         made = made._writer
     else:
-        handle = await made.submit(weights(), str(tmp_path / "a"), {})
+        handle = await submit(made, weights(), tmp_path / "a")
     await made.ready()
     pid = made.pid
     method = ends.abandon if "abandon" in cell.call else ends.close

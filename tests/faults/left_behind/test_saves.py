@@ -26,7 +26,7 @@ from aiockpt.checkpointers import (
 from aiockpt.errors import CheckpointNotFoundError, WorkerError
 from aiockpt.testing import assert_same, interrupted
 from tests.support.proofs import Cell, each_cell
-from tests.support.saving import loaded
+from tests.support.saving import loaded, submit
 from tests.support.trainer import Kept, kept
 from tests.support.transports import arenas, weights
 from tests.support.waiting import eventually, state_of
@@ -53,7 +53,7 @@ async def submitting() -> AsyncIterator[Begin]:
     """Hand a state dict to a process."""
     made = CheckpointProcess(RankInfo(0, 1))
     await made.ready()
-    yield lambda path: made.submit(weights(), str(path), {})
+    yield lambda path: submit(made, weights(), path)
     await made.close()
 
 

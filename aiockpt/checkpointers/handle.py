@@ -1,0 +1,415 @@
+"""`SaveHandle`: one save, from the copy in memory until it is durable.
+
+A checkpointer makes the handle, and a `BackgroundWriter` (a process or a thread) takes
+it over with the copy. Both writers get their snapshots from `Handover`, and ask the
+disk with `find_out` when the write itself can tell nothing any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import errno
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from aiockpt.checkpointers.base import Written, anything, meter, step_for
+from aiockpt.checkpointers.config import (
+    CheckpointStagerConfig,
+    CheckpointWriterConfig,
+    RankInfo,
+    SaveRanks,
+)
+from aiockpt.checkpointers.messages import LONGEST_TEXT, Forsake, plain
+from aiockpt.checkpointers.ranks import RankLookup
+from aiockpt.checkpointers.stager import StagedState, stager_of
+from aiockpt.checkpointers.writer import remove_old
+from aiockpt.errors import (
+    AiockptError,
+    LocalProtocolError,
+    StorageError,
+    TransferTimeoutError,
+    kept,
+)
+from aiockpt.events import Progress
+from aiockpt.memory.snapshot import Snapshot
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.storage.commit import is_committed
+from aiockpt.storage.directory import StrPath, expanded, resolve_target
+from aiockpt.transport import Timeout, seconds
+
+__all__ = ["BackgroundWriter", "SaveHandle"]
+
+_DISK_ANSWER_S: Final = 10.0
+"""How long to ask a disk, which may hang, for the result of a write."""
+
+_OTHERS_COMMIT_S: Final = 2.0
+"""How long to wait for rank 0 to commit what this rank has written."""
+
+_POLL_S: Final = 0.05
+_LONGEST_PATH: Final = 16 << 10
+
+
+class SaveHandle:
+    """One save. It is staged when a checkpointer returns it, and is written later.
+
+    It belongs to the event loop that made it. Make one yourself to hand something to a
+    :class:`BackgroundWriter` without a checkpointer.
+
+    Args:
+        path: The checkpoint's directory.
+        step: The checkpoint's step. None: the number at the end of ``path``.
+        progress: Called with :class:`.Progress` during the write.
+        on_end: Called with the handle and the outcome at its end, before anyone who
+            waits for the end wakes.
+
+    Attributes:
+        path: The checkpoint's directory.
+        step: The checkpoint's step.
+        nbytes: The bytes of its tensors; 0 until a writer has it.
+        staged: Whether the state dict was copied. False if the save was skipped or
+            failed before.
+        begun: Whether the write has begun, so that it cannot be dropped any more.
+        skipped: Whether the busy policy skipped the save.
+        replaced: Whether a newer save replaced this one before it was written.
+        unchanged: Whether all tensors hold the same bytes as in the previous save of
+            this checkpointer; known once the save is written.
+    """
+
+    def __init__(
+        self,
+        path: StrPath,
+        step: int | None = None,
+        *,
+        progress: Callable[[Progress], None] | None = None,
+        on_end: Callable[[SaveHandle, Written | BaseException | None], None]
+        | None = None,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.step = step_for(path, {"step": step})
+        self.nbytes = 0
+        self.staged = self.begun = False
+        self.skipped = self.replaced = self.unchanged = False
+        # Of the writer: which of its saves this is, from 1; its copy, until the end;
+        # and the `Draft.identity` of the complete file, once that is known.
+        self.number = 0
+        self.snapshot: Snapshot | None = None
+        self.file: tuple[int, int] | None = None
+        self.staged_at = 0.0
+        self.observed = False  # whether somebody has seen the error
+        loop = self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._ended_for_threads = threading.Event()
+        self._error: BaseException | None = None
+        self._warning = ""
+        self._progress, self._report = progress, meter(None, 0)
+        self._on_end = on_end
+
+    def __repr__(self) -> str:
+        return f"<SaveHandle {self.path} step={self.step} {self._state}>"
+
+    @property
+    def _state(self) -> str:
+        if self._error is not None:
+            return "failed"
+        for word in ("skipped", "replaced"):
+            if getattr(self, word):
+                return word
+        return "written" if self.done() else "staged" if self.staged else "new"
+
+    def done(self) -> bool:
+        """Return whether the save is written, failed, skipped or replaced."""
+        return self._ended_for_threads.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Return why the save failed, or None; each time another copy of the error."""
+        if self._error is None:
+            return None
+        self.observed = True
+        return kept(self._error)  # a raise adds the caller's frames
+
+    @property
+    def warning(self) -> str:
+        """Return why some rank has not confirmed the commit, or an empty text."""
+        return self._warning
+
+    async def written(self) -> bool:
+        """Wait until the checkpoint is durable, and committed by all ranks.
+
+        If cancelled, the write continues.
+
+        Returns:
+            False if the busy policy skipped or replaced the save, else True.
+
+        Raises:
+            StorageError: the checkpoint could not be written or committed. If
+                ``may_be_committed`` is true, it may be there nevertheless.
+            WorkerError: the checkpoint process died or hung during this write.
+            StagingError, StateDictError: the state dict could not be staged.
+        """
+        await asyncio.wait({self.ended})  # a cancel does not cancel the future
+        return self._outcome()
+
+    def result(self, timeout: Timeout | None = None) -> bool:
+        """Block until the checkpoint is durable, and committed by all ranks.
+
+        Use this in place of :meth:`written` in a thread without the checkpointer's
+        event loop, for example with a :class:`.BackgroundCheckpointer`.
+
+        Args:
+            timeout: How long to wait, in seconds or as a ``timedelta``. None: no limit.
+
+        Raises:
+            TransferTimeoutError: ``timeout`` has passed; the write continues.
+            LocalProtocolError: this thread runs the event loop that has to finish the
+                save, so the call would wait for ever.
+        """
+        limit = threading.TIMEOUT_MAX if timeout is None else seconds(timeout)
+        if not self.done() and asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - unlike get_running_loop, it raises nothing
+            raise LocalProtocolError(
+                "SaveHandle.result() would block the event loop that it waits for: "
+                "await SaveHandle.written()"
+            )
+        if not self._ended_for_threads.wait(min(limit, threading.TIMEOUT_MAX)):
+            raise TransferTimeoutError("write", limit, what=f"of {self.path}")
+        return self._outcome()
+
+    def _outcome(self) -> bool:
+        if (error := self.error) is not None:
+            raise error
+        return not (self.skipped or self.replaced)
+
+    # -------------------------------------------- for the checkpointer and the writer
+
+    def hand_over(self, number: int, snapshot: Snapshot) -> None:
+        """Note that a writer has the save. The handle keeps the snapshot to its end."""
+        snapshot.acquire()
+        self.number, self.snapshot = number, snapshot
+        self.step = snapshot.manifest.step
+        self.nbytes = snapshot.manifest.segment_bytes
+        self.staged, self.staged_at = True, time.monotonic()
+        self._report = meter(self._progress, self.nbytes)
+
+    def advance(self, nbytes: int) -> None:
+        """Report that the writer has consumed so many bytes."""
+        self._report(nbytes)
+
+    def skip(self) -> None:
+        """End the save because of the busy policy, before it is staged."""
+        self.skipped = True
+        self.end(None)
+
+    def end(self, outcome: Written | BaseException | None) -> None:
+        """Record the end, and release the snapshot. Only the first end counts.
+
+        Args:
+            outcome: The result of the commit, or the error. None: it is not written,
+                because it was skipped or another save replaces it.
+        """
+        if self.ended.done():
+            return
+        self.replaced = outcome is None and not self.skipped
+        if isinstance(outcome, BaseException):
+            self._error = kept(outcome)
+        snapshot, self.snapshot = self.snapshot, None
+        if snapshot is not None:
+            snapshot.release()
+        if isinstance(outcome, Written):
+            self._warning = outcome.warning
+            self.advance(self.nbytes)
+        # Both may refer to anything, and a handle may be kept for long.
+        on_end, self._on_end = self._on_end, None
+        self._progress, self._report = None, meter(None, 0)
+        try:
+            if on_end is not None:
+                on_end(self, outcome)
+        finally:
+            self.ended.set_result(None)
+            self._ended_for_threads.set()
+
+
+class BackgroundWriter(ABC):
+    """Writes snapshots one after another, off the event loop."""
+
+    @abstractmethod
+    async def submit(
+        self, handle: SaveHandle, staged: Any, keywords: Mapping[str, Any]
+    ) -> None:
+        """Take over a save. ``staged`` may be mutated afterwards.
+
+        The writer ends the handle. If this raises, the handle has not ended, and
+        nothing is written. If cancelled, either nothing was handed over, or the
+        checkpoint is written.
+
+        Args:
+            handle: The save.
+            staged: What :meth:`.CheckpointStager.stage` has returned, or a state dict.
+            keywords: The keyword arguments of ``save``.
+
+        Raises:
+            UnsupportedLeafError: a leaf, or a keyword, cannot be saved as data.
+            ClosedError: it is closed.
+        """
+
+    def own_functions(self) -> Sequence[Callable[..., object]]:
+        """Return the user's own functions that get the keywords of a save."""
+        return [anything]  # `submit` gets them
+
+    @abstractmethod
+    def drop(self, handle: SaveHandle) -> None:
+        """Drop a save, unless its write has begun. The handle ends in either case."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Finish the submitted writes within the writer's time limit, then end."""
+
+    @abstractmethod
+    async def forsake(self, path: str, step: int, reason: str) -> None:
+        """Tell the other ranks, if there are any, that this one saves nothing."""
+
+    def ranks(self) -> SaveRanks | None:
+        """Return the ranks of a save that begins now, or None if they do not matter.
+
+        Raises:
+            ValueError: there are several ranks, and nowhere to meet.
+        """
+        return None
+
+    async def abandon(self) -> None:
+        """End as if this process had died, if the writer can outlive it."""
+        await self.close()
+
+
+class Handover:
+    """Makes snapshots in memory that the writer can read.
+
+    Args:
+        bridge: Runs the threads that copy.
+        config: How a plain state dict is staged.
+        shared: Whether another process will map the memory.
+    """
+
+    def __init__(
+        self, bridge: Bridge, config: CheckpointStagerConfig, *, shared: bool
+    ) -> None:
+        self._shared = shared
+        self._stager = stager_of(bridge, config, shared=shared, kept=1)
+
+    async def snapshot(self, staged: Any, step: int) -> Snapshot:
+        """Return a snapshot; the caller releases it."""
+        found = staged.snapshot if isinstance(staged, StagedState) else staged
+        if not isinstance(found, Snapshot):
+            return await self._stager.stage(found, step=step)
+        if self._shared and (found.arena is None or found.arena.fd < 0):
+            raise LocalProtocolError(
+                "another process cannot map what was staged: stage it with "
+                "DefaultStager(), without shared=False"
+            )
+        found.acquire()
+        return found
+
+    def close(self) -> None:
+        """Keep no memory from now on."""
+        self._stager.close()
+
+
+async def find_out(
+    bridge: Bridge,
+    handle: SaveHandle,
+    path: str,
+    error: AiockptError,
+    *,
+    rank_info: RankInfo,
+    config: CheckpointWriterConfig | None,
+    at_work: bool,
+) -> Written | AiockptError:
+    """Ask the disk what became of a begun write that the writer does not report.
+
+    If it was committed, old checkpoints are removed, as the writer would have done.
+
+    Args:
+        bridge: Runs the thread that asks.
+        handle: The save.
+        path: The absolute path of the checkpoint.
+        error: Why the writer does not report it.
+        rank_info: The writer's rank.
+        config: Says which old checkpoints stay.
+        at_work: Whether the writer may still commit it, or nobody knows what it does.
+
+    Returns:
+        The result of the write; or the error, which says if the result is not known.
+    """
+    rank, file = rank_info.global_rank, handle.file
+    if file is None:
+        return _unknown(error) if at_work else error
+
+    def ask() -> bool:
+        until = time.monotonic() + (_OTHERS_COMMIT_S if rank else 0.0)
+        target = resolve_target(path)
+        while not is_committed(target, rank, file):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_POLL_S)
+        if not rank and config is not None:
+            remove_old(target, config)
+        return True
+
+    try:
+        async with asyncio.timeout(_DISK_ANSWER_S):
+            committed = await bridge.run_apart(ask)
+    except (TimeoutError, OSError, AiockptError):
+        return _unknown(error)
+    if committed:
+        return Written(f"{Path(path).name} is committed, but {error}")
+    # Another rank may commit it later.
+    return _unknown(error) if at_work or rank else error
+
+
+def _unknown(error: AiockptError) -> AiockptError:
+    found = copy.copy(error)
+    found.detail += "; it is not known whether the checkpoint was committed"
+    found.may_be_committed = True
+    return found
+
+
+def absolute_path(path: StrPath) -> str:
+    """Return an absolute path, for another process; a URL stays unchanged.
+
+    Raises:
+        StorageError: the path is relative, and the working directory cannot be read.
+            Or it is too long for any file system, and for a message.
+    """
+    text = os.fspath(path)
+    if "://" not in text:
+        try:
+            text = os.path.abspath(expanded(text))
+        except OSError as error:
+            detail = f"the working directory cannot be read: {error.strerror}"
+            raise StorageError(text, detail) from error
+    if len(text) > _LONGEST_PATH:
+        raise StorageError(f"{text[:100]}…", os.strerror(errno.ENAMETOOLONG))
+    return text
+
+
+def forsaking(lookup: RankLookup, path: str, step: int, reason: str) -> Forsake | None:
+    """Return what tells the other ranks that this one saves nothing, if there are any.
+
+    None without other ranks, or if there is nowhere to tell them.
+    """
+    try:
+        ranks = lookup.of_save()
+    except ValueError:
+        return None
+    if ranks.info.global_world_size == 1:
+        return None
+    try:
+        where = absolute_path(path)
+    except StorageError:  # then no rank can write it, and each fails by itself
+        where = path[:_LONGEST_PATH]
+    return Forsake(os.fsencode(where), step, ranks, plain(reason)[:LONGEST_TEXT])
