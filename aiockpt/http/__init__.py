@@ -3,12 +3,12 @@
 This room is the only one that imports aiohttp; it knows nothing of process groups. A
 send begins at `HTTPTransport.send_checkpoint`, which stages the state dict, and
 publishes it in a `store`. `handlers` answer requests from it (admit, find, plan, send),
-on the transport's loop (`server`) or in another process (`server_process`). A receive
+on the transport's loop (`server`) or in another process of `aiockpt.local`. A receive
 begins at `HTTPTransport.recv_checkpoint` and reads from a `source`: `peers` are asked
 for the manifest. A `download` gives its connections runs of chunks, as `scheduling`
 decides, a `range_fetcher` requests each of them over the `client`, and `body_reader`
-puts the bytes into memory. Both ends use `protocol`, `problems`,
-`tokens` and `shared_memory`. Receivers of one snapshot may serve each other: the
+puts the bytes into memory. Both ends use `protocol`, `problems`
+and `tokens`. Receivers of one snapshot may serve each other: the
 `tracker` at the sender knows them, the `membership` of a receive serves a `relay` of
 what has arrived, and `swarm` decides who serves whom what. `background` is the
 transport for programs without an event loop. Names load on first use: the server and

@@ -55,7 +55,6 @@ from aiockpt.http.audit import STATUS, VISIT, Auditor
 from aiockpt.http.auth import admit, bearer
 from aiockpt.http.body_writer import BodySender, Outcome
 from aiockpt.http.deltas import DeltaBody, Deltas
-from aiockpt.http.lender import Lender
 from aiockpt.http.options import Server, Swarm
 from aiockpt.http.problems import PeerBusy, RefusedError, to_problem
 from aiockpt.http.relay import Copy, Relay, Slots
@@ -69,10 +68,11 @@ from aiockpt.http.responses import (
     plan_reply,
 )
 from aiockpt.http.security import Reach, network_of, plain_address
-from aiockpt.http.shared_memory import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.status import wants_page
 from aiockpt.http.store import Publication, Statistics, Store
 from aiockpt.http.tokens import ManifestMacs, swarm_token
+from aiockpt.local.attach import OFFER_HEADER, PROBE_HEADER
+from aiockpt.local.lender import Lender
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.system import crowding

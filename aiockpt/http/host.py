@@ -14,8 +14,8 @@ from aiockpt.http.listen import Endpoint
 from aiockpt.http.membership import Membership
 from aiockpt.http.relay import Relay
 from aiockpt.http.server import CheckpointServer
-from aiockpt.http.shared_memory import format_mark, identity
 from aiockpt.http.store import Statistics
+from aiockpt.local.attach import format_mark, identity
 from aiockpt.runtime.bridge import Bridge
 
 

@@ -51,8 +51,8 @@ from aiockpt.http.protocol import (
     parse_invitation,
 )
 from aiockpt.http.retry import OnRetry, Patience, Pause, Retries, backoff, poll
-from aiockpt.http.shared_memory import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.tokens import MAC_HEADER, check_manifest_mac
+from aiockpt.local.attach import OFFER_HEADER, PROBE_HEADER
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.system import collector_paused

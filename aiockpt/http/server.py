@@ -16,10 +16,10 @@ from aiohttp.http import HttpProcessingError
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.acceptor import Acceptor
 from aiockpt.http.handlers import CheckpointService, ServerConfig, routes
-from aiockpt.http.lender import Lender
 from aiockpt.http.listen import PREFIX
 from aiockpt.http.responses import COMMON_HEADERS
 from aiockpt.http.store import Statistics, Store
+from aiockpt.local.lender import Lender
 from aiockpt.runtime.bridge import Bridge
 
 _KEEPALIVE: Final = 75.0  # longer than the 60 s for which proxies keep idle connections

@@ -1,6 +1,6 @@
 """HTTP peers as the source of one receive: the sender's memory, else its server.
 
-A sender of this host may lend the memory of its snapshot (`shared_memory`). Everything
+A sender of this host may lend the memory of its snapshot (`attach`). Everything
 else, and what is bad of that memory, is downloaded from the peers.
 """
 
@@ -25,14 +25,14 @@ from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.download import Download
 from aiockpt.http.membership import Membership
 from aiockpt.http.peers import Peers
-from aiockpt.http.shared_memory import (
+from aiockpt.http.tokens import MAC_HEADER
+from aiockpt.local.attach import (
     LentMemory,
     NotLentError,
     attach,
     format_probe,
     identity,
 )
-from aiockpt.http.tokens import MAC_HEADER
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import Over, map_in_threads

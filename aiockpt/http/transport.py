@@ -43,9 +43,9 @@ from aiockpt.http.options import Auth, Receive, Server, Swarm
 from aiockpt.http.peers import Peers, origins_of
 from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_metadata
 from aiockpt.http.server import CheckpointServer
-from aiockpt.http.server_process import ServerProcess
 from aiockpt.http.source import HttpSource, Sharing
 from aiockpt.http.store import Failure, Publisher, Statistics
+from aiockpt.local.server_process import ServerProcess
 from aiockpt.memory.arena import CAN_LEND, ArenaPool
 from aiockpt.memory.device import Marks, port_for
 from aiockpt.memory.snapshot import Snapshot

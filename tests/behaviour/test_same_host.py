@@ -26,9 +26,10 @@ from aiockpt import Limits
 from aiockpt.errors import LimitExceededError, UnavailableError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkHasher
-from aiockpt.http import lender, shared_memory
 from aiockpt.http.protocol import parse_metadata
-from aiockpt.http.shared_memory import (
+from aiockpt.local import attach as attaching
+from aiockpt.local import lender
+from aiockpt.local.attach import (
     OFFER_HEADER,
     PROBE_HEADER,
     Ask,
@@ -711,7 +712,7 @@ class Forger:
         self.offer = format_offer(Offer(os.urandom(16).hex(), "0" * 32))
         self.snapshot = ""
         self._patch = monkeypatch
-        attach = shared_memory.attach
+        attach = attaching.attach
 
         async def noting(offer, outline, *, keep):
             self.snapshot = outline.snapshot_id
@@ -799,7 +800,7 @@ class TestForged:
 
     async def test_other_answers(self, forger, monkeypatch):
         """Nonsense, another snapshot, too much, silence, nobody, and a path."""
-        monkeypatch.setattr(shared_memory, "_ANSWER", 0.1)
+        monkeypatch.setattr(attaching, "_ANSWER", 0.1)
         another = msgspec.json.encode(Lent("another", MIB))
         for said in (b"nonsense", b"[]", another, b"x" * 5000, None):
             async with forger.answering(lambda _, said=said: said, FORGED["short"]):
@@ -810,7 +811,7 @@ class TestForged:
     @proves("threat I2")
     async def test_another_users_process(self, forger, monkeypatch):
         """A process that listens there gets no ticket unless it is this user's."""
-        monkeypatch.setattr(shared_memory, "is_ours", lambda _: False)
+        monkeypatch.setattr(attaching, "is_ours", lambda _: False)
         heard = []
 
         def hear(guest):
@@ -885,7 +886,7 @@ class TestUnasked:
             sent.wait(20)  # from then on, nobody else has the descriptor
             return False
 
-        monkeypatch.setattr(shared_memory, "is_ours", is_ours)
+        monkeypatch.setattr(attaching, "is_ours", is_ours)
         offer = parse_offer(forger.offer)
         assert offer is not None
 

@@ -232,8 +232,8 @@ class TestServing:
         self, monkeypatch
     ):
         """It is the trainer's loop that stood still, and not the process."""
-        monkeypatch.setattr("aiockpt.http.server_process._LOOK_INTERVAL", 1.0)
-        monkeypatch.setattr("aiockpt.http.server_process._HUNG", 3.0)
+        monkeypatch.setattr("aiockpt.local.server_process._LOOK_INTERVAL", 1.0)
+        monkeypatch.setattr("aiockpt.local.server_process._HUNG", 3.0)
         async with apart() as sender:
             await sender.start()
             os.kill(process_of(sender).pid, signal.SIGSTOP)

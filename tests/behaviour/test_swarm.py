@@ -35,9 +35,9 @@ from aiockpt.http.peers import Peer
 from aiockpt.http.protocol import Announcement, Lease, Origin, parse_metadata
 from aiockpt.http.relay import Relay
 from aiockpt.http.retry import HostLimitError
-from aiockpt.http.server_process import ServerProcess
-from aiockpt.http.shared_memory import format_mark, identity
 from aiockpt.http.store import Publication, Store
+from aiockpt.local.attach import format_mark, identity
+from aiockpt.local.server_process import ServerProcess
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.secrets import Token
 from aiockpt.testing import Drip, Fault, assert_same

@@ -19,8 +19,8 @@ import torch
 
 from aiockpt import AiockptError, Auth, Swarm
 from aiockpt.http.relay import Relay
-from aiockpt.http.server_process import ServerProcess
 from aiockpt.http.store import Store
+from aiockpt.local.server_process import ServerProcess
 from aiockpt.testing import Drip, assert_same
 from tests.support.commandline import start_aiockpt
 from tests.support.matrix import Record

@@ -58,7 +58,7 @@ PRELOADED = (
         f"aiockpt.cli.{name}"
         for name in ("fetch", "serve", "convert", "inspect", "verify", "ls")
     ),
-    "aiockpt.http._server_main",
+    "aiockpt.local._server_main",
     "aiockpt.pg.transport",
     "aiockpt.testing",
 )

@@ -17,8 +17,8 @@ import torch
 
 from aiockpt import HTTPTransport, Server
 from aiockpt.events import TransferEvent, add_hook
-from aiockpt.http import lender
-from aiockpt.http.shared_memory import identity
+from aiockpt.local import lender
+from aiockpt.local.attach import identity
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 WAIT = 30.0

@@ -14,7 +14,7 @@ import pytest
 
 from aiockpt import AiockptError, StepNotFoundError
 from aiockpt.errors import TransferTimeoutError
-from aiockpt.http.server_process import ServerProcess
+from aiockpt.local.server_process import ServerProcess
 from aiockpt.testing import assert_same
 from tests.support.proofs import Cell, each_cell
 from tests.support.servers import Peer, settle

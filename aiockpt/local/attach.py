@@ -6,7 +6,7 @@ identity adds an *offer*: where it listens, and a ticket that is good for a whil
 the receiver shows the ticket and gets the memory.
 
 This is what both ends say, and the receiving end, `attach`; the other one is
-`aiockpt.http.lender`. What the sender gives is believed only as far as the kernel
+`aiockpt.local.lender`. What the sender gives is believed only as far as the kernel
 vouches for it: the process belongs to the same user, the descriptor is memory that
 cannot shrink, and that nobody but the lender can write, and it is as large as the
 manifest says. Anything else is a reason to take the bytes over HTTP.

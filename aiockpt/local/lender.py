@@ -33,7 +33,8 @@ from aiockpt.errors import AiockptError
 from aiockpt.events import LogLimit, TransferEvent, emit
 from aiockpt.http.audit import Access, Auditor
 from aiockpt.http.protocol import Lease
-from aiockpt.http.shared_memory import (
+from aiockpt.http.store import Publication, Store
+from aiockpt.local.attach import (
     MAX_MESSAGE,
     RETURNED,
     Ask,
@@ -45,7 +46,6 @@ from aiockpt.http.shared_memory import (
     identity,
     is_probe_of,
 )
-from aiockpt.http.store import Publication, Store
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import close_in_forks
 from aiockpt.runtime.ipc import (

@@ -38,7 +38,8 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http.handlers import CheckpointService, ServerConfig
-from aiockpt.http.server_messages import (
+from aiockpt.http.store import Failure, Statistics
+from aiockpt.local.messages import (
     Done,
     Event,
     Fail,
@@ -53,7 +54,6 @@ from aiockpt.http.server_messages import (
     Spent,
     decode_from_server,
 )
-from aiockpt.http.store import Failure, Statistics
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.children import Child, Pauses
@@ -464,4 +464,4 @@ def _pack(snapshot: Snapshot) -> int:
 
 def _start_into(started: list[Child]) -> None:
     # A cancelled call returns nothing, so the thread leaves its result in a list.
-    started.append(Child("aiockpt.http._server_main", quiet=True))
+    started.append(Child("aiockpt.local._server_main", quiet=True))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.http.shared_memory import (
+from aiockpt.local.attach import (
     Offer,
     format_offer,
     format_probe,

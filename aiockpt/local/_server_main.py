@@ -20,7 +20,8 @@ from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.audit import Access
 from aiockpt.http.server import CheckpointServer
-from aiockpt.http.server_messages import (
+from aiockpt.http.store import Statistics, Store
+from aiockpt.local.messages import (
     Done,
     Event,
     Fail,
@@ -36,7 +37,6 @@ from aiockpt.http.server_messages import (
     Spent,
     decode_to_server,
 )
-from aiockpt.http.store import Statistics, Store
 from aiockpt.memory.arena import sealed
 from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
