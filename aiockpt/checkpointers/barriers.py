@@ -1,10 +1,24 @@
 """The meeting of ranks: they wait for each other in a TCP store, to commit together.
 
 Ranks meet twice in a save: when every file is written, and when rank 0 has committed.
-A rank that fails reports that at the meeting, so that the other ranks fail at once.
+A rank that fails reports that at the meeting, so that the other ranks fail at once. The
+store is the one of torch.distributed's default group, or the one whose address
+`BarrierConfig` gives. All state is in the store, so a writer that died can be replaced.
+These keys follow the prefix, the number of ranks, and `Meeting.key`:
 
-The store is the one of torch.distributed's default group, or the one whose address
-`BarrierConfig` gives.
+================================= ====================================================
+``round``                         the number of the current round, from 1
+``NUMBER/written/begun``          the ranks whose saves have begun in this round
+``NUMBER/PHASE/arrived``          the ranks that have come, each with its snapshot
+``NUMBER/PHASE/count``, ``ready`` how many have come; set to wake rank 0
+``NUMBER/PHASE/decision``         how the meeting has ended, by one compare-and-set
+``NUMBER/PHASE/read``             how many ranks have read the decision
+================================= ====================================================
+
+A *round* is one attempt to save a step to a path. Rank 0 begins another round with each
+save, and only rank 0 decides that all ranks have arrived. Ranks that came to the round
+before it follow. So no rank that has died with an earlier attempt of the job counts,
+although the store still has its arrival.
 
 This module loads ``torch.distributed`` only when ranks meet, because a checkpoint
 process of one rank does not need torch.
@@ -19,7 +33,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -30,28 +44,23 @@ from aiockpt.errors import PeerFailedError, TransferTimeoutError, TransportError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = [
-    "Meeting",
-    "Phase",
-    "TCPStoreBarrier",
-    "create_barrier_from_config",
-]
+__all__ = ["TCPStoreBarrier", "create_barrier_from_config"]
 
 logger = logging.getLogger("aiockpt")
 
 Phase: TypeAlias = Literal["written", "committed"]
 
 _PHASES: Final[tuple[Phase, ...]] = ("written", "committed")
-_POLL: Final = 0.005
-_SAY_AFTER: Final = 30.0
+_POLL_S: Final = 0.005
+_SAY_AFTER_S: Final = 30.0
 """Seconds after which a waiting rank logs for whom it waits; half its time if less."""
 
-_KEPT: Final = 32
+_KEPT_SAVES: Final = 32
 """How many saves that have failed stay in the store, for ranks that come late."""
 
-_SHOWN: Final = 8
+_SHOWN_RANKS: Final = 8
 
-# How a meeting ends: one of these, or one of the last two with a rank and a reason.
+# How a meeting ends: one of these. The last two are followed by a rank and a reason.
 _ALL_CAME: Final = "all came"
 _NEXT: Final = "next"  # rank 0 has begun the next round
 _LATE: Final = "late"
@@ -127,15 +136,8 @@ class Meeting:
 class TCPStoreBarrier:
     """Meets in a ``torch.distributed.TCPStore``.
 
-    All state of a meeting is in the store, so a writer that died can be replaced. The
-    store has one or more *rounds*, or attempts, for each path and step. One decision
-    ends each of the two meetings of a round, and all ranks read it. It says that all
-    ranks arrived, or which rank failed and why.
-
-    Rank 0 begins another round with each save, and only rank 0 decides that all ranks
-    have arrived. Ranks that came to the round before it follow. So no rank that has
-    died with an earlier attempt of the job counts, although the store still has its
-    arrival.
+    One decision ends each meeting, and all ranks read it. It says that all ranks
+    arrived, or which rank failed and why.
 
     Args:
         global_rank: This rank.
@@ -183,14 +185,10 @@ class TCPStoreBarrier:
         self._store: Store | None = None
         # The last saves, and the round of each. Rank 0 removes their keys later.
         self._rounds: dict[str, int] = {}
-        self._last: _Meeting | None = None  # the last one that this rank came to
+        self._last: _MeetingKeys | None = None  # the last one that this rank came to
         if self._is_master:
             with self._translating_errors():
                 self._connect()
-
-    def __repr__(self) -> str:
-        where = f"{self._address}:{self._port}"
-        return f"<TCPStoreBarrier {where} rank={self._rank}/{self._world_size}>"
 
     def expect(self, meeting: Meeting) -> None:
         """Note that a save has begun whose ranks will meet twice.
@@ -202,7 +200,7 @@ class TCPStoreBarrier:
             TransportError: the store cannot be reached.
         """
         with self._translating_errors():
-            self._begin(self._connect(), self._key(meeting))
+            self._choose_round(self._save(meeting))
 
     def meet(self, meeting: Meeting, *, failure: str | None = None) -> dict[int, str]:
         """Block until every rank has arrived; with ``failure``, report it and return.
@@ -233,109 +231,131 @@ class TCPStoreBarrier:
                 readers = len(last.arrived) if late else self._world_size
                 until = time.monotonic() + self._exit_timeout
                 while last.readers < readers and time.monotonic() <= until:
-                    time.sleep(_POLL)
+                    time.sleep(_POLL_S)
         self._store = self._last = None
 
     # ------------------------------------------------------------ which round it is
 
-    def _begin(self, store: Store, key: str) -> int:
-        """Choose the round of a save that begins now.
+    def _choose_round(self, save: _SaveKeys) -> int:
+        """Choose and join the round of a save that begins now.
 
-        A round in which another rank has failed may belong to this save. Unless this
-        rank has begun a save in it, this rank joins it, and is told.
+        Rank 0 ends the current round, and begins the next one. Another rank joins the
+        current round while it is open. Any rank also joins a round that has failed,
+        unless it has begun a save there: that failure may belong to this save.
         """
-        number = _current(store, key)
-        last = _Meeting(store, key, number, "written")
-        again = self._rank in last.begun
+        number = save.current
+        last = save.meeting(number, "written")
+        has_begun = self._rank in last.begun
         decision = last.decision if self._rank else last.decide(_NEXT)
-        if not again and (not decision or decision.startswith(_FAILED)):
-            return self._join(store, key, number)
-        self._join(store, key, number + 1)
-        _advance_to(store, key, number + 1)
+        if not has_begun and (not decision or decision.startswith(_FAILED)):
+            return self._join(save, number)
+        self._join(save, number + 1)
+        save.advance_to(number + 1)
         return number + 1
 
-    def _join(self, store: Store, key: str, number: int) -> int:
-        # If this process dies, its replacement reads this: the other ranks may be a
-        # round ahead by then.
-        _Meeting(store, key, number, "written").add("begun", self._rank)
-        self._rounds.pop(key, None)
-        self._rounds[key] = number
-        while len(self._rounds) > _KEPT:
-            oldest = next(iter(self._rounds))
-            del self._rounds[oldest]
-            if not self._rank:
-                _remove(store, oldest)
-        return number
-
-    def _begun_before(self, store: Store, key: str) -> int:
+    def _predecessors_round(self, save: _SaveKeys) -> int:
         """Return the round that this rank's dead predecessor had chosen."""
-        current = _current(store, key)
+        current = save.current
         # It may have died before its round became the current one.
-        last = _Meeting(store, key, current, "written")
-        opened = not self._rank and last.decision == _NEXT
+        has_next = not self._rank and save.meeting(current, "written").decision == _NEXT
         numbers: list[int] = [current + 1, *range(current, 0, -1)]
         for number in numbers:
-            begun = _Meeting(store, key, number, "written").begun
-            if self._rank in begun or (opened and number > current):
-                _advance_to(store, key, number)
+            begun = save.meeting(number, "written").begun
+            if self._rank in begun or (has_next and number > current):
+                save.advance_to(number)
                 return number
             if not begun and number <= current:
                 break
         return current
 
-    def _forget(self, store: Store, key: str) -> None:
-        """Remove the keys of earlier rounds, which all ranks have left."""
-        for earlier in self._rounds.keys() - {key}:
-            _remove(store, earlier)
-        self._rounds = {key: self._rounds[key]}
-        _remove_rounds(store, key, self._rounds[key] - 1)
+    def _join(self, save: _SaveKeys, number: int) -> int:
+        """Leave this rank's mark in a round, for the process that may replace it."""
+        save.meeting(number, "written").add("begun", self._rank)
+        self._rounds.pop(save.key, None)
+        self._rounds[save.key] = number
+        while len(self._rounds) > _KEPT_SAVES:
+            oldest = next(iter(self._rounds))
+            del self._rounds[oldest]
+            if not self._rank:
+                _SaveKeys(save.store, oldest).remove()
+        return number
+
+    def _forget_others(self, save: _SaveKeys) -> None:
+        """Remove earlier saves and earlier rounds, which all ranks have left."""
+        number = self._rounds[save.key]
+        for earlier in self._rounds.keys() - {save.key}:
+            _SaveKeys(save.store, earlier).remove()
+        self._rounds = {save.key: number}
+        save.remove_rounds(number - 1)
 
     # ------------------------------------------------------------------ the meeting
 
     def _meet(self, meeting: Meeting) -> dict[int, str]:
-        store, key = self._connect(), self._key(meeting)
+        save = self._save(meeting)
         timeout = min(meeting.timeout, self._longest)
         until = time.monotonic() + timeout
-        number = self._rounds.get(key) or self._begin(store, key)
+        number = self._rounds.get(save.key) or self._choose_round(save)
         while True:
-            now = self._arrive(_Meeting(store, key, number, meeting.phase), meeting)
+            now = save.meeting(number, meeting.phase)
+            self._arrive(now, meeting)
             missing = self._wait(now, meeting, until)
-            waited = f"it waited {timeout:.3g} s for {missing}"
-            late = f"{_LATE}:{self._rank}:{waited}"
-            found = now.decide(late if missing else _ALL_CAME)
-            if found != _NEXT or not self._rank:
+            late = f"{_LATE}:{self._rank}:it waited {timeout:.3g} s for {missing}"
+            decision = now.decide(late if missing else _ALL_CAME)
+            if decision != _NEXT or not self._rank:
                 break
-            number = self._join(store, key, number + 1)
+            number = self._join(save, number + 1)
         now.note_read()
-        if found == late:
+        if decision == late:
             raise TransferTimeoutError(
                 f"the barrier ({meeting}), which waited for {missing}", timeout
             )
-        if found == _NEXT:
+        if decision == _NEXT:
             raise PeerFailedError(0, "it has begun another save of the same path")
-        if found != _ALL_CAME:
-            _, rank, reason = found.split(":", 2)
+        if decision != _ALL_CAME:
+            _, rank, reason = decision.split(":", 2)
             raise PeerFailedError(int(rank), reason)
         if self._rank:
             return {}
         if meeting.phase == "written":
-            self._forget(store, key)
+            self._forget_others(save)
         return now.arrived
 
-    def _arrive(self, now: _Meeting, meeting: Meeting) -> _Meeting:
+    def _tell(self, meeting: Meeting, failure: str) -> None:
+        """End the meeting with a failure; this rank may have died at it before."""
+        save, phase = self._save(meeting), meeting.phase
+        # Its predecessor may have died before it left its mark. Without the mark, the
+        # next save of this rank would join this round, and be told of this failure.
+        number = self._rounds.get(save.key) or self._join(
+            save, self._predecessors_round(save)
+        )
+        failed = f"{_FAILED}:{self._rank}:{failure}"
+        while True:
+            now = save.meeting(number, phase)
+            # Decide first: if this rank were the last to arrive, all would have come.
+            decision = now.decide(failed)
+            if decision == _NEXT and self._rank:
+                number = self._join(save, number + 1)
+            elif decision == _ALL_CAME and phase == "written":
+                phase = "committed"  # there the other ranks wait for this one
+            else:
+                break
+        if decision == failed or self._rank not in now.arrived:
+            self._arrive(now, meeting)
+            now.note_read()
+
+    def _arrive(self, now: _MeetingKeys, meeting: Meeting) -> None:
         self._last = now
         now.add("arrived", self._rank, meeting.snapshot)
         if now.count() == self._world_size:
             now.wake()
-        return now
 
-    def _wait(self, now: _Meeting, meeting: Meeting, until: float) -> str:
+    def _wait(self, now: _MeetingKeys, meeting: Meeting, until: float) -> str:
         """Wait until the meeting can end; say once for whom, and return it."""
         from torch import distributed as dist
 
         name = "decision" if self._rank else "ready"
         with suppress(dist.DistStoreError):
-            now.wait(name, min(_SAY_AFTER, (until - time.monotonic()) / 2))
+            now.wait(name, min(_SAY_AFTER_S, (until - time.monotonic()) / 2))
             return ""
         missing = self._missing(now, meeting)
         logger.warning("saving %s waits for %s", meeting.directory, missing)
@@ -344,7 +364,7 @@ class TCPStoreBarrier:
             return ""
         return self._missing(now, meeting)
 
-    def _missing(self, now: _Meeting, meeting: Meeting) -> str:
+    def _missing(self, now: _MeetingKeys, meeting: Meeting) -> str:
         """Say which ranks have not come, and what to do if they never will."""
         lost = sorted({*range(self._world_size)} - now.arrived.keys())
         named = f"{_listed(lost)} of {self._world_size}"
@@ -355,32 +375,10 @@ class TCPStoreBarrier:
             f"process for all of them with {ALONE}"
         )
 
-    def _tell(self, meeting: Meeting, failure: str) -> None:
-        """Decide the meeting; this rank may be at it from before a restart."""
-        store, key = self._connect(), self._key(meeting)
-        # Its predecessor may have died before it left its mark. Without the mark, the
-        # next save of this rank would join this round, and be told of this failure.
-        number = self._rounds.get(key) or self._join(
-            store, key, self._begun_before(store, key)
-        )
-        now = _Meeting(store, key, number, meeting.phase)
-        # Decide first: if this rank were the last one to arrive, all would have come.
-        failed = f"{_FAILED}:{self._rank}:{failure}"
-        found = now.decide(failed)
-        if found == _NEXT and self._rank:
-            self._join(store, key, number + 1)
-            self._tell(meeting, failure)
-        elif found == _ALL_CAME and meeting.phase == "written":
-            # Then the other ranks wait for this one at the second meeting.
-            self._tell(replace(meeting, phase="committed"), failure)
-        elif found == failed or self._rank not in now.arrived:
-            self._arrive(now, meeting)
-            now.note_read()
-
     # -------------------------------------------------------------------- the store
 
-    def _key(self, meeting: Meeting) -> str:
-        return f"{self._prefix}/{meeting.key}"
+    def _save(self, meeting: Meeting) -> _SaveKeys:
+        return _SaveKeys(self._connect(), f"{self._prefix}/{meeting.key}")
 
     def _connect(self) -> Store:
         from torch import distributed as dist
@@ -421,30 +419,53 @@ class TCPStoreBarrier:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
     return f"rank{'s' * (len(ranks) != 1)} {shown}{more}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
+class _SaveKeys:
+    """The rounds of a save: their keys in the store."""
+
+    store: Store
+    key: str
+
+    @property
+    def current(self) -> int:
+        """The number of the current round; the first one is 1."""
+        return int(self.store.compare_set(f"{self.key}/round", "", "1"))
+
+    def advance_to(self, number: int) -> None:
+        """Make ``number`` the current round, unless a later one is."""
+        now = self.store.get(f"{self.key}/round")
+        while int(now) < number:
+            now = self.store.compare_set(f"{self.key}/round", now.decode(), str(number))
+
+    def meeting(self, number: int, phase: Phase) -> _MeetingKeys:
+        """Return a meeting of a round."""
+        return _MeetingKeys(self.store, f"{self.key}/{number}/{phase}")
+
+    def remove(self) -> None:
+        """Remove all rounds of the save."""
+        if self.store.check([f"{self.key}/round"]):
+            self.remove_rounds(self.current)
+            self.store.delete_key(f"{self.key}/round")
+
+    def remove_rounds(self, last: int) -> None:
+        """Remove the rounds up to ``last``; none before a missing one."""
+        while last > 0:
+            if not sum(self.meeting(last, each).delete() for each in _PHASES):
+                return
+            last -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class _MeetingKeys:
     """One meeting of a round: its keys in the store."""
 
     store: Store
     key: str
-    number: int
-    phase: Phase
-
-    def _name(self, name: str) -> str:
-        return f"{self.key}/{self.number}/{self.phase}/{name}"
-
-    def _get(self, name: str) -> str:
-        found = self._name(name)
-        return self.store.get(found).decode() if self.store.check([found]) else ""
-
-    def _ranks(self, name: str) -> dict[int, str]:
-        said = (each.split(":") for each in self._get(name).split(",") if each)
-        return {int(rank): text for rank, text in said}
 
     @property
     def begun(self) -> dict[int, str]:
@@ -456,21 +477,27 @@ class _Meeting:
         """What each rank said that has arrived."""
         return self._ranks("arrived")
 
-    def add(self, name: Literal["begun", "arrived"], rank: int, said: str = "") -> None:
-        self.store.append(self._name(name), f"{rank}:{said},")  # type: ignore[attr-defined]
-
-    def count(self) -> int:
-        """Count an arrival; return how many there are."""
-        return self.store.add(self._name("count"), 1)
-
     @property
     def decision(self) -> str:
         """How the meeting has ended; empty while it goes on."""
         return self._get("decision")
 
+    @property
+    def readers(self) -> int:
+        """How many ranks do not need the store until their next meeting."""
+        return self.store.add(f"{self.key}/read", 0)
+
+    def add(self, name: Literal["begun", "arrived"], rank: int, said: str = "") -> None:
+        """Add a rank, with what it says, to those that have begun or arrived."""
+        self.store.append(f"{self.key}/{name}", f"{rank}:{said},")  # type: ignore[attr-defined]
+
+    def count(self) -> int:
+        """Count an arrival; return how many there are."""
+        return self.store.add(f"{self.key}/count", 1)
+
     def decide(self, decision: str) -> str:
         """End the meeting unless it has ended; return how it has ended."""
-        key = self._name("decision")
+        key = f"{self.key}/decision"
         found = self.store.compare_set(key, "", decision).decode()
         if found == decision:
             # Without libuv, only a plain set wakes the ranks that wait.
@@ -480,47 +507,26 @@ class _Meeting:
 
     def wake(self) -> None:
         """Wake rank 0, which decides."""
-        self.store.set(self._name("ready"), "1")
+        self.store.set(f"{self.key}/ready", "1")
 
     def wait(self, name: str, timeout: float) -> None:
-        self.store.wait([self._name(name)], timedelta(seconds=max(timeout, _POLL)))
+        """Wait for ``ready`` or ``decision``."""
+        limit = timedelta(seconds=max(timeout, _POLL_S))
+        self.store.wait([f"{self.key}/{name}"], limit)
 
     def note_read(self) -> None:
         """Note that this rank does not need the store until its next meeting."""
-        self.store.add(self._name("read"), 1)
-
-    @property
-    def readers(self) -> int:
-        return self.store.add(self._name("read"), 0)
+        self.store.add(f"{self.key}/read", 1)
 
     def delete(self) -> bool:
         """Remove the keys; return whether there was one."""
         names = ("begun", "arrived", "count", "ready", "decision", "read")
-        return bool(sum(self.store.delete_key(self._name(name)) for name in names))
+        return bool(sum(self.store.delete_key(f"{self.key}/{name}") for name in names))
 
+    def _get(self, name: str) -> str:
+        key = f"{self.key}/{name}"
+        return self.store.get(key).decode() if self.store.check([key]) else ""
 
-def _current(store: Store, key: str) -> int:
-    """Return the number of a save's current round; the first one is 1."""
-    return int(store.compare_set(f"{key}/round", "", "1"))
-
-
-def _advance_to(store: Store, key: str, number: int) -> None:
-    """Make ``number`` the current round, unless a later one is."""
-    now = store.get(f"{key}/round")
-    while int(now) < number:
-        now = store.compare_set(f"{key}/round", now.decode(), str(number))
-
-
-def _remove(store: Store, key: str) -> None:
-    """Remove all rounds of a path and step from the store."""
-    if store.check([f"{key}/round"]):
-        _remove_rounds(store, key, _current(store, key))
-        store.delete_key(f"{key}/round")
-
-
-def _remove_rounds(store: Store, key: str, last: int) -> None:
-    """Remove the rounds up to ``last``; none before a missing one."""
-    there = True
-    while last > 0 and there:
-        there = bool(sum(_Meeting(store, key, last, each).delete() for each in _PHASES))
-        last -= 1
+    def _ranks(self, name: str) -> dict[int, str]:
+        said = (each.split(":") for each in self._get(name).split(",") if each)
+        return {int(rank): text for rank, text in said}
