@@ -16,21 +16,7 @@ from aiockpt.storage.directory import StrPath, expanded, step_in, step_of
 from aiockpt.transfer.repeats import Repeats
 from aiockpt.transport import exact_step
 
-__all__ = [
-    "Account",
-    "Checkpointer",
-    "CheckpointerStatistics",
-    "LoadStatistics",
-    "Written",
-    "anything",
-    "committed_before",
-    "mark_committed",
-    "meter",
-    "options_of",
-    "path_for",
-    "step_for",
-    "template_of",
-]
+__all__ = ["Checkpointer", "CheckpointerStatistics", "Written"]
 
 
 logger = logging.getLogger("aiockpt")
@@ -203,9 +189,6 @@ class Account:
         self.now = CheckpointerStatistics()
         self._repeats = Repeats("save")
         self._named_no_step = False
-
-    def __repr__(self) -> str:
-        return f"<Account {self.now}>"
 
     def count(self, *names: str) -> None:
         """Add 1 to figures."""

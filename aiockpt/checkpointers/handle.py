@@ -1,8 +1,8 @@
 """`SaveHandle`: one save, from the copy in memory until it is durable.
 
 A checkpointer makes the handle, and a `BackgroundWriter` (a process or a thread) takes
-it over with the copy. Both writers get their snapshots from `Handover`, and ask the
-disk with `find_out` when the write itself can tell nothing any more.
+it over with the copy. Both writers ask the disk with `find_out` if nobody can tell any
+more what became of a write.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from typing import Any, Final
 
 from aiockpt.checkpointers.base import Written, anything, meter, step_for
 from aiockpt.checkpointers.config import (
-    CheckpointStagerConfig,
     CheckpointWriterConfig,
     RankInfo,
     SaveRanks,
 )
 from aiockpt.checkpointers.messages import LONGEST_TEXT, Forsake, plain
 from aiockpt.checkpointers.ranks import RankLookup
-from aiockpt.checkpointers.stager import StagedState, stager_of
 from aiockpt.checkpointers.writer import remove_old
 from aiockpt.errors import (
     AiockptError,
@@ -284,39 +282,6 @@ class BackgroundWriter(ABC):
     async def abandon(self) -> None:
         """End as if this process had died, if the writer can outlive it."""
         await self.close()
-
-
-class Handover:
-    """Makes snapshots in memory that the writer can read.
-
-    Args:
-        bridge: Runs the threads that copy.
-        config: How a plain state dict is staged.
-        shared: Whether another process will map the memory.
-    """
-
-    def __init__(
-        self, bridge: Bridge, config: CheckpointStagerConfig, *, shared: bool
-    ) -> None:
-        self._shared = shared
-        self._stager = stager_of(bridge, config, shared=shared, kept=1)
-
-    async def snapshot(self, staged: Any, step: int) -> Snapshot:
-        """Return a snapshot; the caller releases it."""
-        found = staged.snapshot if isinstance(staged, StagedState) else staged
-        if not isinstance(found, Snapshot):
-            return await self._stager.stage(found, step=step)
-        if self._shared and (found.arena is None or found.arena.fd < 0):
-            raise LocalProtocolError(
-                "another process cannot map what was staged: stage it with "
-                "DefaultStager(), without shared=False"
-            )
-        found.acquire()
-        return found
-
-    def close(self) -> None:
-        """Keep no memory from now on."""
-        self._stager.close()
 
 
 async def find_out(

@@ -28,7 +28,6 @@ from aiockpt.checkpointers.config import (
 )
 from aiockpt.checkpointers.handle import (
     BackgroundWriter,
-    Handover,
     SaveHandle,
     absolute_path,
     find_out,
@@ -52,6 +51,7 @@ from aiockpt.checkpointers.messages import (
 )
 from aiockpt.checkpointers.recovery import socket_directory
 from aiockpt.checkpointers.spawning import Recipe
+from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.checkpointers.writer import (
     Writers,
     configured_writer,
@@ -73,12 +73,12 @@ from aiockpt.runtime.system import failing_here, refused_by_host
 
 __all__ = ["CheckpointProcess"]
 
-_CLOSING: Final = 5.0
+_CLOSING_S: Final = 5.0
 
-_TRIES: Final = 3
+_MAX_TRIES: Final = 3
 """A waiting write fails when so many processes have died before beginning it."""
 
-_DYING: Final = 5.0
+_DYING_S: Final = 5.0
 """How long to wait for a killed process, which may be inside a system call."""
 
 
@@ -144,7 +144,7 @@ class CheckpointProcess(BackgroundWriter):
         self._config = config
         self._lifetime = Lifetime("the checkpoint process")
         self._bridge = Bridge(threads=2, name="aiockpt-process")
-        self._handover = Handover(self._bridge, staging_config, shared=True)
+        self._stager = DefaultStager(staging_config)
         self._count = 0
         self._writes: dict[int, _Delivery] = {}  # those that have not ended
         self._untold: list[Forsake] = []  # failed writes to report to other ranks
@@ -230,7 +230,7 @@ class CheckpointProcess(BackgroundWriter):
         """Take over a save; see :class:`.BackgroundWriter`."""
         with self._lifetime.call():
             ranks = self.ranks()
-            snapshot = await self._handover.snapshot(staged, handle.step)
+            snapshot = await self._stager.snapshot(staged, step=handle.step)
             try:
                 header = snapshot.manifest.header
 
@@ -308,11 +308,11 @@ class CheckpointProcess(BackgroundWriter):
 
     async def _end(self, last: Callable[[], Any]) -> None:
         self._lifetime.bind()
-        self._handover.close()
         await self._lifetime.end(
-            partial(self._lifetime.calls_ended, timeout=_CLOSING),
+            partial(self._lifetime.calls_ended, timeout=_CLOSING_S),
             last,
-            partial(self._bridge.aclose, timeout=_CLOSING),
+            self._stager.close,
+            partial(self._bridge.aclose, timeout=_CLOSING_S),
         )
 
     async def _finish(self) -> None:
@@ -404,7 +404,7 @@ class CheckpointProcess(BackgroundWriter):
             running.child.send(message)
         self._untold.clear()
         for write in [*self._writes.values()]:
-            if write.tries < _TRIES:
+            if write.tries < _MAX_TRIES:
                 self._post(running, write)
             else:
                 detail = "each checkpoint process dies before it begins this write"
@@ -422,7 +422,7 @@ class CheckpointProcess(BackgroundWriter):
         """Replace each process that ends, until `close` or a failed start."""
         while (running := self._running) is not None:
             overdue = await self._until_gone(running)
-            exitcode = await running.child.exitcode(_DYING)
+            exitcode = await running.child.exitcode(_DYING_S)
             running.child.close()
             error = running.failure or _why_gone(overdue, exitcode)
             if isinstance(error, WorkerError):
@@ -477,7 +477,7 @@ class CheckpointProcess(BackgroundWriter):
             if overdue:
                 running.child.kill()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(_DYING):
+                    async with asyncio.timeout(_DYING_S):
                         await running.child.gone.wait()
                 return overdue
             with suppress(TimeoutError):
@@ -570,11 +570,6 @@ class _Running:
         self._began = self._heard = self._loop.time()
         self._ready_by = self._began + config.subprocess_init_timeout_secs
         child.listen(self._hear, self.changed.set)
-
-    def __repr__(self) -> str:
-        state = "ready" if self.ready else "starting"
-        state = "gone" if self.child.gone.is_set() else state
-        return f"<Running {self.child!r} {state}>"
 
     @property
     def lived(self) -> float:

@@ -22,14 +22,6 @@ from aiockpt.checkpointers.config import BarrierConfig, GroupStore, RankInfo, Sa
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = [
-    "ALONE",
-    "RankLookup",
-    "default_rank_info",
-    "default_store",
-    "is_initialized",
-]
-
 logger = logging.getLogger("aiockpt")
 
 ALONE: Final = "rank_info=RankInfo(0, 1)"

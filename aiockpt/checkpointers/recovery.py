@@ -50,7 +50,7 @@ from aiockpt.storage.files import named
 from aiockpt.storage.write import WritableSnapshot
 from aiockpt.transport import Timeout, seconds
 
-__all__ = ["LastSnapshot", "Recovered", "recover", "socket_directory"]
+__all__ = ["Recovered", "recover"]
 
 logger = logging.getLogger("aiockpt")
 

@@ -22,8 +22,6 @@ from aiockpt.errors import LocalProtocolError
 from aiockpt.runtime.children import Child
 from aiockpt.runtime.ipc import pack, unpack
 
-__all__ = ["Recipe", "make_writers"]
-
 
 @dataclass(slots=True)
 class _Spawning:
@@ -55,9 +53,6 @@ class Recipe:
         self._content = (init, init_args, make_writer, dict(writer_args))
         _refuse_to_nest()
         self._pickled(_Spawning())
-
-    def __repr__(self) -> str:
-        return f"<Recipe {self._content[2]!r}>"
 
     def start(self, setup: object) -> Child:
         """Start a process whose first message is ``setup``, with the functions.

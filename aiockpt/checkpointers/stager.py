@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Final, Self
 
 from aiockpt.checkpointers.config import CheckpointStagerConfig
+from aiockpt.errors import LocalProtocolError
 from aiockpt.format.limits import FILE_LIMITS, OF_A_SAVE, advising
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE
 from aiockpt.memory.device import Marks, PortFor, completed, port_for
@@ -25,13 +26,7 @@ from aiockpt.storage.checkpoint_file import blaming_file
 from aiockpt.transfer.stager import Stager, StagerOptions
 from aiockpt.transport import exact_step
 
-__all__ = [
-    "CheckpointStager",
-    "DefaultStager",
-    "StagedState",
-    "stage_after",
-    "stager_of",
-]
+__all__ = ["CheckpointStager", "DefaultStager", "StagedState"]
 
 _ARENAS: Final = 2  # one is written while the next save is staged into the other
 _CLOSING: Final = 5.0
@@ -141,13 +136,21 @@ class DefaultStager(CheckpointStager):
         shared: bool = True,
         ports: PortFor = port_for,
     ) -> None:
-        self._config = config
+        self._config, self._shared = config, shared
         self.ports = ports
         self._lifetime = Lifetime("the stager")
         self._bridge = Bridge(threads=copying_threads(), name="aiockpt-stage")
-        self._stager = stager_of(
-            self._bridge, config, shared=shared, kept=_ARENAS, ports=ports
+        options = StagerOptions(
+            threads=copying_threads(),
+            chunk_bytes=config.chunk_bytes,
+            limits=_LIMITS,
+            readers=FILE_LIMITS,
+            allow_pickle=config.allow_pickle,
+            shared=shared,
+            kept=_ARENAS,
+            seal=False,  # whoever writes computes the digests
         )
+        self._stager = Stager(self._bridge, options, ports=ports)
 
     def __repr__(self) -> str:
         return f"<DefaultStager {self._config}>"
@@ -168,6 +171,29 @@ class DefaultStager(CheckpointStager):
         """
         del kwargs  # for other stagers
         return await self._stage(state_dict, step, Marks.of(self.ports))
+
+    async def snapshot(self, staged: Any, *, step: int) -> Snapshot:
+        """Return a snapshot for a background writer; the caller releases it.
+
+        Args:
+            staged: What a stager has returned; anything but a snapshot is copied.
+            step: The step of such a copy.
+
+        Raises:
+            LocalProtocolError: another process cannot map what was staged.
+            StagingError, UnsupportedLeafError: see :meth:`stage`.
+        """
+        found = staged.snapshot if isinstance(staged, StagedState) else staged
+        if not isinstance(found, Snapshot):
+            marks = Marks.of_caller(self.ports)
+            return (await self._stage(found, step, marks)).snapshot
+        if self._shared and (found.arena is None or found.arena.fd < 0):
+            raise LocalProtocolError(
+                "another process cannot map what was staged: stage it with "
+                "DefaultStager(), without shared=False"
+            )
+        found.acquire()
+        return found
 
     async def _stage(self, state_dict: Any, step: int, marks: Marks) -> StagedState:
         with self._lifetime.call(), advising(OF_A_SAVE):
@@ -213,28 +239,3 @@ def _nodes(snapshot: Snapshot, state_dict: Any) -> Decoders:
     header = snapshot.manifest.header
     found = any(prefix.encode() in header for prefix in (NAMED_TUPLE, PYTREE))
     return decoders_for(state_dict) if found else {}
-
-
-def stager_of(
-    bridge: Bridge,
-    config: CheckpointStagerConfig,
-    *,
-    shared: bool,
-    kept: int,
-    ports: PortFor = port_for,
-) -> Stager:
-    """Return a stager that copies, and computes no digests."""
-    return Stager(
-        bridge,
-        StagerOptions(
-            threads=copying_threads(),
-            chunk_bytes=config.chunk_bytes,
-            limits=_LIMITS,
-            readers=FILE_LIMITS,
-            allow_pickle=config.allow_pickle,
-            shared=shared,
-            kept=kept,
-            seal=False,
-        ),
-        ports=ports,
-    )

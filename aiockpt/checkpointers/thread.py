@@ -12,7 +12,6 @@ from aiockpt.checkpointers.base import Written
 from aiockpt.checkpointers.config import CheckpointStagerConfig, SaveRanks
 from aiockpt.checkpointers.handle import (
     BackgroundWriter,
-    Handover,
     SaveHandle,
     absolute_path,
     find_out,
@@ -24,6 +23,7 @@ from aiockpt.checkpointers.messages import (
     encode_keywords,
     failure_of,
 )
+from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.checkpointers.worker import Tasks, WriteJob, work
 from aiockpt.checkpointers.writer import Writers
 from aiockpt.errors import AiockptError, WorkerError
@@ -60,8 +60,8 @@ class CheckpointThread(BackgroundWriter):
         self._timeout = shutdown_timeout_secs
         self._lifetime = Lifetime("the checkpoint thread")
         self._bridge = Bridge(threads=1, name="aiockpt-write")
-        self._staging = Bridge(threads=1, name="aiockpt-stage")
-        self._handover = Handover(self._staging, staging_config, shared=False)
+        self._helper = Bridge(threads=1, name="aiockpt-handover")
+        self._stager = DefaultStager(staging_config, shared=False)
         self._count = 0
         self._tasks = Tasks()
         self._waiting: dict[_ThreadJob, asyncio.Task[None]] = {}
@@ -76,10 +76,10 @@ class CheckpointThread(BackgroundWriter):
         """Take over a save; see :class:`.BackgroundWriter`."""
         with self._lifetime.call():
             ranks = self.ranks()
-            snapshot = await self._handover.snapshot(staged, handle.step)
+            snapshot = await self._stager.snapshot(staged, step=handle.step)
             try:
                 with failing_here("copying the keywords"):
-                    given = await self._staging.run(encode_keywords, keywords)
+                    given = await self._helper.run(encode_keywords, keywords)
                 path = absolute_path(handle.path)  # now: the directory may change
                 self._count += 1
                 handle.hand_over(self._count, snapshot)
@@ -129,10 +129,10 @@ class CheckpointThread(BackgroundWriter):
         hangs = [*self._waiting]
         for job in hangs:
             await self._give_up(job)
-        self._handover.close()
         self._bridge.post(self._writers.close)
         await self._bridge.aclose(timeout=0 if hangs else _CLOSING_S)
-        await self._staging.aclose(timeout=_CLOSING_S)
+        await self._helper.aclose(timeout=_CLOSING_S)
+        await self._stager.close()
 
     async def _give_up(self, job: _ThreadJob) -> None:
         limit = f"{self._timeout:g} s (subprocess_shutdown_timeout_secs)"
@@ -141,7 +141,7 @@ class CheckpointThread(BackgroundWriter):
             job.handle.end(WorkerError(f"{doing} was not begun within {limit}"))
             return
         outcome = await find_out(
-            self._staging,
+            self._helper,
             job.handle,
             job.path,
             WorkerError(f"{doing} has not ended within {limit}"),

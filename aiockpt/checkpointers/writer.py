@@ -67,17 +67,7 @@ from aiockpt.transport import refuse_unknown
 if TYPE_CHECKING:
     from mmap import mmap
 
-__all__ = [
-    "CheckpointWriter",
-    "WriterHook",
-    "Writers",
-    "configured_writer",
-    "default_subprocess_init_fn",
-    "own_functions",
-    "remove_old",
-    "tell_ranks",
-    "write_by",
-]
+__all__ = ["CheckpointWriter", "WriterHook"]
 
 logger = logging.getLogger("aiockpt")
 
@@ -341,9 +331,6 @@ class _Reporting:
         self.seal = writable.seal
         self._writable, self._report = writable, report
 
-    def __repr__(self) -> str:
-        return f"<Reporting {self._writable!r}>"
-
     def views(self, start: int, stop: int) -> Sequence[memoryview]:
         self._report(start)
         return self._writable.views(start, stop)
@@ -365,9 +352,6 @@ class _Save:
         self.step = meeting.step
         self._meeting = meeting
         self._barrier = barrier
-
-    def __repr__(self) -> str:
-        return f"<Save {self.target} step={self.step}>"
 
     def expect(self) -> None:
         """Make the barrier distinguish this save from an earlier one of its name."""
