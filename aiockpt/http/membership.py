@@ -1,9 +1,9 @@
 """A receive as a member of a swarm: it joins, announces itself, and serves what it has.
 
 Nothing is sent before the source has said that others receive the same snapshot. From
-then on, one task announces the receive and learns who else is there. `Download` fetches
-chunks from these members, and marks each verified chunk in the relay, which this
-process serves to the others.
+then on, one task announces the receive and learns who else is there. `Neighbours` has
+the download fetch chunks from these members, and marks each verified chunk in the
+relay, which this process serves to the others.
 """
 
 from __future__ import annotations
@@ -274,11 +274,11 @@ class Membership:
     # ---------------------------------------------------------------- its end
 
     @property
-    def is_active(self) -> bool:
-        """Whether the receive knows others, or may be about to hear of some."""
+    def hope_until(self) -> float:
+        """Until when the receive may be about to hear of others, in loop time."""
         if self._place is None or self._gone.is_set():
-            return False
-        return bool(self.members) or _now() < self._place.since + _HOPE
+            return -math.inf
+        return self._place.since + _HOPE
 
     @property
     def has_joined(self) -> bool:
@@ -382,7 +382,7 @@ class Membership:
                     place.tell(f"{how}: {error}")
             pause = part * lease / LEASE if knows else math.inf
             part = min(2 * part, 1.0)
-            if self.is_active and not self.members:
+            if _now() < self.hope_until and not self.members:
                 pause = min(pause, _HOPE / 2)  # soon it would do without others
             while not relay.ended:
                 if knows and self._known.complaints:

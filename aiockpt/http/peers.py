@@ -23,6 +23,7 @@ from aiohttp import hdrs
 from aiockpt.errors import (
     Advice,
     AiockptError,
+    AuthenticationError,
     CheckpointChangedError,
     StepNotFoundError,
     TransportError,
@@ -96,7 +97,6 @@ class Peer:
         line: The connection to it that brought the last answer, as far as known.
         joined: Whether it is known to hold this checkpoint.
         given: Verified bytes that came from it, in the last download.
-        refusals: How often a member has said that it is busy since its last chunk.
         error: Why it is not asked any more.
         delta_base: The snapshot that it keeps as the base of deltas, or None.
         silence: Seconds without a request that end the lease there, if it says so.
@@ -111,7 +111,6 @@ class Peer:
     line: Line = field(default_factory=Line)
     joined: bool = False
     given: int = 0
-    refusals: int = 0
     error: AiockptError | None = None
     delta_base: str | None = None
     silence: float | None = None
@@ -135,6 +134,9 @@ class Peer:
         """Ask it no more. Only the first error counts."""
         if self.error is not None:
             return
+        if self.member and isinstance(error, AuthenticationError | StepNotFoundError):
+            # A member that has left knows neither the token nor the step.
+            error = MemberLeftError(step, url=self.origin.base_url)
         self.error = error
         is_lie = Advice.WRONG in advice(error)
         emit(

@@ -7,7 +7,7 @@ instead. Memory is prepared a little ahead of the bytes that come.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 
@@ -23,6 +23,7 @@ from aiockpt.http.body_reader import BodySink
 from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.client import Answer, CheckpointClient, Request
 from aiockpt.http.peers import Peer
+from aiockpt.http.planner import Assignment
 from aiockpt.http.protocol import (
     DELTA,
     DELTA_BASE_HEADER,
@@ -36,7 +37,6 @@ from aiockpt.http.protocol import (
     parse_content_range,
     parse_etag,
 )
-from aiockpt.http.scheduling import Assignment
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import Notifier, beside
 from aiockpt.transfer.deltas import HEAD_BYTES, split
@@ -90,12 +90,8 @@ class RangeFetcher:
         """
         self._target = PlainTarget(_Closed())
 
-    def gets_deltas(self, peers: Iterable[Peer]) -> bool:
-        """Return whether any of these peers may send deltas instead of chunks."""
-        return self._can_patch and any(peer.delta_base for peer in peers)
-
     @property
-    def _can_patch(self) -> bool:
+    def can_patch(self) -> bool:
         """Whether deltas are of use.
 
         If more of them have failed than succeeded, the receiver does not hold the base.
@@ -109,21 +105,20 @@ class RangeFetcher:
         """Receive what one request brings of a run directly into the target.
 
         Args:
-            assignment: The run, and the connection.
+            assignment: The run, and the peer.
             hear: Gets the answer before its body is read.
 
         Raises:
             AiockptError: what is wrong with the peer or with its answer.
         """
-        run, peer = assignment.run, assignment.connection.peer
-        patience = assignment.connection.patience
+        run, peer, patience = assignment.run, assignment.peer, assignment.patience
         start, stop, base = self._reach(run, peer)
         outline, origin = self._outline, peer.origin
         head = outline.header_bytes
         wanted = {} if base is None else format_delta(base)
         # A peer that has just come back may not have published again yet. In a swarm,
         # a peer may have to serve others first.
-        wait = patience.stall_timeout / 2 if assignment.waits else 0.0
+        wait = patience.stall_timeout / 2 if assignment.may_wait else 0.0
         if not (peer.member or peer.invitation):
             wait = min(wait, patience.reconnect_timeout, origin.patience)
         request = Request(
@@ -178,7 +173,7 @@ class RangeFetcher:
         so a request covers only a part of a long run.
         """
         start, stop = run.begin_request()
-        if peer.delta_base is None or not self._can_patch:
+        if peer.delta_base is None or not self.can_patch:
             return start, stop, None
         grid, chunk = self._outline.grid, run.chunk
         assert chunk is not None

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from aiockpt.format.chunks import digest
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.problems import PeerBusy
-from aiockpt.http.swarm import average
+from aiockpt.http.tuning import SlowAfter, Usual
 from aiockpt.memory.arena import Memory
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.tasks import Notifier
@@ -24,9 +24,7 @@ _SOON, _LATE = 0.02, 0.5  # seconds
 _RETRY_AFTER: Final = 0.0  # seconds; the request has waited already,
 _LATER: Final = 1.0  # or it has not
 _MOST_WAITING: Final = 1000  # requests for a slot
-_LONG: Final = 5.0  # a body that takes so many times as long as usual, and
-_LONGER: Final = 1.0  # so many seconds more, does not count
-_AT_FIRST: Final = 10.0  # seconds; the same before any body has ended
+_SLOW_BODY: Final = SlowAfter(times=5.0, slack_s=1.0, unknown_s=10.0)  # counts no more
 _SLOWEST: Final = 512 << 10  # bytes per second; what is slower is never usual
 
 
@@ -41,7 +39,7 @@ class Slots:
     def __init__(self, most: int) -> None:
         self._free = asyncio.Semaphore(most)
         self._waiting = 0
-        self._usual = 0.0  # seconds that a body takes on average
+        self._usual = Usual()
 
     @asynccontextmanager
     async def take(
@@ -69,8 +67,8 @@ class Slots:
             self._waiting -= 1
         if not taken:
             raise PeerBusy(retry_after=_RETRY_AFTER)
-        usual = max(min(self._usual, nbytes / _SLOWEST), least)
-        slot = _Slot(self, _LONG * usual + _LONGER if usual else _AT_FIRST)
+        usual = max(min(self._usual.seconds() or 0.0, nbytes / _SLOWEST), least)
+        slot = _Slot(self, _SLOW_BODY.seconds(usual or None))
         try:
             yield slot.learn
         finally:
@@ -78,7 +76,7 @@ class Slots:
 
     def learn(self, seconds: float) -> None:
         """Note how long a body took."""
-        self._usual = average(self._usual, seconds)
+        self._usual.learn(1, seconds)
 
     def put_back(self) -> None:
         """Admit another body."""

@@ -24,6 +24,7 @@ from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.download import Download
 from aiockpt.http.membership import Membership
+from aiockpt.http.neighbours import Neighbours
 from aiockpt.http.peers import Peers
 from aiockpt.http.tokens import MAC_HEADER
 from aiockpt.local.attach import (
@@ -207,10 +208,12 @@ class HttpSource:
         if self._lent is not None:
             left = await self._take(self._lent, outline, target, chunks, on_progress)
         if left:
+            others = None
             if self._swarm is not None:
                 self._swarm.fill(target)
+                others = Neighbours(self._swarm)
             await Download(
-                self._peers, outline, target, left, on_progress, self._swarm
+                self._peers, outline, target, left, on_progress, others
             ).run()
 
     async def end(self, step: int) -> None:

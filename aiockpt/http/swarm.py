@@ -2,7 +2,8 @@
 
 Receivers of one snapshot serve each other the chunks that they hold. The tracker, at
 the sender, names some members to each member; a receiver requests the rarest chunks
-first. The decisions are plain functions: the same ones run in the simulator
+first. The decisions are plain functions, and `MemberRules` is what a receiver's planner
+knows of the members together. The same ones run in the simulator
 (``benchmarks/swarm_sim.py``).
 
 A bitmap is an int: bit ``i`` is set if a member holds chunk ``i``.
@@ -11,8 +12,12 @@ A bitmap is an int: bit ``i`` is set if a member holds chunk ``i``.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
+
+from aiockpt.http.tuning import Tuning
 
 LEASE = 3
 """Heartbeats of a member in one lease, so that two of them may be lost."""
@@ -25,11 +30,8 @@ Each further one takes twice as long as the one before, up to the usual time.
 
 _ENOUGH = 12  # more neighbours cost requests, and no longer make a swarm faster
 _MORE = 4  # members that one with enough neighbours is told of at a time
-_PATIENCE = 3.0  # usual requests, after which what does not come counts as lost
-_AT_FIRST = 30.0  # seconds; the same for a receiver that knows no usual request yet
 _PERIOD = 2.0  # seconds between two heartbeats of a member, at least
 _BUSIEST = 60.0  # heartbeats per second, at most; each takes about a millisecond
-_NEWS = 0.1  # of the last duration in the average of all
 
 
 class Member(NamedTuple):
@@ -139,8 +141,7 @@ def source_chunk(
     wanted: int,
     rivals: Sequence[int],
     *,
-    idle: float,
-    usual: float,
+    are_late: bool,
     chance: random.Random,
 ) -> int | None:
     """Choose the chunk to request from the source, or None to leave it alone.
@@ -154,8 +155,7 @@ def source_chunk(
         hint: The chunk that the source named to this receiver, if any.
         wanted: What the receiver lacks and requests from nobody.
         rivals: What each known neighbour holds.
-        idle: Seconds for which neighbours have brought nothing.
-        usual: Seconds that a request usually takes; 0.0 before the first one.
+        are_late: Whether neighbours have brought nothing for too long.
         chance: Breaks ties.
 
     Returns:
@@ -163,23 +163,69 @@ def source_chunk(
     """
     if hint is not None and wanted >> hint & 1:
         return hint
-    if rivals and idle < patience(usual):
+    if rivals and not are_late:
         return None
     return next_chunk(wanted, rivals, chance)
 
 
-def patience(usual: float) -> float:
-    """Return for how many idle seconds a receiver waits before it asks the source.
+class MemberRules:
+    """What a receiver goes by that may ask members of a swarm for chunks.
 
-    A receiver that has no chunk yet waits long. In a large swarm most receivers have
-    none at first, and the source cannot serve them all.
+    Args:
+        tuning: How long members are waited for.
+        now: When the download begins.
+
+    Attributes:
+        hope_until: Until when the receiver waits to hear of members.
+        reserved: The chunks that only sources are asked for, as a bitmap.
+        turns: The requests to members that may begin now. Each number says how many
+            members in turn were too busy before.
     """
-    return _PATIENCE * usual or _AT_FIRST
 
+    def __init__(self, tuning: Tuning, now: float) -> None:
+        self.hope_until = -inf
+        self.reserved = 0
+        self.turns = [0] * tuning.member_requests
+        self._tuning = tuning
+        self._stopped = Counter[int]()  # by chunk: requests to members
+        self._brought = self._helped = now
 
-def average(before: float, new: float) -> float:
-    """Return a moving average of durations; 0.0 before the first one."""
-    return before + (new - before) * _NEWS if before else new
+    def brought(self, now: float) -> None:
+        """Note that a member has brought a chunk."""
+        self._brought = now
+
+    def may_wait(self, turn: int) -> bool:
+        """Return whether a member may let a request wait until others are served."""
+        return turn + 1 >= self._tuning.members_in_turn
+
+    def end_turn(self, turn: int, *, was_refused: bool) -> None:
+        """Note that a request to a member has ended."""
+        again = (turn + 1) % self._tuning.members_in_turn
+        self.turns.append(again if was_refused else 0)
+
+    def stopped(self, chunk: int) -> None:
+        """Note that a request to a member was stopped in vain."""
+        self._stopped[chunk] += 1
+        if self._stopped[chunk] >= self._tuning.requests_in_vain:
+            self.reserved |= 1 << chunk
+
+    def are_useless(self, usual: float | None, now: float) -> bool:
+        """Return whether members have brought nothing for a long time."""
+        idle = now - max(self._helped, self._brought)
+        return idle > self._tuning.useless_after.seconds(usual)
+
+    def are_late(self, *, offer: bool, usual: float | None, now: float) -> bool:
+        """Return whether a source is asked, too, for what members offer.
+
+        Args:
+            offer: Whether members offer anything that is wanted. What they bring counts
+                only while they do: they may offer much, and send little.
+            usual: Seconds that a chunk usually takes, if that is known.
+            now: Loop time.
+        """
+        if offer:
+            self._helped = max(self._helped, self._brought)
+        return now - self._helped >= self._tuning.source_after.seconds(usual)
 
 
 def _nth_bit(bits: int, n: int) -> int:

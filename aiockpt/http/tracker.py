@@ -40,12 +40,11 @@ from aiockpt.http.security import (
 from aiockpt.http.swarm import (
     LEASE,
     Member,
-    average,
     heartbeat,
     neighbours,
     next_chunk,
-    patience,
 )
+from aiockpt.http.tuning import SlowAfter, Usual
 from aiockpt.runtime.deadlines import Deadlines
 
 _SAMPLE: Final = 64  # members of which some are named
@@ -57,8 +56,8 @@ _MOST_COMPLAINTS: Final = 64  # of one host, and about one server
 _MOST_ACCUSED: Final = 512
 _DIGITS: Final = 8  # of a member's number, at most
 _RETRY_AFTER: Final = 2.0
-_SOONEST: Final = 0.1  # seconds after which a promise may lapse
-_AT_FIRST: Final = 5.0  # seconds; the same before any promise was kept
+_SOONEST: Final = 0.1  # seconds after which a promise may lapse, if others were kept
+_PROMISE_LAPSES: Final = SlowAfter(times=3.0, unknown_s=5.0)
 _NOTHING: Final = -1
 _NOBODY: Final = "-"  # sees a member, or is where a member is
 
@@ -122,7 +121,7 @@ class Tracker:
         self._recent = self._older = 0
         self._turns, self._turned = 0, _now()
         self._sample: tuple[int, float] | None = None  # a chunk, and its promise
-        self._usual = 0.0  # seconds from a promise until the chunk is given
+        self._usual = Usual()  # from a promise until the chunk is given
         self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
         self._tokens = _Tokens()
 
@@ -244,13 +243,14 @@ class Tracker:
     def _turn_over(self) -> None:
         """Let promises lapse that were not kept in a whole period."""
         now = _now()
-        period = max(patience(self._usual), _SOONEST) if self._usual else _AT_FIRST
-        if now - self._turned <= period:
+        usual = self._usual.seconds()
+        least = 0.0 if usual is None else _SOONEST
+        if now - self._turned <= max(_PROMISE_LAPSES.seconds(usual), least):
             return
         self._unpromised |= self._older & self._new
         if self._sample is not None:
             chunk, since = self._sample
-            self._usual = average(self._usual, max(now - since, self._usual))
+            self._usual.learn(1, max(now - since, usual or 0.0))
             if self._older >> chunk & 1:
                 self._sample = None
         self._recent, self._older = 0, self._recent
@@ -277,7 +277,7 @@ class Tracker:
         """Note that a receiver has got these chunks from the source."""
         self._new &= ~(((1 << len(chunks)) - 1) << chunks.start)
         if self._sample is not None and self._sample[0] in chunks:
-            self._usual = average(self._usual, _now() - self._sample[1])
+            self._usual.learn(1, _now() - self._sample[1])
             self._sample = None
 
     def renew(self) -> None:

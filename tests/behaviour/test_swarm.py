@@ -467,7 +467,7 @@ async def test_members_give_what_was_reserved_for_a_source_that_has_gone(
 
     def reserve(self: Download, *args: Any) -> None:
         init(self, *args)
-        self._vain = (1 << CHUNKS) - 1
+        self.planner.members.reserved = (1 << CHUNKS) - 1
 
     async with (
         sending() as sender,

@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
+from aiockpt.http import relay
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.relay import Slots
+from aiockpt.http.tuning import SlowAfter
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 
@@ -26,7 +28,7 @@ async def is_free(slots: Slots, *, wait: float) -> bool:
 
 async def test_what_is_always_slow_is_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow line, only the first bodies free their slots before they end."""
-    monkeypatch.setattr("aiockpt.http.relay._AT_FIRST", 0.1)
+    monkeypatch.setattr(relay, "_SLOW_BODY", SlowAfter(5.0, 1.0, unknown_s=0.1))
     slots, never = Slots(1), asyncio.Event()
 
     async def hold() -> None:
@@ -47,7 +49,7 @@ async def test_a_body_may_take_as_long_as_its_rate_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else more bodies would be sent than the rate of all is divided by."""
-    monkeypatch.setattr("aiockpt.http.relay._AT_FIRST", 0.1)
+    monkeypatch.setattr(relay, "_SLOW_BODY", SlowAfter(5.0, 1.0, unknown_s=0.1))
     slots = Slots(1)
     async with slots.take(NBYTES, wait=0, least=60):
         assert not await is_free(slots, wait=0.5)
@@ -58,8 +60,7 @@ async def test_readers_that_are_always_slow_starve_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They cannot make it usual to hold a slot for ever longer."""
-    monkeypatch.setattr("aiockpt.http.relay._AT_FIRST", 0.01)
-    monkeypatch.setattr("aiockpt.http.relay._LONGER", 0.01)
+    monkeypatch.setattr(relay, "_SLOW_BODY", SlowAfter(5.0, 0.01, unknown_s=0.01))
     slots, never = Slots(2), asyncio.Event()
     async with asyncio.TaskGroup() as group:
 
@@ -83,7 +84,7 @@ async def test_only_a_body_that_was_sent_tells_how_long_it_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A request that was refused behind its slot took no time at all."""
-    monkeypatch.setattr("aiockpt.http.relay._LONGER", 0.01)
+    monkeypatch.setattr(relay, "_SLOW_BODY", SlowAfter(5.0, 0.01, unknown_s=10.0))
     slots = Slots(1)
     for is_sent in (False, True):
         async with slots.take(NBYTES, wait=0) as sent:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.http.swarm import Member, neighbours, next_chunk, patience, source_chunk
+from aiockpt.http.swarm import Member, neighbours, next_chunk, source_chunk
 from benchmarks.swarm_sim import Case, simulate
 
 pytestmark = [pytest.mark.torch_free]
@@ -195,29 +195,25 @@ def test_the_rarest_chunks_are_drawn_equally_often() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hint", "idle", "usual", "chunk"),
+    ("hint", "are_late", "chunk"),
     [
-        (2, 0.0, 0.0, 2),
-        (2, 9.0, 1.0, 2),
-        (5, 0.0, 1.0, None),  # it has come from elsewhere
-        (None, 0.0, 1.0, None),
-        (None, 2.0, 1.0, None),
-        (None, 3.0, 1.0, 1),
-        (5, 3.0, 1.0, 1),
-        (None, 3.0, 0.0, None),
-        (None, 60.0, 0.0, 1),
+        (2, False, 2),
+        (2, True, 2),
+        (5, False, None),  # it has come from elsewhere
+        (5, True, 1),
+        (None, False, None),
+        (None, True, 1),
     ],
 )
 def test_the_source_gives_what_is_new_or_lost(
-    hint: int | None, idle: float, usual: float, chunk: int | None
+    hint: int | None, are_late: bool, chunk: int | None
 ) -> None:
     """The source is asked for its hint, or for what does not come otherwise."""
     found = source_chunk(
         hint,
         bitmap(1, 2),
         [bitmap(2)],
-        idle=idle,
-        usual=usual,
+        are_late=are_late,
         chance=random.Random(6),
     )
     assert found == chunk
@@ -226,12 +222,7 @@ def test_the_source_gives_what_is_new_or_lost(
 def test_a_receiver_that_knows_nobody_asks_the_source_at_once() -> None:
     """Nobody else can bring what is left."""
     chance = random.Random(6)
-    assert source_chunk(None, 2, [], idle=0.0, usual=1.0, chance=chance) == 1
-
-
-def test_a_receiver_without_a_chunk_waits_longest() -> None:
-    """The source cannot serve all that have nothing at first."""
-    assert patience(0.0) > patience(2.0) > patience(1.0) > 0
+    assert source_chunk(None, 2, [], are_late=False, chance=chance) == 1
 
 
 # ----------------------------------------------------------------------- simulation

@@ -16,6 +16,7 @@ from aiockpt.http.problems import PeerBusy
 from aiockpt.http.protocol import Announcement, AnnounceResponse
 from aiockpt.http.security import plain_address
 from aiockpt.http.tracker import Tracker
+from aiockpt.http.tuning import SlowAfter, Usual
 from aiockpt.runtime import deadlines
 from tests.support.proofs import proves
 from tests.support.servers import settle
@@ -501,10 +502,10 @@ async def test_a_promise_that_has_lapsed_stays_so(
     """Also if the chunk is promised to another member meanwhile."""
     tracker = Tracker(1)
     assert announce(tracker, 1).next == 0
-    monkeypatch.setattr(module, "_AT_FIRST", 0.05)
-    tracker._usual = 0.0
+    monkeypatch.setattr(module, "_PROMISE_LAPSES", SlowAfter(3.0, unknown_s=0.05))
+    tracker._usual = Usual()
     await settle(lambda: announce(tracker, 2).next == 0)
-    monkeypatch.setattr(module, "_AT_FIRST", 60.0)
+    monkeypatch.setattr(module, "_PROMISE_LAPSES", SlowAfter(3.0, unknown_s=60.0))
     monkeypatch.setattr(module, "_SOONEST", 60.0)
     assert announce(tracker, 1).next is None
     tracker.leave(lease_of(1))

@@ -1,0 +1,104 @@
+"""Members of a swarm in a download: who they are, and which chunks they have.
+
+`Neighbours` adds the members that the source names to the download, and watches what
+each of them has. It passes on what the download learns: answers of sources, verified
+chunks, and members that were dropped.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from functools import partial
+from typing import Final
+
+import anyio
+
+from aiockpt.errors import AiockptError, ClosedError
+from aiockpt.http.client import Answer
+from aiockpt.http.download import Download, Others
+from aiockpt.http.membership import Membership, watch
+from aiockpt.http.peers import Peer
+from aiockpt.runtime.tasks import task_group
+
+_LOOK: Final = 0.1  # seconds between two looks at which members are known
+
+
+class Neighbours(Others):
+    """The other members of a swarm, for one download.
+
+    Args:
+        membership: The part of the receive in the swarm.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._download: Download | None = None
+        self._has_explained = False
+
+    def begin(self, download: Download) -> None:
+        """Take part in a download, which begins now."""
+        self._download = download
+        download.planner.may_share = True
+        for peer in download.sources:
+            if peer.invitation is not None:
+                self._membership.join(peer, peer.invitation)
+        self._hope(download)
+
+    def _hope(self, download: Download) -> None:
+        download.planner.members.hope_until = self._membership.hope_until
+
+    async def gather(self) -> None:
+        """Add the members that the source names, and watch what they have."""
+        assert self._download is not None, "it has begun"
+        download, known = self._download, set[Peer]()
+        async with task_group() as tasks:
+            while True:
+                self._hope(download)
+                # Deltas of the sources are shorter than the chunks of members.
+                deltas = download.planner.gets_deltas
+                for peer in () if deltas else tuple(self._membership.members):
+                    if peer not in known:
+                        known.add(peer)
+                        peer.joined = False
+                        download.add(peer, reconnect_timeout=0.0)
+                        job = partial(self._watch, download, peer)
+                        tasks.start_soon(download.until_done, job)
+                await anyio.sleep(_LOOK)
+
+    async def _watch(self, download: Download, peer: Peer) -> None:
+        """Learn which chunks a member has."""
+        news = watch(download.client, peer, download.outline)
+        try:
+            async with aclosing(news):
+                async for new in news:
+                    peer.have |= new
+                    if not peer.joined or new & download.planner.fresh:
+                        peer.joined = True
+                        download.notify()
+        except ClosedError:
+            raise  # not the member's fault
+        except AiockptError as error:
+            download.drop(peer, error)
+
+    def hear(self, peer: Peer, answer: Answer) -> None:
+        """Join the swarm if a source's answer has an invitation."""
+        if not peer.member and self._download is not None:
+            self._membership.hear(peer, answer)
+            self._hope(self._download)
+
+    def verified(self, chunk: int) -> None:
+        """Serve a chunk to the others."""
+        self._membership.add(chunk)
+
+    def drop(self, peer: Peer, error: AiockptError) -> None:
+        """Have the source name a member no more, or not for a while."""
+        if peer.member:
+            self._membership.drop(peer, error)
+
+    def explain(self, error: AiockptError) -> None:
+        """Add how many chunks no member of the swarm has."""
+        if self._membership.has_joined and not self._has_explained:
+            assert self._download is not None, "it has begun"
+            self._has_explained = True
+            count = self._download.planner.unknown.bit_count()
+            error.add_note(f"no member of the swarm has {count} of the chunks")
