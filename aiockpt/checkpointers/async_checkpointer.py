@@ -27,7 +27,7 @@ from aiockpt.checkpointers.base import (
     template_of,
 )
 from aiockpt.checkpointers.config import ELSEWHERE, BusyPolicy, SaveRanks
-from aiockpt.checkpointers.handle import BackgroundWriter, SaveHandle
+from aiockpt.checkpointers.handle import BackgroundWriter, SaveEnd, SaveHandle
 from aiockpt.checkpointers.reader import (
     CheckpointReader,
     load,
@@ -195,7 +195,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         try:
             async with self._its_turn(timeout):
                 if not await self._find_room(handle):
-                    handle.skip()
+                    handle.end("skipped")
                     return handle
                 keywords = {"step": handle.step, **kwargs}
                 with switching_often():
@@ -361,22 +361,20 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
 
     # -------------------------------------------------------- how a save ended
 
-    def _note_end(
-        self, handle: SaveHandle, outcome: Written | BaseException | None
-    ) -> None:
+    def _note_end(self, handle: SaveHandle, outcome: SaveEnd) -> None:
         """Count a save that has ended, and emit its event; then its waiters wake."""
         if handle in self._under_way:
             self._under_way.remove(handle)
         if isinstance(outcome, BaseException):
             self._note_failed(handle, outcome)
-        elif outcome is not None:
+        elif isinstance(outcome, Written):
             handle.unchanged = self._account.note_written(
                 handle.path,
                 handle.step,
                 outcome._replace(nbytes=handle.nbytes),
                 time.monotonic() - handle.staged_at,
             )
-        elif handle.skipped:
+        elif outcome == "skipped":
             self._account.count("saves", "skipped")
             _announce(handle, "skip", "two saves are under way", logging.WARNING)
         else:

@@ -16,9 +16,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
-from aiockpt.checkpointers.base import Written, anything, meter, step_for
+from aiockpt.checkpointers.base import Written, anything, step_for
 from aiockpt.checkpointers.config import (
     CheckpointWriterConfig,
     RankInfo,
@@ -34,7 +34,7 @@ from aiockpt.errors import (
     TransferTimeoutError,
     kept,
 )
-from aiockpt.events import Progress
+from aiockpt.events import Progress, guarded
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.storage.commit import is_committed
@@ -51,6 +51,10 @@ _OTHERS_COMMIT_S: Final = 2.0
 
 _POLL_S: Final = 0.05
 _LONGEST_PATH: Final = 16 << 10
+
+
+SaveEnd: TypeAlias = Written | BaseException | Literal["skipped", "replaced"]
+"""How a save ends: the result of its commit, its error, or why it is not written."""
 
 
 class SaveHandle:
@@ -70,11 +74,7 @@ class SaveHandle:
         path: The checkpoint's directory.
         step: The checkpoint's step.
         nbytes: The bytes of its tensors; 0 until a writer has it.
-        staged: Whether the state dict was copied. False if the save was skipped or
-            failed before.
         begun: Whether the write has begun, so that it cannot be dropped any more.
-        skipped: Whether the busy policy skipped the save.
-        replaced: Whether a newer save replaced this one before it was written.
         unchanged: Whether all tensors hold the same bytes as in the previous save of
             this checkpointer; known once the save is written.
     """
@@ -85,14 +85,12 @@ class SaveHandle:
         step: int | None = None,
         *,
         progress: Callable[[Progress], None] | None = None,
-        on_end: Callable[[SaveHandle, Written | BaseException | None], None]
-        | None = None,
+        on_end: Callable[[SaveHandle, SaveEnd], None] | None = None,
     ) -> None:
         self.path = os.fspath(path)
         self.step = step_for(path, {"step": step})
         self.nbytes = 0
-        self.staged = self.begun = False
-        self.skipped = self.replaced = self.unchanged = False
+        self.begun = self.unchanged = False
         # Of the writer: which of its saves this is, from 1; its copy, until the end;
         # and the `Draft.identity` of the complete file, once that is known.
         self.number = 0
@@ -100,25 +98,34 @@ class SaveHandle:
         self.file: tuple[int, int] | None = None
         self.staged_at = 0.0
         self.observed = False  # whether somebody has seen the error
-        loop = self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ended_for_threads = threading.Event()
-        self._error: BaseException | None = None
-        self._warning = ""
-        self._progress, self._report = progress, meter(None, 0)
+        self._outcome: SaveEnd | None = None
+        self._progress = None if progress is None else guarded(progress)
         self._on_end = on_end
 
     def __repr__(self) -> str:
-        return f"<SaveHandle {self.path} step={self.step} {self._state}>"
+        state = "staged" if self.staged else "new"
+        if isinstance(self._outcome, str):
+            state = self._outcome
+        elif self._outcome is not None:
+            state = "written" if isinstance(self._outcome, Written) else "failed"
+        return f"<SaveHandle {self.path} step={self.step} {state}>"
 
     @property
-    def _state(self) -> str:
-        if self._error is not None:
-            return "failed"
-        for word in ("skipped", "replaced"):
-            if getattr(self, word):
-                return word
-        return "written" if self.done() else "staged" if self.staged else "new"
+    def staged(self) -> bool:
+        """Whether the state dict was copied: not if the save was skipped or failed."""
+        return self.number > 0
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the busy policy skipped the save."""
+        return self._outcome == "skipped"
+
+    @property
+    def replaced(self) -> bool:
+        """Whether a newer save replaced this one before it was written."""
+        return self._outcome == "replaced"
 
     def done(self) -> bool:
         """Return whether the save is written, failed, skipped or replaced."""
@@ -127,15 +134,15 @@ class SaveHandle:
     @property
     def error(self) -> BaseException | None:
         """Return why the save failed, or None; each time another copy of the error."""
-        if self._error is None:
+        if not isinstance(self._outcome, BaseException):
             return None
         self.observed = True
-        return kept(self._error)  # a raise adds the caller's frames
+        return kept(self._outcome)  # a raise adds the caller's frames
 
     @property
     def warning(self) -> str:
         """Return why some rank has not confirmed the commit, or an empty text."""
-        return self._warning
+        return self._outcome.warning if isinstance(self._outcome, Written) else ""
 
     async def written(self) -> bool:
         """Wait until the checkpoint is durable, and committed by all ranks.
@@ -152,7 +159,7 @@ class SaveHandle:
             StagingError, StateDictError: the state dict could not be staged.
         """
         await asyncio.wait({self.ended})  # a cancel does not cancel the future
-        return self._outcome()
+        return self._result()
 
     def result(self, timeout: Timeout | None = None) -> bool:
         """Block until the checkpoint is durable, and committed by all ranks.
@@ -169,16 +176,16 @@ class SaveHandle:
                 save, so the call would wait for ever.
         """
         limit = threading.TIMEOUT_MAX if timeout is None else seconds(timeout)
-        if not self.done() and asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - unlike get_running_loop, it raises nothing
+        if not self.done() and asyncio._get_running_loop() is self.ended.get_loop():  # noqa: SLF001 - unlike get_running_loop, it raises nothing
             raise LocalProtocolError(
                 "SaveHandle.result() would block the event loop that it waits for: "
                 "await SaveHandle.written()"
             )
         if not self._ended_for_threads.wait(min(limit, threading.TIMEOUT_MAX)):
             raise TransferTimeoutError("write", limit, what=f"of {self.path}")
-        return self._outcome()
+        return self._result()
 
-    def _outcome(self) -> bool:
+    def _result(self) -> bool:
         if (error := self.error) is not None:
             raise error
         return not (self.skipped or self.replaced)
@@ -191,39 +198,35 @@ class SaveHandle:
         self.number, self.snapshot = number, snapshot
         self.step = snapshot.manifest.step
         self.nbytes = snapshot.manifest.segment_bytes
-        self.staged, self.staged_at = True, time.monotonic()
-        self._report = meter(self._progress, self.nbytes)
+        self.staged_at = time.monotonic()
 
     def advance(self, nbytes: int) -> None:
         """Report that the writer has consumed so many bytes."""
-        self._report(nbytes)
+        if self._progress is not None:
+            seconds = max(time.monotonic() - self.staged_at, 1e-6)
+            rate, total = nbytes / seconds, self.nbytes
+            self._progress(
+                Progress(stop="write", bytes_done=nbytes, bytes_total=total, rate=rate)
+            )
 
-    def skip(self) -> None:
-        """End the save because of the busy policy, before it is staged."""
-        self.skipped = True
-        self.end(None)
-
-    def end(self, outcome: Written | BaseException | None) -> None:
+    def end(self, outcome: SaveEnd) -> None:
         """Record the end, and release the snapshot. Only the first end counts.
 
         Args:
-            outcome: The result of the commit, or the error. None: it is not written,
-                because it was skipped or another save replaces it.
+            outcome: The result of the commit, or why the save is not written.
         """
-        if self.ended.done():
+        if self._outcome is not None:
             return
-        self.replaced = outcome is None and not self.skipped
+        self._outcome = outcome
         if isinstance(outcome, BaseException):
-            self._error = kept(outcome)
-        snapshot, self.snapshot = self.snapshot, None
-        if snapshot is not None:
-            snapshot.release()
+            self._outcome = kept(outcome)
+        if self.snapshot is not None:
+            self.snapshot.release()
         if isinstance(outcome, Written):
-            self._warning = outcome.warning
             self.advance(self.nbytes)
-        # Both may refer to anything, and a handle may be kept for long.
+        # They may refer to anything, and a handle may be kept for long.
         on_end, self._on_end = self._on_end, None
-        self._progress, self._report = None, meter(None, 0)
+        self.snapshot = self._progress = None
         try:
             if on_end is not None:
                 on_end(self, outcome)

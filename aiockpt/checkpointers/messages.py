@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import msgspec
 
@@ -185,11 +185,13 @@ def ended(number: int, outcome: Written | BaseException) -> Ended:
     return Ended(number, warning=warning, content=outcome.content)
 
 
-def outcome_of(message: Ended, doing: str) -> Written | AiockptError | None:
-    """Return the end of a write that a message tells; None if it was dropped."""
+def outcome_of(
+    message: Ended, doing: str
+) -> Written | AiockptError | Literal["replaced"]:
+    """Return the end of a write that a message tells."""
     if message.failure is not None:
         return error_of(message.failure, doing)
-    return None if message.dropped else Written(message.warning, message.content)
+    return "replaced" if message.dropped else Written(message.warning, message.content)
 
 
 def plain(text: str) -> str:

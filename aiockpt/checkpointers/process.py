@@ -40,7 +40,6 @@ from aiockpt.checkpointers.messages import (
     Ended,
     Forsake,
     Kept,
-    Progressed,
     WorkerSetup,
     Write,
     decode_from_worker,
@@ -50,7 +49,7 @@ from aiockpt.checkpointers.messages import (
     plain,
 )
 from aiockpt.checkpointers.recovery import socket_directory
-from aiockpt.checkpointers.spawning import Recipe
+from aiockpt.checkpointers.spawning import InitFunctions
 from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.checkpointers.writer import (
     Writers,
@@ -129,7 +128,7 @@ class CheckpointProcess(BackgroundWriter):
         *,
         staging_config: CheckpointStagerConfig = CheckpointStagerConfig(),  # noqa: B008 - frozen
     ) -> None:
-        self._recipe = Recipe(
+        self._init = InitFunctions(
             subprocess_init_fn,
             subprocess_init_args,
             checkpoint_writer_init_fn,
@@ -151,8 +150,8 @@ class CheckpointProcess(BackgroundWriter):
         self._running: _Running | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._pauses = Pauses()
-        self._resting = False  # no process is started until the pause is over
-        self._rested = asyncio.Event()
+        self._rested = asyncio.Event()  # unset: no process is started for a while
+        self._rested.set()
         self._closing: Close | None = None  # what the process is told last
         self._close_by = float("inf")
         # A process takes a while to start, so it starts before there is a loop.
@@ -243,7 +242,8 @@ class CheckpointProcess(BackgroundWriter):
                         self._bridge, packed, lambda made: os.close(made[1])
                     )
                 try:
-                    running = None if self._resting else await self._reach()
+                    resting = not self._rested.is_set()
+                    running = None if resting else await self._reach()
                 except BaseException:
                     os.close(parcel)
                     raise
@@ -271,13 +271,13 @@ class CheckpointProcess(BackgroundWriter):
             self._running.child.send(DropWrite(handle.number))
         elif (write := self._writes.pop(handle.number, None)) is not None:
             os.close(write.parcel)
-            handle.end(None)
+            handle.end("replaced")
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
         if (message := forsaking(self._writers.lookup, path, step, reason)) is None:
             return
-        if self._resting:
+        if not self._rested.is_set():
             self._untold.append(message)
             return
         # Without a process, the other ranks cannot be told.
@@ -319,7 +319,7 @@ class CheckpointProcess(BackgroundWriter):
         self._closing = Close()
         limit = self._config.subprocess_shutdown_timeout_secs
         self._close_by = asyncio.get_running_loop().time() + limit
-        if self._starting is not None and not self._resting:  # and it was never used
+        if self._starting is not None and self._rested.is_set():  # never used
             with suppress(AiockptError):  # or it could not be, and nothing is left
                 await self._reach()
         self._rested.set()
@@ -356,8 +356,7 @@ class CheckpointProcess(BackgroundWriter):
             WorkerError: it cannot be started.
         """
         while self._running is None:
-            if self._resting:
-                await self._rested.wait()
+            await self._rested.wait()
             starting = self._starting
             if starting is None or (starting.done() and starting.exception()):
                 starting = self._starting = self._start()
@@ -394,7 +393,7 @@ class CheckpointProcess(BackgroundWriter):
                 keep_last_seconds=ours.keep_last_seconds,
                 runtime_dir=directory,
             )
-            return self._recipe.start(WorkerSetup(config, ranks))
+            return self._init.start(WorkerSetup(config, ranks))
 
         return self._bridge.begin(start)
 
@@ -457,16 +456,14 @@ class CheckpointProcess(BackgroundWriter):
 
     async def _rest(self, pause: float) -> None:
         """Start no process for so long; `close` and `abandon` cut it short."""
+        if not pause or self._closing is not None:
+            return
         self._rested.clear()
-        self._resting = pause > 0 and self._closing is None
         try:
-            if self._resting:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._rested.wait()
-        except TimeoutError:
-            pass
         finally:
-            self._resting = False
             self._rested.set()
 
     async def _until_gone(self, running: _Running) -> str:
@@ -617,38 +614,31 @@ class _Running:
 
     def _hear(self, data: bytes) -> None:
         self._heard = self._loop.time()
-        message = decode_from_worker(data)
-        if message.number:
-            self._hear_of(message)
-        elif isinstance(message, Ended):
-            self._hear_of_setup(message)
         self.changed.set()
-
-    def _hear_of_setup(self, message: Ended) -> None:
-        if message.failure is None:
-            self.ready = True
-            self.settled.set()
-        else:
-            self.failure = error_of(message.failure, "the subprocess's init function")
-
-    def _hear_of(self, message: Progressed | Kept | Ended) -> None:
-        write = self._writes.get(message.number)
-        if write is None:
+        message = decode_from_worker(data)
+        if not message.number:  # a sign of life, or the end of the setup
+            if isinstance(message, Ended) and message.failure is not None:
+                what = "the subprocess's init function"
+                self.failure = error_of(message.failure, what)
+            elif isinstance(message, Ended):
+                self.ready = True
+                self.settled.set()
+            return
+        if (write := self._writes.get(message.number)) is None:
             return
         handle = write.handle
         if isinstance(message, Kept):
             handle.file = message.device, message.inode
-        elif isinstance(message, Progressed):
-            if handle.begun:
-                handle.advance(message.nbytes)
-            else:
-                write.deadline = self._heard + self._config.write_timeout_secs
-                handle.begun = True
-        else:
+        elif isinstance(message, Ended):
             self._posted.discard(message.number)
             del self._writes[message.number]
             os.close(write.parcel)
             handle.end(outcome_of(message, f"writing {handle.path}"))
+        elif handle.begun:
+            handle.advance(message.nbytes)
+        else:
+            write.deadline = self._heard + self._config.write_timeout_secs
+            handle.begun = True
 
 
 def _tell(detail: str, level: int = logging.WARNING) -> None:

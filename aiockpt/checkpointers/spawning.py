@@ -35,7 +35,7 @@ class _Spawning:
         return fd
 
 
-class Recipe:
+class InitFunctions:
     """The init functions and their arguments, which are pickled for each process.
 
     Raises:
@@ -91,7 +91,7 @@ class Recipe:
 
 
 def make_writers(parcel: int) -> Writers:
-    """Call the init function of a recipe, in its process; return its writers."""
+    """Call the init function, in its process; return the writers."""
     content = unpack(parcel)
     size = int.from_bytes(content[:8], "little")
     facts = json.loads(content[8 : 8 + size])

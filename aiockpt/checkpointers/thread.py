@@ -24,8 +24,8 @@ from aiockpt.checkpointers.messages import (
     failure_of,
 )
 from aiockpt.checkpointers.stager import DefaultStager
-from aiockpt.checkpointers.worker import Tasks, WriteJob, work
-from aiockpt.checkpointers.writer import Writers
+from aiockpt.checkpointers.worker import WorkQueue, work
+from aiockpt.checkpointers.writer import WriteJob, Writers
 from aiockpt.errors import AiockptError, WorkerError
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.snapshot import Snapshot
@@ -63,7 +63,7 @@ class CheckpointThread(BackgroundWriter):
         self._helper = Bridge(threads=1, name="aiockpt-handover")
         self._stager = DefaultStager(staging_config, shared=False)
         self._count = 0
-        self._tasks = Tasks()
+        self._queue = WorkQueue()
         self._waiting: dict[_ThreadJob, asyncio.Task[None]] = {}
 
     def own_functions(self) -> Sequence[Callable[..., object]]:
@@ -92,8 +92,8 @@ class CheckpointThread(BackgroundWriter):
 
     def drop(self, handle: SaveHandle) -> None:
         """Drop a save, unless its write has begun. The handle ends in either case."""
-        if self._tasks.drop(handle.number):
-            handle.end(None)
+        if self._queue.drop(handle.number):
+            handle.end("replaced")
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
@@ -113,8 +113,8 @@ class CheckpointThread(BackgroundWriter):
     def _do(self, task: WriteJob | Forsake) -> None:
         # The thread returns when there is no task: if it waited for the next one, a
         # program that does not close its checkpointer would never exit.
-        self._tasks.put(task)
-        self._bridge.post(work, partial(self._tasks.take, wait=False), self._writers)
+        self._queue.put(task)
+        self._bridge.post(work, partial(self._queue.take, wait=False), self._writers)
 
     async def _outlast(self, job: _ThreadJob) -> None:
         """Keep the loop running until the write has ended, even if it is closing."""
@@ -137,7 +137,7 @@ class CheckpointThread(BackgroundWriter):
     async def _give_up(self, job: _ThreadJob) -> None:
         limit = f"{self._timeout:g} s (subprocess_shutdown_timeout_secs)"
         doing = f"writing {job.path}"
-        if self._tasks.drop(job.number):
+        if self._queue.drop(job.number):
             job.handle.end(WorkerError(f"{doing} was not begun within {limit}"))
             return
         outcome = await find_out(

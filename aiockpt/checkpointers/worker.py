@@ -19,14 +19,13 @@ import signal
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 from aiockpt.checkpointers.base import Written
-from aiockpt.checkpointers.config import CheckpointProcessConfig, SaveRanks
+from aiockpt.checkpointers.config import CheckpointProcessConfig
 from aiockpt.checkpointers.messages import (
     DropWrite,
     Ended,
@@ -44,9 +43,9 @@ from aiockpt.checkpointers.messages import (
 )
 from aiockpt.checkpointers.recovery import LastSnapshot, SharedSnapshot
 from aiockpt.checkpointers.spawning import make_writers
-from aiockpt.checkpointers.writer import Writers, tell_ranks, write_by
+from aiockpt.checkpointers.writer import WriteJob, Writers, tell_ranks, write_by
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.snapshot import MappedSnapshot, Snapshot
+from aiockpt.memory.snapshot import MappedSnapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import Parent, leave_terminal
 from aiockpt.runtime.ipc import unpack
@@ -67,60 +66,10 @@ _IOPRIO_IDLE: Final = 3 << 13
 # ----------------------------------------------------------- the loop of every worker
 
 
-class WriteJob(ABC):
-    """One write for a worker: what to write, and whom to tell about it.
-
-    Attributes:
-        number: Which of the writer's saves it is.
-        path: The checkpoint's absolute path.
-        ranks: The ranks of the save.
-    """
-
-    number: int
-    path: str
-    ranks: SaveRanks
-
-    @abstractmethod
-    def snapshot(self) -> Snapshot | MappedSnapshot:
-        """Return the copy; called once."""
-
-    @abstractmethod
-    def keywords(self) -> Mapping[str, Any]:
-        """Return the keyword arguments of ``save``."""
-
-    @abstractmethod
-    def memory(self) -> mmap.mmap | memoryview:
-        """Return the data segment; a writer of the user's own may modify it."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Note that the write begins. The next step may end this process."""
-
-    @abstractmethod
-    def advance(self, nbytes: int) -> None:
-        """Report that the writer has consumed so many bytes."""
-
-    @abstractmethod
-    def keep(self, file: tuple[int, int]) -> None:
-        """Note the `Draft.identity` of the complete file, before the commit."""
-
-    @abstractmethod
-    def seal(self, manifest: Manifest) -> None:
-        """Note the manifest once it has the digests."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the memory: the write has ended, or was dropped."""
-
-    @abstractmethod
-    def end(self, outcome: Written | BaseException) -> bool:
-        """Report the end; return False if nobody is there to be told."""
-
-
 Task: TypeAlias = WriteJob | Forsake
 
 
-class Tasks:
+class WorkQueue:
     """What a worker has to do, in order. Any thread may call the methods.
 
     Attributes:
@@ -212,16 +161,7 @@ def _perform(writers: Writers, job: WriteJob) -> Written:
         step = snapshot.manifest.step
         tell_ranks(writers, job.ranks, job.path, step, str(error))
         raise
-    return write_by(
-        writers.of(job.ranks),
-        job.path,
-        snapshot,
-        keywords,
-        memory=job.memory,
-        report=job.advance,
-        on_seal=job.seal,
-        on_kept=job.keep,
-    )
+    return write_by(writers.of(job.ranks), job, snapshot, keywords)
 
 
 # ------------------------------------------------- the main thread of a process
@@ -366,7 +306,7 @@ class _Control:
     def __init__(self, fd: int, trainer: int, signals: int) -> None:
         self._fd, self._pid = fd, trainer
         self._signals = signals
-        self._tasks = Tasks()
+        self._queue = WorkQueue()
         self._setup: tuple[WorkerSetup, int] | None = None
         self._is_set_up = threading.Event()  # or will never be
         self._trainer_died = False
@@ -399,8 +339,8 @@ class _Control:
 
     def take(self) -> Task | None:
         """Wait for the next task; None if there will be no more."""
-        task = self._tasks.take(wait=True)
-        if task is not None and self._tasks.ending:
+        task = self._queue.take(wait=True)
+        if task is not None and self._queue.ending:
             self._loop.call_soon_threadsafe(self._limit_task)
         return task
 
@@ -455,7 +395,7 @@ class _Control:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(_BEAT_S)
-            if (self._tasks.at_work or self._tasks) and not self._trainer.full:
+            if (self._queue.at_work or self._queue) and not self._trainer.full:
                 self._trainer.send(Progressed())
 
     def _hear(self, data: bytes, fds: list[int]) -> None:
@@ -466,11 +406,11 @@ class _Control:
             job = _SharedJob(self, message, fds)
             if self._last is not None:
                 self._last.hold(job.shared)
-            self._tasks.put(job)
+            self._queue.put(job)
         elif isinstance(message, Forsake):
-            self._tasks.put(message)
+            self._queue.put(message)
         elif isinstance(message, DropWrite):
-            if self._tasks.drop(message.number):
+            if self._queue.drop(message.number):
                 if self._last is not None:
                     self._last.drop(message.number)
                 self._trainer.send(Ended(message.number, dropped=True))
@@ -496,7 +436,7 @@ class _Control:
 
     def _trainer_gone(self) -> None:
         """Finish all writes, and keep the last snapshot if configured."""
-        if self._tasks.ending:
+        if self._queue.ending:
             return
         self._trainer_died = True
         self._end()
@@ -504,8 +444,8 @@ class _Control:
             self._last.offer()
 
     def _end(self) -> None:
-        if not self._tasks.ending:
-            self._tasks.end()
+        if not self._queue.ending:
+            self._queue.end()
             self._is_set_up.set()
             self._limit_task()
 

@@ -470,78 +470,111 @@ def _unresolved(path: StrPath) -> Path:
 # --------------------------------------------- how a background writer uses a writer
 
 
+class WriteJob(ABC):
+    """One write for a worker: what to write, and whom to tell about it.
+
+    Attributes:
+        number: Which of the writer's saves it is.
+        path: The checkpoint's absolute path.
+        ranks: The ranks of the save.
+    """
+
+    number: int
+    path: str
+    ranks: SaveRanks
+
+    @abstractmethod
+    def snapshot(self) -> Snapshot | MappedSnapshot:
+        """Return the copy; called once."""
+
+    @abstractmethod
+    def keywords(self) -> Mapping[str, Any]:
+        """Return the keyword arguments of ``save``."""
+
+    @abstractmethod
+    def memory(self) -> mmap | memoryview:
+        """Return the data segment; a writer of the user's own may modify it."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Note that the write begins. The next step may end this process."""
+
+    @abstractmethod
+    def advance(self, nbytes: int) -> None:
+        """Report that the writer has consumed so many bytes."""
+
+    @abstractmethod
+    def keep(self, file: tuple[int, int]) -> None:
+        """Note the `Draft.identity` of the complete file, before the commit."""
+
+    @abstractmethod
+    def seal(self, manifest: Manifest) -> None:
+        """Note the manifest once it has the digests."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the memory: the write has ended, or was dropped."""
+
+    @abstractmethod
+    def end(self, outcome: Written | BaseException) -> bool:
+        """Report the end; return False if nobody is there to be told."""
+
+
 def write_by(
     writer: Any,
-    path: str,
+    job: WriteJob,
     snapshot: Snapshot | MappedSnapshot,
     keywords: Mapping[str, Any],
-    *,
-    memory: Callable[[], mmap | memoryview],
-    report: Callable[[int], object],
-    on_seal: Callable[[Manifest], object] | None = None,
-    on_kept: Callable[[tuple[int, int]], object] | None = None,
 ) -> Written:
     """Write a staged checkpoint with a writer, which may be the user's own.
 
-    A writer that overrides ``write`` gets a state dict over ``memory()``, which it may
-    modify until it returns. Its types are found by name, and their modules imported.
+    A writer that overrides ``write`` gets a state dict over ``job.memory()``, which it
+    may modify until it returns. Its types are found by name, and their modules are
+    imported.
 
     Args:
         writer: The writer.
-        path: The checkpoint's directory.
+        job: Has the path, and is told of the progress.
         snapshot: The staged state dict; its manifest has no digests yet.
         keywords: The keyword arguments of ``save``.
-        memory: Returns the whole data segment.
-        report: Called with the number of bytes that the writer has consumed.
-        on_seal: Called with the manifest once it has the digests.
-        on_kept: Called with the `Draft.identity` once the rank's file is complete, and
-            before it can be committed.
 
     An error that comes after the commit is a warning of the result.
     """
-    if isinstance(writer, CheckpointWriter):
-        writer._on_kept = on_kept  # noqa: SLF001 - it belongs to this module
+    ours = isinstance(writer, CheckpointWriter)
+    if ours:
+        writer._on_kept = job.keep  # noqa: SLF001 - it belongs to this module
+    staged = WritableSnapshot(snapshot, on_seal=job.seal)
     try:
-        return _write_by(writer, path, snapshot, keywords, memory, report, on_seal)
+        if getattr(type(writer), "write", None) is CheckpointWriter.write:
+            watched, step = _Reporting(staged, job.advance), snapshot.manifest.step
+            told = writer.write_staged(job.path, watched, step, **keywords)
+            return told if isinstance(told, Written) else Written()
+        manifest = staged.seal()
+        writer.write(path=job.path, state_dict=_state(manifest, job), **keywords)
+        return Written(content=content_of(manifest), nbytes=manifest.segment_bytes)
     except BaseException as error:
         if (written := committed_before(error)) is None:
             raise
-        said = f"{Path(path).name} is committed, but {type(error).__name__} came after"
-        return written._replace(warning=f"{said} the commit: {_reason(error)}")
+        what = f"{Path(job.path).name} is committed, but {type(error).__name__} came"
+        return written._replace(warning=f"{what} after the commit: {_reason(error)}")
     finally:
-        if isinstance(writer, CheckpointWriter):
+        if ours:
             writer._on_kept = None  # noqa: SLF001 - or it would keep the snapshot
 
 
-def _write_by(
-    writer: Any,
-    path: str,
-    snapshot: Snapshot | MappedSnapshot,
-    keywords: Mapping[str, Any],
-    memory: Callable[[], mmap | memoryview],
-    report: Callable[[int], object],
-    on_seal: Callable[[Manifest], object] | None,
-) -> Written:
-    staged = WritableSnapshot(snapshot, on_seal=on_seal)
-    if getattr(type(writer), "write", None) is CheckpointWriter.write:
-        watched = _Reporting(staged, report)
-        told = writer.write_staged(path, watched, snapshot.manifest.step, **keywords)
-        return told if isinstance(told, Written) else Written()
-    manifest = staged.seal()
+def _state(manifest: Manifest, job: WriteJob) -> Any:
+    """Return a state dict over the memory of a job."""
     from aiockpt.state.nodes import decoder_by_name
     from aiockpt.state.rebuild import Frame, assemble, tensors_over
 
-    tensors = tensors_over(manifest, memory())
     # The trainer has staged it, so it has also decided about pickles.
-    state = assemble(
+    return assemble(
         Frame.of(manifest),
-        tensors,
+        tensors_over(manifest, job.memory()),
         limits=TRUSTED,
         allow_pickle=True,
         by_name=partial(decoder_by_name, imports=True),
     )
-    writer.write(path=path, state_dict=state, **keywords)
-    return Written(content=content_of(manifest), nbytes=manifest.segment_bytes)
 
 
 def own_functions(writer: Any) -> list[Callable[..., object]]:
