@@ -135,8 +135,8 @@ class Download:
             async with task_group() as tasks:
                 for peer in self.sources:
                     if not peer.joined:
-                        tasks.start_soon(self.until_done, partial(self._join, peer))
-                tasks.start_soon(self.until_done, self._others.gather)
+                        tasks.start_soon(self._until_done, partial(self._join, peer))
+                tasks.start_soon(self._until_done, self._others.gather)
                 while not self.planner.is_done():
                     await self._news.wait(self._act(tasks))
                 for scope in self._asides:
@@ -184,17 +184,6 @@ class Download:
         """Decide anew: a peer has joined, or has more chunks."""
         self._news.notify()
 
-    async def until_done(self, job: Callable[[], Awaitable[None]]) -> None:
-        """Await ``job()``, but only until everything has come."""
-        # The traceback of a cancel is in a cycle with its task: if it passed a request
-        # for chunks, the memory of the download would stay until the collector runs.
-        with anyio.CancelScope() as scope:
-            self._asides.add(scope)
-            try:
-                await job()
-            finally:
-                self._asides.discard(scope)
-
     # ------------------------------------------------------------------- the loop
 
     def _act(self, tasks: TaskGroup) -> float | None:
@@ -221,6 +210,17 @@ class Download:
                     if planner.is_stuck(now, self.client.stall_timeout):
                         raise self._failure(verdict(self.sources))
                     return until - now if until < inf else None
+
+    async def _until_done(self, job: Callable[[], Awaitable[None]]) -> None:
+        """Await ``job()``, but only until everything has come."""
+        # The traceback of a cancel is in a cycle with its task: if it passed a request
+        # for chunks, the memory of the download would stay until the collector runs.
+        with anyio.CancelScope() as scope:
+            self._asides.add(scope)
+            try:
+                await job()
+            finally:
+                self._asides.discard(scope)
 
     async def _join(self, peer: Peer) -> None:
         """Ask whether a peer holds the checkpoint."""

@@ -8,7 +8,6 @@ chunks, and members that were dropped.
 from __future__ import annotations
 
 from contextlib import aclosing
-from functools import partial
 from typing import Final
 
 import anyio
@@ -61,8 +60,7 @@ class Neighbours(Others):
                         known.add(peer)
                         peer.joined = False
                         download.add(peer, reconnect_timeout=0.0)
-                        job = partial(self._watch, download, peer)
-                        tasks.start_soon(download.until_done, job)
+                        tasks.start_soon(self._watch, download, peer)
                 await anyio.sleep(_LOOK)
 
     async def _watch(self, download: Download, peer: Peer) -> None:

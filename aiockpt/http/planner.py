@@ -26,7 +26,7 @@ from aiockpt.http.chunk_run import ChunkRun, bits_of
 from aiockpt.http.peers import ALL, Peer
 from aiockpt.http.retry import Patience
 from aiockpt.http.swarm import MemberRules, next_chunk, source_chunk
-from aiockpt.http.tuning import Tuning, Usual
+from aiockpt.http.tuning import PeerLimits, Tuning, Usual
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +39,7 @@ class Assignment:
         may_wait: Whether the peer may let the request wait until others are served.
         turn: How many members in turn were too busy before this one.
         size: Its bytes at the beginning.
-        attempts: How often the peer was asked.
+        failures: How many attempts failed.
         due: When the next attempt begins; 0.0 before the first retry.
         is_stopped: Whether it was stopped, so that another connection takes the run.
         is_answered: Whether the peer has begun to send.
@@ -52,7 +52,7 @@ class Assignment:
     may_wait: bool = True
     turn: int = 0
     size: int = field(init=False)
-    attempts: int = 0
+    failures: int = 0
     due: float = 0.0
     is_stopped: bool = False
     is_answered: bool = False
@@ -147,14 +147,16 @@ class _PeerState:
 
     Attributes:
         usual: How long its runs take.
+        limits: What it is allowed.
         refusals: How often it was too busy since its last whole run.
-        is_too_slow: Whether it is a member that should be dropped.
+        is_too_slow: Whether it should be dropped.
         is_member: Whether it is a member of a swarm.
     """
 
     peer: Peer
     patience: Patience
     usual: Usual
+    limits: PeerLimits
     connections: list[_Connection] = field(default_factory=list)
     refusals: int = 0
     is_too_slow: bool = False
@@ -168,10 +170,9 @@ class _PeerState:
         free = (each for each in self.connections[:most] if each.is_free(now))
         return min(free, key=lambda each: each.steals, default=None)
 
-    @property
-    def steals(self) -> int:
-        """How often runs were taken from it in a row."""
-        return sum(each.steals for each in self.connections)
+    def is_much_slower(self) -> bool:
+        """Return whether too many runs were taken from it in a row."""
+        return sum(each.steals for each in self.connections) >= self.limits.steals
 
 
 class _Work:
@@ -362,8 +363,10 @@ class Planner:
 
     def add(self, peer: Peer, patience: Patience) -> None:
         """Ask a peer, too, once it has joined."""
-        state = _PeerState(peer, patience, Usual(self._work.chunk_bytes))
-        most = self.tuning.requests_per_member if state.is_member else self._most
+        tuning, usual = self.tuning, Usual(self._work.chunk_bytes)
+        limits = tuning.member_limits if peer.member else tuning.source_limits
+        state = _PeerState(peer, patience, usual, limits)
+        most = tuning.requests_per_member if peer.member else self._most
         state.connections = [_Connection(state) for _ in range(most)]
         self._states[peer] = state
         self._trust()
@@ -388,9 +391,8 @@ class Planner:
         if self.may_share and len(mine.run) > 1:
             self._work.cut(mine.run, 0)  # by now there may be a swarm
             self.began(mine, now)
-        mine.attempts += 1
-        is_member = mine.connection.state.is_member
-        return not is_member or mine.attempts <= self.tuning.resumes_per_member
+        mine.failures += 1
+        return mine.failures <= mine.connection.state.limits.resumes
 
     def ended(self, mine: Assignment, now: float, *, was_refused: bool) -> int:
         """Note that an assignment has ended, and want what is left of its run.
@@ -425,9 +427,7 @@ class Planner:
             rest = self.tuning.rest_after_steal.seconds(connection.steals)
             connection.resting_until = now + rest
             connection.steals += 1
-            if mine.is_stopped and state.is_member:
-                most = self.tuning.steals_per_member
-                state.is_too_slow = state.steals >= most
+            state.is_too_slow = mine.is_stopped and state.is_much_slower()
         else:
             connection.steals = state.refusals = 0
             for usual in (state.usual, self._usual[state.is_member]):
@@ -589,12 +589,12 @@ class Planner:
         return left if is_slow and victim.watched(now) > watch else 0.0
 
     def _slow_request(self, view: _View) -> Stop | None:
-        """Return a request to a member to stop, because it takes very long."""
+        """Return a request to stop, because it takes very long."""
         usual = max(self._usual_seconds(), default=None)
-        limit = self.tuning.slow_request.seconds(usual)
         for each in self._assignments:
             state, run = each.connection.state, each.run
-            if each.is_stopped or not state.is_member or view.now - each.began <= limit:
+            limit = state.limits.slow_request.seconds(usual)
+            if each.is_stopped or view.now - each.began <= limit:
                 continue
             others = (one for one in (*view.sources, *view.members) if one is not state)
             if run.chunk is not None and any(one.peer.has(run) for one in others):

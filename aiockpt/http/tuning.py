@@ -85,6 +85,22 @@ class Usual:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerLimits:
+    """What peers of one kind are allowed; without numbers, anything.
+
+    Attributes:
+        slow_request: A request is stopped if it takes longer, and if another peer can
+            send the chunk.
+        steals: Runs that are taken from a peer in a row, before it is dropped.
+        resumes: How often a peer is asked for the rest of a broken run.
+    """
+
+    slow_request: SlowAfter = SlowAfter(times=0.0, slack_s=inf)
+    steals: float = inf
+    resumes: float = inf
+
+
+@dataclass(frozen=True, slots=True)
 class Tuning:
     """What the planner of a download goes by.
 
@@ -106,11 +122,9 @@ class Tuning:
         requests_per_member: Requests to one member at a time.
         members_in_turn: Members that are asked in turn for a chunk; only the last one
             may let the request wait.
-        slow_request: A request to a member is stopped if it takes longer. Otherwise
-            members that send slowly on purpose could hold all requests.
-        steals_per_member: Runs that are taken from a member in a row, before it is
-            dropped.
-        resumes_per_member: How often a member is asked for the rest of a broken run.
+        source_limits: What sources are allowed: they are retried as errors allow.
+        member_limits: What members are allowed. Otherwise members that send slowly on
+            purpose could hold all requests.
         rest_after_refusal: Rests of a connection to a member that is busy.
         requests_in_vain: Requests to members for a chunk that were stopped, after which
             only sources are asked for it.
@@ -134,9 +148,10 @@ class Tuning:
     member_requests: int = 5
     requests_per_member: int = 2
     members_in_turn: int = 3
-    slow_request: SlowAfter = SlowAfter(times=5.0, slack_s=1.0)
-    steals_per_member: int = 3
-    resumes_per_member: int = 2
+    source_limits: PeerLimits = PeerLimits()
+    member_limits: PeerLimits = PeerLimits(
+        slow_request=SlowAfter(times=5.0, slack_s=1.0), steals=3, resumes=2
+    )
     rest_after_refusal: Doubling = Doubling(first_s=0.1, longest_s=2.0, equal=3)
     requests_in_vain: int = 2
     source_after: SlowAfter = SlowAfter(times=3.0, unknown_s=30.0)
