@@ -27,6 +27,9 @@ __all__ = [
 BusyPolicy = Literal["wait", "skip", "replace", "fail"]
 """What a save does while another is being written and a third one waits."""
 
+_CHUNK_BYTES: Final = 1 << 20
+"""What one digest covers in every file. A load on another mesh reads whole chunks."""
+
 _ALWAYS: Final = {
     "use_pinned_memory": "memory is page-locked exactly where a device copies into it",
     "use_shared_memory": "memory is shared exactly if a process writes the checkpoint",
@@ -143,7 +146,7 @@ class CheckpointWriterConfig:
     fsync: bool = True
     keep_last: int | None = None
     keep_every: int | None = None
-    chunk_bytes: int = 4 << 20
+    chunk_bytes: int = _CHUNK_BYTES
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
@@ -178,7 +181,7 @@ class CheckpointStagerConfig:
     use_shared_memory: bool = True
     use_async_staging: bool = True
     use_non_blocking_copy: bool = True
-    chunk_bytes: int = 16 << 20
+    chunk_bytes: int = _CHUNK_BYTES
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:

@@ -131,3 +131,9 @@ def test_numbers_of_numpy_and_spans_are_numbers(tmp_path) -> None:
     assert aiockpt.load(tmp_path / "a", rank=given(rank=np.int32(0))["rank"]) == {
         "a": 1
     }
+
+
+def test_every_file_is_written_in_the_same_chunks() -> None:
+    """A load on another mesh reads as little of a background save as of another."""
+    staged, written = CheckpointStagerConfig(), CheckpointWriterConfig()
+    assert staged.chunk_bytes == written.chunk_bytes
