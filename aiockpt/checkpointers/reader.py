@@ -40,10 +40,16 @@ from aiockpt.state.reshard import Claim, Policy, RankValues, United, unite
 from aiockpt.state.segment import check_memory
 from aiockpt.state.selection import Select, listed
 from aiockpt.state.sharding import LAYOUTS
-from aiockpt.storage.boxes import BoxSource, LoadedSource, Source, compare, fetch
+from aiockpt.storage.boxes import BoxSource, LoadedSource, Source, compare
 from aiockpt.storage.directory import StrPath
 from aiockpt.storage.placement import PlannedPlacement
-from aiockpt.storage.read import FileSource, OnBytes, Verify, check_verify
+from aiockpt.storage.read import (
+    FileSource,
+    OnBytes,
+    Verify,
+    check_verify,
+    placement_of,
+)
 from aiockpt.transport import refuse_unknown, whole_number
 
 __all__ = [
@@ -444,7 +450,8 @@ def _whole(source: Source, part: Matching, how: Reading) -> object:
     ranges = [(0, size)] if size else []
     if not segment.is_there:
         check_memory(ranges, how.limits)
-    fetch(source, ranges, verify=how.verify, on_bytes=how.on_bytes)
+    if (way := placement_of(segment, ranges, how.verify)) is not None:
+        source.read(way, verify=how.verify, on_bytes=how.on_bytes)
     return part.decoded()
 
 
@@ -457,8 +464,10 @@ def _part(
 ) -> object:
     """Read the requested values into the template, or into new memory."""
     for source, ranges in zip(sources, part.value_ranges(), strict=True):
-        if ranges and source.segment.tensors is None:
-            fetch(source, ranges, verify=how.verify, on_bytes=how.on_bytes)
+        if not ranges or source.segment.tensors is not None:
+            continue
+        if (way := placement_of(source.segment, ranges, how.verify)) is not None:
+            source.read(way, verify=how.verify, on_bytes=how.on_bytes)
     pairs = [
         (source, plan)
         for source, plan in zip(sources, part.plans(), strict=True)
@@ -470,13 +479,14 @@ def _part(
         modified.append(True)
         mark_changed(changed)
     for source, plan in pairs:
-        placement = PlannedPlacement(source.segment, plan, ports)
+        way = planned = PlannedPlacement(source.segment, plan, ports)
         if source.segment.is_there:
-            fetch(source, plan.ranges, verify=how.verify, on_bytes=how.on_bytes)
+            way = placement_of(source.segment, plan.ranges, how.verify)
+        if way is not None:
+            source.read(way, verify=how.verify, on_bytes=how.on_bytes)
+        if source.segment.is_there:
             part.check()
-            placement.load()
-        else:
-            source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
+            planned.load()
     part.finish()
     return part.assemble()
 

@@ -37,10 +37,10 @@ from aiockpt.state.mesh import Box, ByteRuns, byte_runs, merged, touched
 from aiockpt.state.rebuild import parts_over
 from aiockpt.state.reshard import BoxCopy, Claim, United
 from aiockpt.state.segment import Segment, check_memory
-from aiockpt.storage.placement import Placement, Turns, VerifyOnly
-from aiockpt.storage.read import OnBytes, Verify
+from aiockpt.storage.placement import Placement, Turns
+from aiockpt.storage.read import OnBytes, Verify, placement_of
 
-__all__ = ["BoxSource", "LoadedSource", "Source", "compare", "fetch"]
+__all__ = ["BoxSource", "LoadedSource", "Source", "compare"]
 
 _GAP: Final = 64 << 10  # bytes; to read a smaller gap is faster than to skip it
 _WINDOW: Final = 64 << 20  # bytes that are compared at once
@@ -82,27 +82,6 @@ class LoadedSource:
         self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None = None
     ) -> None:
         """Do nothing: all tensors are there."""
-
-
-def fetch(
-    source: Source,
-    ranges: Ranges,
-    *,
-    verify: Verify,
-    on_bytes: OnBytes | None = None,
-) -> None:
-    """Read ranges into the memory of their segment; verify what is there already.
-
-    Raises:
-        StorageError, IntegrityError: see `FileSource.read`.
-    """
-    segment = source.segment
-    if not segment.is_there:
-        placement = Placement(segment, ranges)
-        source.read(placement, verify=verify, on_bytes=on_bytes)
-    elif verify != "none" and segment.manifest.digests:
-        checked = VerifyOnly(segment, ranges)
-        source.read(checked, verify=verify, on_bytes=on_bytes)
 
 
 class BoxSource:
@@ -595,7 +574,8 @@ def _digested(
 
     def take(window: Sequence[tuple[_Compared, int, int]]) -> None:
         ranges = merged((start, stop) for _, start, stop in window)
-        fetch(source, ranges, verify=verify, on_bytes=on_bytes)
+        if (way := placement_of(segment, ranges, verify)) is not None:
+            source.read(way, verify=verify, on_bytes=on_bytes)
         for piece, start, stop in window:
             if not piece.is_raw:
                 view = bits(piece.number).numpy().data

@@ -28,7 +28,7 @@ from aiockpt.state.load_plan import Ranges
 from aiockpt.state.segment import Segment
 from aiockpt.storage.checkpoint_file import header_of
 from aiockpt.storage.files import named, read_at, unchanged
-from aiockpt.storage.placement import Placement, Spare
+from aiockpt.storage.placement import Placement, Spare, VerifyOnly
 
 __all__ = [
     "FileMapping",
@@ -37,6 +37,7 @@ __all__ = [
     "Verify",
     "check_verify",
     "manifest_of_file",
+    "placement_of",
 ]
 
 Verify: TypeAlias = Literal["full", "none"]
@@ -153,6 +154,18 @@ class FileSource:
             _Reading(self._path, self._fd, self._manifest, placement, on_bytes).run(
                 spans
             )
+
+
+def placement_of(segment: Segment, ranges: Ranges, verify: Verify) -> Placement | None:
+    """Return how ranges go to the memory of their segment; None: nothing is read.
+
+    What is there already, as in a mapped file, is read only to be verified.
+    """
+    if not segment.is_there:
+        return Placement(segment, ranges)
+    if verify == "none" or not segment.manifest.digests:
+        return None
+    return VerifyOnly(segment, ranges)
 
 
 def manifest_of_file(path: Path, fd: int, *, limits: Limits) -> Manifest:
