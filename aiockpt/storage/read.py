@@ -219,21 +219,17 @@ class _Span:
 
 def _spans(manifest: Manifest, ranges: Ranges, verify: Verify) -> Iterator[_Span]:
     """Yield the spans to read: whole chunks to verify, else the ranges only."""
-    verified = verify == "full" and bool(manifest.digests)
-    last = -1
-    for first, final in ranges:
-        start = first
-        while start < final:
-            chunk = manifest.grid.index_of(start)
-            lower, upper = manifest.grid.range(chunk)
-            if not verified:
-                upper = min(upper, final)
-                for at in range(start, upper, _SPAN):
-                    yield _Span(at, min(at + _SPAN, upper))
-            elif chunk != last:
-                yield _Span(lower, upper, verified=True)
-                last = chunk
-            start = upper
+    if verify == "none" or not manifest.digests:
+        for start, stop in ranges:
+            for at in range(start, stop, _SPAN):
+                yield _Span(at, min(at + _SPAN, stop))
+        return
+    grid, last = manifest.grid, -1
+    for start, stop in ranges:
+        for chunk in range(grid.index_of(start), grid.index_of(stop - 1) + 1):
+            if chunk != last:
+                yield _Span(*grid.range(chunk), verified=True)
+            last = chunk
 
 
 class _Reading:
@@ -290,9 +286,9 @@ class _Reading:
         # Without digests there is no algorithm either.
         hasher = ChunkHasher(manifest.grid, manifest.digests) if span.verified else None
         base = manifest.header_bytes
-        self._placement.prepare(span.start, span.stop)
         for start in range(span.start, span.stop, _BLOCK):
             stop = min(start + _BLOCK, span.stop)
+            self._placement.prepare(start, stop)  # while the cache has its pages
             views = self._placement.views(start, stop, spare)
             read_at(self._path, self._fd, views, base + start)
             hashed = () if hasher is None else hasher.update(start, *views)
