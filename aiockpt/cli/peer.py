@@ -11,6 +11,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -42,6 +43,7 @@ from aiockpt.http.tokens import MAC_HEADER
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.storage.files import open_regular
+from aiockpt.swarm.endpoint import SwarmEndpoint
 
 __all__ = ["Found", "Peer", "open_peer"]
 
@@ -209,7 +211,9 @@ def _host(bridge: Bridge) -> RelayHost:
         hosts=frozenset(),
     )
     endpoint = Endpoint(Server(), advertise=None, tls=False)
-    return RelayHost(endpoint, CheckpointServer(config, bridge), bridge)
+    extend = partial(SwarmEndpoint, config, bridge)
+    server = CheckpointServer(config, bridge, extend=extend)
+    return RelayHost(endpoint, server, bridge)
 
 
 class _TooLargeError(LimitExceededError):

@@ -8,8 +8,8 @@ begins at `HTTPTransport.recv_checkpoint` and reads from a `source`: `peers` are
 for the manifest. A `download` requests runs of chunks, as its `planner` decides; a
 `range_fetcher` requests each of them over the `client`, and `body_reader` puts the
 bytes into memory. Both ends use `protocol`, `problems` and `tokens`.
-Receivers of one snapshot may serve each other: the `tracker` at the sender knows them,
-the `membership` of a receive serves a `relay` of what has arrived, its `neighbours` are
+Receivers of one snapshot may serve each other: `aiockpt.swarm` extends the handlers,
+the `membership` of a receive serves a relay of what has arrived, its `neighbours` are
 the other members in a download, and `swarm` decides who serves whom what. `background`
 is the transport for programs without an event loop. Names load on first use: the server
 and the client inside need no torch.

@@ -32,6 +32,7 @@ _TURN: Final = 3.0  # seconds that a body has in any case,
 _SOON: Final = 20.0  # and once again, if it will end within so many seconds
 _PART: Final = 16  # one in so many places becomes free from one look to the next
 _RETRY_AFTER: Final = 1.0  # seconds
+_PER_ROUND: Final = 16  # requests that begin in one round of the loop
 
 _Waiter: TypeAlias = "asyncio.Future[None]"
 
@@ -231,3 +232,37 @@ class Admission:
             count -= 1
             if short[host]:
                 turns.append(host)
+
+
+class Rounds:
+    """Spreads requests over the rounds of the event loop, in order of arrival.
+
+    Thousands of requests can arrive in one round. Each costs a fraction of a
+    millisecond, and everything else on the loop would wait for the sum.
+    """
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def begin(self) -> None:
+        """Return in this round if it has room, or else in a later one."""
+        loop = asyncio.get_running_loop()
+        if not self._begun:
+            loop.call_soon(self._next, loop)
+        if self._begun < _PER_ROUND:
+            self._begun += 1
+            return
+        waiter = loop.create_future()
+        self._waiting.append(waiter)
+        await waiter
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._begun = 0
+        while self._waiting and self._begun < _PER_ROUND:
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # its client may have left
+                waiter.set_result(None)
+                self._begun += 1
+        if self._begun:
+            loop.call_soon(self._next, loop)

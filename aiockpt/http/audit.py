@@ -9,6 +9,7 @@ so they are off by default.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -67,9 +68,15 @@ class Access:
 
 @dataclass(slots=True)
 class Visit:
-    """What is known of one request while it is answered."""
+    """What is known of one request while it is answered.
+
+    Attributes:
+        receiver, nbytes, status, outcome: As of `Access`.
+        lapses: When the request's own token ends, in seconds since 1970.
+    """
 
     receiver: str = ""
+    lapses: float = math.inf
     status: int = 499
     nbytes: int = 0
     outcome: str = ""

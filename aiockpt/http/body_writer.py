@@ -77,7 +77,6 @@ class BodySender:
         views: Returns the memory of a part of the body; it is asked slice by slice.
         stall_timeout: Seconds without progress after which the connection is aborted.
         threads: Send large bodies; None: the loop does.
-        joins: The id of the lease, if the receiver can join a swarm.
 
     Attributes:
         sent: How many bytes the kernel has taken.
@@ -94,9 +93,8 @@ class BodySender:
         *,
         stall_timeout: float,
         threads: Bridge | None = None,
-        joins: str = "",
     ) -> None:
-        self.sent, self.arrived, self.joins = 0, 0, joins
+        self.sent = self.arrived = 0
         self._acknowledged = 0  # at the last look
         self.outcome: Outcome | None = None
         self._transport = transport

@@ -11,28 +11,44 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Final
 
-from aiockpt.http.store import Publication
+import anyio
+
+from aiockpt.format.manifest import Manifest
+from aiockpt.http import protocol as http
+from aiockpt.http.extension import Asked
+from aiockpt.http.responses import Reply
+from aiockpt.http.store import Publication, Store
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.system import usable_cores
 from aiockpt.runtime.tasks import run_all
 from aiockpt.transfer.deltas import RAW, SAME, encode, head
 
+_LONGEST: Final = 64 << 20  # bytes of a range of several chunks
 _THREADS: Final = 2  # per answer
 _MOST: Final = 0.5  # of the range; the range itself is sent instead of longer deltas
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaBody:
-    """The body of an answer with deltas, in pieces."""
+    """The body of an answer with deltas from the snapshot ``base``, in pieces."""
 
+    base: str
     pieces: Sequence[bytes | memoryview]
 
     @property
     def nbytes(self) -> int:
         """The length of the body in bytes."""
         return sum(map(len, self.pieces))
+
+    def describe(self, reply: Reply) -> None:
+        """Have the reply to the range say that this is its body."""
+        reply.status = HTTPStatus.IM_USED
+        reply.headers["IM"] = http.DELTA
+        reply.headers[http.DELTA_BASE_HEADER] = http.format_etag(self.base)
+        reply.headers["Content-Length"] = str(self.nbytes)
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes ``[start, stop)``."""
@@ -50,26 +66,49 @@ class Deltas:
     """Encodes the deltas of publications, each once.
 
     Args:
+        store: Has the publications, and their bases.
         threads: The threads that encode.
     """
 
-    def __init__(self, threads: Bridge) -> None:
-        self._threads = threads
+    def __init__(self, store: Store, threads: Bridge) -> None:
+        self._store, self._threads = store, threads
         # More threads than cores would only compete for the caches.
         self._cores = asyncio.Semaphore(max(2, usable_cores()))
         self._turns: dict[tuple[Publication, int], asyncio.Future[None]] = {}
 
-    async def body(
-        self, target: Publication, base: Publication, chunks: range
-    ) -> DeltaBody | None:
-        """Return the deltas of some chunks.
+    async def answer(self, asked: Asked, reply: Reply) -> DeltaBody | None:
+        """Return the deltas of a planned range; the caller keeps what it is part of.
 
-        The caller keeps both snapshots until this returns, and ``target`` for as long
-        as it uses the body.
+        If the store needs the memory of a snapshot, this ends after the chunks that are
+        being encoded, and returns None.
 
         Returns:
-            The body of an answer, or None if the range itself should be sent.
+            The body of the answer. None: the request does not permit deltas, or the
+            range itself is better.
         """
+        publication = asked.publication
+        base = self._store.base_of(publication)
+        if base is None or reply.status != HTTPStatus.PARTIAL_CONTENT:
+            return None
+        # A long range would keep both snapshots for as long as it is encoded.
+        chunks = _whole_chunks(reply, publication.servable.manifest)
+        if not chunks or (len(chunks) > 1 and reply.stop - reply.start > _LONGEST):
+            return None
+        if not http.asks_for_delta(asked.request.headers, base.snapshot_id):
+            return None
+        reading = self._store.reading
+        with anyio.CancelScope() as scope:
+            async with (
+                reading(publication, evict=scope.cancel, lease=asked.lease),
+                reading(base, evict=scope.cancel),
+            ):
+                return await self._body(publication, base, chunks)
+        return None
+
+    async def _body(
+        self, target: Publication, base: Publication, chunks: range
+    ) -> DeltaBody | None:
+        """Return the deltas of chunks, if they are short; both snapshots are kept."""
         known, waiting = target.deltas, iter(chunks)
 
         async def work() -> None:
@@ -87,7 +126,7 @@ class Deltas:
             start, stop = grid.range(chunk)
             pieces += [head(RAW, stop - start), *target.servable.views(start, stop)]
         whole = grid.range(chunks[-1])[1] - grid.range(chunks[0])[0]
-        body = DeltaBody(pieces)
+        body = DeltaBody(base.snapshot_id, pieces)
         return body if body.nbytes <= _MOST * whole else None
 
     async def _encode(self, target: Publication, base: Publication, chunk: int) -> None:
@@ -105,6 +144,16 @@ class Deltas:
             finally:
                 del self._turns[key]
                 turn.set_result(None)
+
+
+def _whole_chunks(reply: Reply, manifest: Manifest) -> range:
+    """Return the chunks of a range; none if the range is not made of whole chunks."""
+    start = reply.start - manifest.header_bytes
+    stop = reply.stop - manifest.header_bytes
+    size, whole = manifest.chunk_bytes, manifest.segment_bytes
+    if start < 0 or start % size or (stop % size and stop != whole):
+        return range(0)
+    return range(start // size, -(-stop // size))
 
 
 def _encoded(target: Publication, base: Publication, chunk: int) -> bytes | None:

@@ -12,11 +12,11 @@ from typing import Protocol
 from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.membership import Membership
-from aiockpt.http.relay import Relay
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Statistics
 from aiockpt.local.attach import format_mark, identity
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.swarm.relay import Relay
 
 
 class Serving(Protocol):
@@ -113,7 +113,7 @@ class RelayHost(Front):
             AiockptError, OSError: the server cannot start.
         """
         await self.start()
-        await self._store.relay(relay)
+        self._store.share(relay)
         return self.url()
 
     async def mark(self, snapshot_id: str) -> str:
@@ -126,11 +126,12 @@ class RelayHost(Front):
 
     async def lend(self, relay: Relay) -> None:
         """Serve copies only; once this returns, the memory may be changed."""
-        await self._store.lend_relay(relay)
+        async with self._store.unread(relay):
+            relay.lend()
 
     async def leave(self, relay: Relay) -> None:
         """Serve a relay no more, also if `enter` failed or was cancelled."""
-        await self._store.end_relay(relay)
+        await self._store.unshare(relay)
 
     async def end_lingering(self) -> None:
         """Serve no receive that has returned; nothing reads its memory any more."""

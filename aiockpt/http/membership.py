@@ -35,10 +35,11 @@ from aiockpt.http import protocol as http
 from aiockpt.http.client import Answer, CheckpointClient, Request
 from aiockpt.http.options import Swarm
 from aiockpt.http.peers import Peer
-from aiockpt.http.relay import Relay
 from aiockpt.http.security import Scope, endpoint, scope_of
 from aiockpt.http.swarm import FIRST, LEASE
 from aiockpt.runtime.secrets import Token
+from aiockpt.swarm import messages
+from aiockpt.swarm.relay import Relay
 from aiockpt.transfer.source import Target
 
 if TYPE_CHECKING:  # it imports the server, of which a receive knows nothing
@@ -143,7 +144,7 @@ class _Known:
         self._credit, self._since = _MOST_NEW, _now()  # for members that are new
         self._has_refused = False
 
-    def learn(self, place: _Place, named: tuple[http.MemberInfo, ...]) -> None:
+    def learn(self, place: _Place, named: tuple[messages.MemberInfo, ...]) -> None:
         """Take the members that are not known yet, as far as more are needed.
 
         A source that has started again has new ids for those that are known. However
@@ -396,7 +397,7 @@ class Membership:
         """Tell the source what is served; return the seconds of the lease."""
         known, relay, line = self._known, place.relay, place.source.line
         bad = tuple(known.complaints[:_MOST_BAD])
-        said = http.Announcement(
+        said = messages.Announcement(
             url=url,
             zone=self._options.zone,
             have=len(relay.order),
@@ -413,7 +414,7 @@ class Membership:
             body = await answer.read(_LONGEST, "an answer")
         del known.complaints[: len(bad)]
         try:
-            found = http.parse_announce_response(body)
+            found = messages.parse_announce_response(body)
         except RemoteProtocolError as error:
             raise RemoteProtocolError(f"{request.url} {error}") from None
         if found.tokens:
@@ -424,7 +425,7 @@ class Membership:
         is_new = line == place.source.line and not self._host.has_warned
         if found.seen is not None and is_new:
             self._host.has_warned = True
-            why = http.why_hidden(said, found.seen)
+            why = messages.why_hidden(said, found.seen)
             place.tell(f"nobody is told of it: {why}", level=logging.WARNING)
         if not relay.is_lent:
             known.learn(place, found.members)
@@ -492,11 +493,11 @@ async def watch(
             with answer.blamed():
                 new = 0
                 if have is None:
-                    new = have = http.parse_have(bytes(data[:first]), count)
+                    new = have = messages.parse_have(bytes(data[:first]), count)
                     del data[:first]
                 # The first records may have come together with the bitmap.
                 whole = len(data) - len(data) % _RECORD
-                more = http.parse_chunks(bytes(data[:whole]), count)
+                more = messages.parse_chunks(bytes(data[:whole]), count)
                 del data[:whole]
                 if more & have:
                     raise RemoteProtocolError("a chunk is announced twice")

@@ -49,7 +49,7 @@ def plan_reply(
     Raises:
         CheckpointChangedError: ``If-Match`` names another snapshot.
         RangeNotSatisfiable: the range holds no byte.
-        RefusedError: 404, there is no such chunk.
+        RefusedError: 404, there is no such chunk, or no such resource here.
     """
     start, stop = _extent(resource, manifest)
     answer = _headers(resource, manifest)
@@ -68,6 +68,13 @@ def plan_reply(
     answer["Content-Range"] = http.format_content_range(first, last, stop - start)
     answer["Content-Length"] = str(last - first)
     return Reply(HTTPStatus.PARTIAL_CONTENT, answer, start + first, start + last)
+
+
+def chunks_of(reply: Reply, manifest: Manifest) -> range:
+    """Return the chunks of which a reply has bytes."""
+    size, head = manifest.chunk_bytes, manifest.header_bytes
+    first, last = max(reply.start - head, 0), max(reply.stop - head, 0)
+    return range(first // size, -(-last // size))
 
 
 def latest_reply(manifest: Manifest) -> tuple[dict[str, str], bytes]:
@@ -108,8 +115,11 @@ def _wanted(
 def _extent(resource: http.Resource, manifest: Manifest) -> tuple[int, int]:
     if resource.kind is http.ResourceKind.METADATA:
         return 0, manifest.header_bytes
-    if resource.chunk is None:
+    if resource.kind is http.ResourceKind.FULL:
         return 0, manifest.total_bytes
+    if resource.chunk is None:
+        detail = f"this server has no {resource.kind.value!r}"
+        raise RefusedError(HTTPStatus.NOT_FOUND, detail)
     try:
         start, stop = manifest.grid.range(resource.chunk)
     except IndexError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from socket import socket
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from aiohttp.http import HttpProcessingError
 
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.acceptor import Acceptor
+from aiockpt.http.extension import ServiceExtension
 from aiockpt.http.handlers import CheckpointService, ServerConfig, routes
 from aiockpt.http.listen import PREFIX
 from aiockpt.http.responses import COMMON_HEADERS
@@ -45,9 +46,11 @@ class CheckpointServer:
         config: What it needs to know.
         bridge: Runs what blocks.
         ssl_context: Serve TLS with it on the sockets.
+        extend: Returns what is served beside the checkpoints of a store, if anything.
 
     Attributes:
         store: Where a checkpoint is published.
+        extension: What is served beside checkpoints.
     """
 
     def __init__(
@@ -56,11 +59,13 @@ class CheckpointServer:
         bridge: Bridge,
         *,
         ssl_context: ssl.SSLContext | None = None,
+        extend: Callable[[Store], ServiceExtension] | None = None,
     ) -> None:
         options = config.options
         self.store = Store(
             keep_superseded=options.keep_superseded, keep_base=options.keep_base
         )
+        self.extension = ServiceExtension() if extend is None else extend(self.store)
         self._config = config
         self._ssl_context = ssl_context
         self._lender: Lender | None = None
@@ -146,7 +151,9 @@ class CheckpointServer:
         return runner, acceptor
 
     def _service(self) -> CheckpointService:
-        service = CheckpointService(self.store, self._config, self._lender)
+        service = CheckpointService(
+            self.store, self._config, self.extension, self._lender
+        )
         self._services.append(service)
         return service
 

@@ -15,7 +15,7 @@ final: a publication that began before it does not undo it.
 from __future__ import annotations
 
 import asyncio
-import hmac
+import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -28,17 +28,18 @@ import msgspec
 from aiockpt.errors import (
     CheckpointChangedError,
     ClosedError,
+    LocalProtocolError,
     PeerFailedError,
     StepNotFoundError,
 )
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.protocol import Lease
-from aiockpt.http.relay import Relay
-from aiockpt.http.tracker import Tracker
 from aiockpt.memory.arena import Lendable
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.deadlines import Deadlines
 from aiockpt.runtime.rwlock import RWLock
+
+logger = logging.getLogger("aiockpt")
 
 _MOST_LEASES: Final = 4096  # of one publication; a further receive gets no lease
 _CHECK_EVERY: Final = 0.5  # seconds between two checks of all waits
@@ -46,8 +47,15 @@ _MAX_REASON: Final = 300  # characters of a failure's text
 _FAILURE_LASTS: Final = 10.0  # seconds; a replica takes longer to come back
 
 
-class Servable(Protocol):
-    """A checkpoint in memory, as the server sees it."""
+class HasViews(Protocol):
+    """The bytes of a data segment, or of the part of it that is asked for."""
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes ``[start, stop)`` of the data segment, in order."""
+
+
+class Servable(HasViews, Protocol):
+    """A checkpoint in memory, or a part of it, as the server sees it."""
 
     @property
     def manifest(self) -> Manifest:
@@ -61,14 +69,25 @@ class Servable(Protocol):
     def arena(self) -> Lendable | None:
         """The memory that holds the data segment from its first byte on, if any."""
 
-    def views(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes ``[start, stop)`` of the data segment, in order."""
+    @property
+    def have(self) -> int:
+        """The chunks that may be read: bit i is chunk i. Bits are only added."""
 
     def acquire(self) -> None:
         """Keep the memory unchanged until :meth:`release`; calls are counted."""
 
     def release(self) -> None:
         """Undo one :meth:`acquire`."""
+
+
+class Shareable(Servable, Protocol):
+    """A checkpoint with a token and an owner of its own, such as a receive."""
+
+    def opens(self, offered: str) -> bool:
+        """Return whether a request with this token may read it."""
+
+    def end(self) -> None:
+        """Learn that it is served no more; from now on, no token opens it."""
 
 
 class Statistics(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -227,27 +246,28 @@ class Publication:
         lock: Every request holds it for reading; the store drains readers by writing.
         reads: The requests that are reading the memory now.
         deltas: The cache of `aiockpt.http.deltas`: by chunk, None for a raw chunk.
-        tracker: The members of the snapshot's swarm.
+        is_shared: Whether its own token opens it, and no lease keeps it.
         lost: Why it cannot be served any more: its memory was a state dict's own, and
             the state dict gave it up.
     """
 
     __slots__ = (
+        "__weakref__",
         "_ends",
         "_joining",
         "_kept",
         "_leases",
         "deltas",
+        "is_shared",
         "lock",
         "lost",
         "reads",
         "servable",
-        "tracker",
     )
 
-    def __init__(self, servable: Servable) -> None:
+    def __init__(self, servable: Servable, *, is_shared: bool = False) -> None:
         servable.acquire()
-        self.tracker = Tracker(len(servable.manifest.grid))
+        self.is_shared = is_shared
         self._kept = True
         self._leases: dict[str, _HeldLease] = {}  # the oldest first
         self._ends = Deadlines[str]()  # of the leases
@@ -272,6 +292,37 @@ class Publication:
     def kept(self) -> bool:
         """Whether the store still holds a reference, so that readers may come."""
         return self._kept
+
+    def has(self, chunks: range) -> bool:
+        """Return whether all these chunks may be read."""
+        wanted = (1 << len(chunks)) - 1
+        return self.servable.have >> chunks.start & wanted == wanted
+
+    def views(
+        self, start: int, stop: int, segment: HasViews | None = None
+    ) -> list[memoryview]:
+        """Return the bytes ``[start, stop)`` of the file: the header, then the segment.
+
+        A ``segment`` takes the place of the checkpoint's own.
+
+        Raises:
+            PeerFailedError: the bytes are a state dict's own, and its memory has
+                changed. Nothing of the checkpoint is served from then on.
+        """
+        header = self.servable.manifest.header
+        split = len(header)
+        views = [memoryview(header)[start:stop]] if start < split else []
+        if stop <= split:
+            return views
+        try:
+            first, last = max(start - split, 0), stop - split
+            return views + (segment or self.servable).views(first, last)
+        except LocalProtocolError as error:
+            detail = f"step {self.step} cannot be served any more: {error}"
+            if self.lost is None:
+                logger.warning("%s", detail)
+            self.lost = PeerFailedError(None, detail)
+            raise self.lost from error
 
     def let_go(self) -> None:
         """Give up the store's reference and end all leases. Idempotent.
@@ -338,12 +389,10 @@ class Publication:
         if self._leases.get(lease.id) is held:
             self._ends.set(lease.id, held.expires)
 
-    def has_others(self, lease: Lease) -> bool:
-        """Return whether another receive than this one is in the swarm, or can join."""
-        if len(self.tracker) > self.tracker.has(lease.id):
-            return True
+    def has_joining(self, *, besides: Lease) -> bool:
+        """Return whether another receive than this one can join a swarm."""
         self._forget_expired(_now())
-        return len(self._joining) > (lease.id in self._joining)
+        return len(self._joining) > (besides.id in self._joining)
 
     def read_since(self) -> float | None:
         """Return since when it has been read; None if it is not read any more."""
@@ -385,7 +434,7 @@ class Store:
         self._last = -1  # the step of the last publication
         self._current: Publication | None = None
         self._outgoing: set[Publication] = set()
-        self._relays: dict[Relay, Publication] = {}
+        self._shares: dict[Shareable, Publication] = {}
         self._failure: Failure | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._waits: dict[asyncio.Future[None], Callable[[], None]] = {}
@@ -416,7 +465,7 @@ class Store:
 
     def statistics(self) -> Statistics:
         """Return what the store holds now, and who reads it."""
-        held = [*self._held(), *self._relays.values()]
+        held = [*self._held(), *self._shares.values()]
         locks = [each.lock.statistics() for each in held]
         return Statistics(
             step=self.step,
@@ -496,52 +545,46 @@ class Store:
         self._closed = True
         self._announce()
         await self.retract(grace=0.0)
-        for relay in tuple(self._relays):
-            await self.end_relay(relay)
+        for share in tuple(self._shares):
+            await self.unshare(share)
 
-    # ----------------------------------------------------------------- relays
+    # ----------------------------------------------------------------- shares
 
-    async def relay(self, relay: Relay) -> None:
-        """Serve a checkpoint that is being received to those that send its token.
+    def share(self, share: Shareable) -> None:
+        """Serve another checkpoint, too, to those that send its token.
 
         Raises:
             ClosedError: after :meth:`close`.
         """
         if self._closed:
             raise ClosedError("the store")
-        self._relays[relay] = Publication(relay)
+        self._shares[share] = Publication(share, is_shared=True)
 
-    def relayed(self, offered: str) -> Publication | None:
-        """Return the relay that a request's token opens."""
-        # As bytes: compare_digest takes only ASCII text.
-        given = offered.encode("utf-8", "surrogateescape")
-        for relay, publication in self._relays.items():
-            for token in () if relay.ended else (relay.token, relay.other):
-                if token and hmac.compare_digest(given, token.encode()):
-                    return publication
-        return None
+    def shared(self, offered: str) -> Publication | None:
+        """Return the share that a request's token opens."""
+        found = (each for share, each in self._shares.items() if share.opens(offered))
+        return next(found, None)
 
-    async def lend_relay(self, relay: Relay) -> None:
-        """Lend its memory to the caller of the receive.
+    @asynccontextmanager
+    async def unread(self, share: Shareable) -> AsyncIterator[Publication | None]:
+        """Have nobody read a share during the block; requests that do are interrupted.
 
-        Once this returns, bodies are sent from copies only. Those that are being sent
-        end; their receivers ask for the rest.
+        Gives the publication of the share; None if it is not served.
         """
-        publication = self._relays.get(relay)
+        publication = self._shares.get(share)
         if publication is None:
-            relay.lend()
+            yield None
             return
         with await publication.lock.acquire_write(grace=0.0):
-            relay.lend()
+            yield publication
 
-    async def end_relay(self, relay: Relay) -> None:
+    async def unshare(self, share: Shareable) -> None:
         """Serve it no more; once this returns, no byte of it is read. Idempotent."""
-        relay.end()
-        publication = self._relays.get(relay)
-        if publication is not None:
-            with await publication.lock.acquire_write(grace=0.0):
+        share.end()
+        async with self.unread(share) as publication:
+            if publication is not None:
                 publication.let_go()
-            self._relays.pop(relay, None)
+        self._shares.pop(share, None)
 
     # ---------------------------------------------------------------- finding
 

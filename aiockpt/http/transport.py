@@ -53,6 +53,7 @@ from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.runtime.system import copying_threads
 from aiockpt.state.selection import Select, listed
+from aiockpt.swarm.endpoint import SwarmEndpoint
 from aiockpt.transfer.deltas import check_available
 from aiockpt.transfer.destination import Terms
 from aiockpt.transfer.prepared import Prepared
@@ -233,17 +234,22 @@ class HTTPTransport(CheckpointTransport[T]):
         self._servers: list[Serving]
         self._store: Publisher
         self._front: Front
+        extend = partial(SwarmEndpoint, config, self._bridge)
         if server.process:
             apart = self._store = ServerProcess(config, self._bridge)
             self._front = Front(self._endpoint, apart, self._bridge)
             # A member serves from its own loop, at any free port.
             name = advertise if advertise and "://" not in advertise else None
             where = Endpoint(replace(server, port=0), advertise=name, tls=False)
-            relays = CheckpointServer(replace(config, lends=False), self._bridge)
+            relays = CheckpointServer(
+                replace(config, lends=False), self._bridge, extend=extend
+            )
             self._host = RelayHost(where, relays, self._bridge)
             self._servers = [apart, relays]
         else:
-            local = CheckpointServer(config, self._bridge, ssl_context=tls)
+            local = CheckpointServer(
+                config, self._bridge, ssl_context=tls, extend=extend
+            )
             self._store, self._servers = local.store, [local]
             self._front = self._host = RelayHost(self._endpoint, local, self._bridge)
         self._grace = server.grace

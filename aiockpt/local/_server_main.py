@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from aiockpt.events import TransferEvent, add_hook
@@ -43,6 +44,7 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import Parent, leave_terminal
 from aiockpt.runtime.ipc import unpack
 from aiockpt.runtime.system import raise_descriptor_limit
+from aiockpt.swarm.endpoint import SwarmEndpoint
 
 logger = logging.getLogger("aiockpt")
 
@@ -138,7 +140,8 @@ class ServerMain:
         if isinstance(message, Setup):
             options = message.config.options
             self._keep_last = options.keep_last
-            self._server = CheckpointServer(message.config, self._bridge)
+            extend = partial(SwarmEndpoint, message.config, self._bridge)
+            self._server = CheckpointServer(message.config, self._bridge, extend=extend)
             _forward_logs(message.levels, self._tell_from_any_thread)
             self._spawn(self._start(self._server, fds, nice=options.nice))
         elif isinstance(message, Prepare):
@@ -275,6 +278,7 @@ class TrainersSnapshot:
 
     def __init__(self, manifest: Manifest, arena: int, number: int, tell: Tell) -> None:
         self.manifest = manifest
+        self.have = (1 << len(manifest.grid)) - 1
         self._mapped = MappedSnapshot(manifest, arena)
         self.arena = TrainersArena(arena, number, tell)
         self._references = 1

@@ -40,6 +40,9 @@ class Snapshot:
             a writer may change when the reader-writer lock permits it.
         on_free: Called when the last reference is released. The caller of the
             constructor has the first one.
+
+    Attributes:
+        have: The chunks that are there, all of them: bit i is chunk i.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Snapshot:
     ) -> None:
         self.manifest = manifest
         self.live = live
+        self.have = (1 << len(manifest.grid)) - 1
         self._memory = memory
         self._references = 1
         self._on_free = on_free

@@ -32,18 +32,26 @@ from aiockpt.http.client import CheckpointClient, Request
 from aiockpt.http.download import Download
 from aiockpt.http.membership import Membership, watch
 from aiockpt.http.peers import Peer
-from aiockpt.http.protocol import Announcement, Lease, Origin, parse_metadata
-from aiockpt.http.relay import Relay
+from aiockpt.http.protocol import Lease, Origin, parse_metadata
 from aiockpt.http.retry import HostLimitError
 from aiockpt.http.store import Publication, Store
 from aiockpt.local.attach import format_mark, identity
 from aiockpt.local.server_process import ServerProcess
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.secrets import Token
+from aiockpt.swarm.messages import Announcement
+from aiockpt.swarm.relay import Relay
 from aiockpt.testing import Drip, Fault, assert_same
 from aiockpt.testing.faults import Pipe
 from tests.support.proofs import proves
-from tests.support.servers import TOKEN, Memory, running, serving, settle
+from tests.support.servers import (
+    TOKEN,
+    Memory,
+    running,
+    serving,
+    settle,
+    tracker_of,
+)
 from tests.support.transports import (
     CHUNK,
     Transport,
@@ -281,7 +289,7 @@ async def test_a_member_that_asks_for_a_long_range_needs_no_slot() -> None:
     async with serving(memory, swarm=Swarm(slots=1)) as site, AsyncExitStack() as stack:
         assert site.store.latest is not None
         for name in (a, b, c):
-            site.store.latest.tracker.announce(
+            site.tracker.announce(
                 name, Announcement(f"http://{name}/"), address="", trusts_url=True
             )
 
@@ -308,7 +316,7 @@ async def test_the_rate_limits_only_what_a_member_sends() -> None:
             relay.token = Token("of-members")
             for chunk in range(len(memory.manifest.grid)):
                 relay.add(chunk)
-            await site.store.relay(relay)
+            site.store.share(relay)
 
             def paced() -> int:
                 sock = site.connections[0].transport.get_extra_info("socket")
@@ -322,7 +330,7 @@ async def test_the_rate_limits_only_what_a_member_sends() -> None:
                 assert answer.status == HTTPStatus.PARTIAL_CONTENT
                 found.append(paced())
             assert found == [UNLIMITED, 20_000_000, UNLIMITED]
-            await site.store.end_relay(relay)
+            await site.store.unshare(relay)
 
 
 async def test_senders_that_hold_the_same_are_sources_beside_members() -> None:
@@ -394,7 +402,9 @@ async def test_what_the_caller_has_changed_is_not_sent() -> None:
         for each in dropped:  # which is nothing to worry about
             assert each.detail == f"{each.peer} has left the swarm"
             assert each.level == logging.INFO
-        await settle(lambda: len(latest(sender).tracker) == len(members) - len(asked))
+        await settle(
+            lambda: len(tracker_of(sender._servers[0])) == len(members) - len(asked)
+        )
     assert not any("digest" in each.detail for each in events)
 
 
@@ -433,7 +443,7 @@ async def test_a_receive_does_not_wait_until_a_silent_sender_knows_the_last_end(
         mute.speaks.set()
         await member.said_goodbye()
         assert not receiver._host.members
-        assert len(latest(sender).tracker) == 0
+        assert len(tracker_of(sender._servers[0])) == 0
 
 
 async def test_a_receive_that_has_everything_does_not_wait_for_a_silent_sender(
@@ -549,7 +559,7 @@ async def test_a_superseded_snapshot_stays_until_the_next_heartbeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In a large swarm, that is longer than the stall timeout."""
-    monkeypatch.setattr("aiockpt.http.tracker.heartbeat", lambda _: 600.0)
+    monkeypatch.setattr("aiockpt.swarm.tracker.heartbeat", lambda _: 600.0)
     async with sending(stall_timeout=0.3) as sender:
         base, _, token = sender.metadata().partition("#")
         await announce(sender.metadata(), 15, "http://127.0.0.1:9/", "127.0.0.1")
@@ -739,13 +749,13 @@ def latest(sender: Transport) -> Publication:
 
 def complaints(sender: Transport) -> list[int]:
     """Return how many hosts complained about each member."""
-    return [each.complaints for each in latest(sender).tracker.statistics()]
+    return [each.complaints for each in tracker_of(sender._servers[0]).statistics()]
 
 
 @proves("threat T10")
 async def test_a_lie_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the time between two announcements is."""
-    monkeypatch.setattr("aiockpt.http.tracker.heartbeat", lambda _: 600.0)
+    monkeypatch.setattr("aiockpt.swarm.tracker.heartbeat", lambda _: 600.0)
     async with (
         sending() as sender,
         slow(sender, SLOW // 20) as url,
@@ -764,12 +774,12 @@ async def test_a_lie_is_reported_by_a_receiver_that_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before it leaves; the status of the sender shows it."""
-    monkeypatch.setattr("aiockpt.http.tracker.heartbeat", lambda _: 600.0)
+    monkeypatch.setattr("aiockpt.swarm.tracker.heartbeat", lambda _: 600.0)
     url, host = "http://127.0.0.2:9/", "127.0.0.2"
     async with sending() as sender, receivers(1) as (receiver,):
         name = await announce(sender.metadata(), 15, url, host)
         async with membership_of(sender, receiver) as membership:
-            await settle(lambda: len(latest(sender).tracker) == 2)
+            await settle(lambda: len(tracker_of(sender._servers[0])) == 2)
             liar = Peer(Origin(url, "token"), member=name)
             membership.drop(liar, RemoteProtocolError("it lies"))
         await membership.said_goodbye()
@@ -917,12 +927,12 @@ async def test_a_member_leaves_though_its_complaint_is_lost(
 
     async with sending() as sender, receivers(1) as (receiver,):
         async with membership_of(sender, receiver) as membership:
-            await settle(lambda: len(latest(sender).tracker) == 1)
+            await settle(lambda: len(tracker_of(sender._servers[0])) == 1)
             monkeypatch.setattr(CheckpointClient, "request", fail)
             liar = Peer(Origin("http://127.0.0.2:9/", "token"), member="m9")
             membership.drop(liar, RemoteProtocolError("it lies"))
         await membership.said_goodbye()
-        assert len(latest(sender).tracker) == 0
+        assert len(tracker_of(sender._servers[0])) == 0
 
 
 async def test_a_member_that_had_no_descriptor_announces_itself_later(
@@ -943,7 +953,7 @@ async def test_a_member_that_had_no_descriptor_announces_itself_later(
         receivers(1) as (receiver,),
         membership_of(sender, receiver),
     ):
-        await settle(lambda: len(latest(sender).tracker) == 1, patience=60)
+        await settle(lambda: len(tracker_of(sender._servers[0])) == 1, patience=60)
     assert failures == [1]
 
 

@@ -18,14 +18,13 @@ import pytest
 import torch
 
 from aiockpt import AiockptError, Auth, Swarm
-from aiockpt.http.relay import Relay
-from aiockpt.http.store import Store
 from aiockpt.local.server_process import ServerProcess
+from aiockpt.swarm.relay import Relay
 from aiockpt.testing import Drip, assert_same
 from tests.support.commandline import start_aiockpt
 from tests.support.matrix import Record
 from tests.support.proofs import proves
-from tests.support.servers import settle
+from tests.support.servers import settle, tracker_of
 from tests.support.transports import (
     CHUNK,
     Transport,
@@ -299,9 +298,7 @@ async def test_the_owner_of_a_lingering_member_changes_its_tensors(
                         if isinstance(tensor, torch.Tensor):
                             tensor.fill_(-1.0)
                 assert_same(await task, STATE)
-            assert isinstance(sender._store, Store)
-            assert sender._store.latest is not None
-            accused = sender._store.latest.tracker.statistics()
+            accused = tracker_of(sender._servers[0]).statistics()
             assert not any(each.complaints for each in accused)
             assert not any("digest" in each.detail for each in events)
             record.ran()

@@ -13,11 +13,12 @@ from math import inf
 
 import pytest
 
-from aiockpt.http.protocol import Announcement, Lease
+from aiockpt.http.protocol import Lease
 from aiockpt.http.security import network_of
 from aiockpt.http.store import Store
-from aiockpt.http.tracker import Tracker
 from aiockpt.runtime.deadlines import Deadlines
+from aiockpt.swarm.messages import Announcement
+from aiockpt.swarm.tracker import Tracker
 from tests.support.proofs import proves
 from tests.support.servers import Memory
 from tests.support.steps import counted_steps
@@ -72,7 +73,7 @@ async def test_a_request_beside_many_leases() -> None:
             publication = store.leased(lease, 1)
             assert publication is not None
             store.lease(publication, lease, patience=FAR)
-            assert publication.has_others(lease)
+            assert publication.has_joining(besides=lease)
             async with store.reading(publication, evict=print, lease=lease):
                 pass
             assert store.statistics().superseded == 1

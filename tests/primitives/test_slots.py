@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from aiockpt.http import relay
 from aiockpt.http.problems import PeerBusy
-from aiockpt.http.relay import Slots
 from aiockpt.http.tuning import SlowAfter
+from aiockpt.swarm import relay
+from aiockpt.swarm.relay import Slots
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 

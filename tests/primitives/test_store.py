@@ -13,8 +13,9 @@ from aiockpt.errors import (
     PeerFailedError,
     StepNotFoundError,
 )
-from aiockpt.http.relay import Relay
 from aiockpt.http.store import Failure, Statistics, Store
+from aiockpt.runtime.secrets import Token
+from aiockpt.swarm.relay import Relay
 from tests.support.proofs import proves
 from tests.support.servers import Memory, settle
 
@@ -96,11 +97,38 @@ async def test_of_a_server_that_has_ended_only_the_counters_stay():
 async def test_a_body_of_a_relay_is_a_reader():
     """A member of a swarm counts whom it serves, as a sender does."""
     store, relay = Store(), Relay(Memory().manifest, {}, slots=2)
-    await store.relay(relay)
-    (publication,) = store._relays.values()
+    relay.token = Token("of-members")
+    store.share(relay)
+    publication = store.shared("of-members")
+    assert publication is not None
     async with store.reading(publication, evict=lambda: None):
         assert store.statistics() == Statistics(readers=1, oldest_reader=ANY)
     assert store.statistics() == Statistics()
+
+
+async def test_a_share_is_found_by_its_tokens_until_it_ends():
+    """Then nobody reads it, and a closed store takes no other one."""
+    store, relay = Store(), Relay(Memory().manifest, {}, slots=2)
+    store.share(relay)
+    assert store.shared("") is None  # it has no token yet
+    relay.token, relay.other = Token("one"), Token("other")
+    share = store.shared("one")
+    assert share is not None
+    assert share is store.shared("other")
+    assert store.shared("third") is None
+    async with store.unread(relay) as publication:
+        assert publication is share
+    for _ in range(2):
+        await store.unshare(relay)
+        assert store.shared("one") is None
+        async with store.unread(relay) as publication:
+            assert publication is None
+    with pytest.raises(CheckpointChangedError):
+        async with store.reading(share, evict=lambda: None):
+            raise AssertionError("it has ended")
+    await store.close()
+    with pytest.raises(ClosedError):
+        store.share(relay)
 
 
 async def test_waiting_ends_when_the_step_was_skipped():

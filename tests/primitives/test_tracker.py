@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from aiockpt.errors import RemoteProtocolError
-from aiockpt.http import tracker as module
 from aiockpt.http.problems import PeerBusy
-from aiockpt.http.protocol import Announcement, AnnounceResponse
 from aiockpt.http.security import plain_address
-from aiockpt.http.tracker import Tracker
 from aiockpt.http.tuning import SlowAfter, Usual
 from aiockpt.runtime import deadlines
+from aiockpt.swarm import tracker as module
+from aiockpt.swarm.messages import Announcement, AnnounceResponse
+from aiockpt.swarm.tracker import Tracker
 from tests.support.proofs import proves
 from tests.support.servers import settle
 

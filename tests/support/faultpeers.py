@@ -17,6 +17,7 @@ import time
 from asyncio.subprocess import PIPE, Process, create_subprocess_exec
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from aiockpt import AiockptError, Progress
@@ -25,6 +26,7 @@ from aiockpt.http.protocol import Origin
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.swarm.endpoint import SwarmEndpoint
 from aiockpt.testing import Fault, FaultProxy
 from aiockpt.testing.faults import Pipe
 from tests.support import rangepeer, servers
@@ -203,7 +205,9 @@ async def serve(options: dict[str, Any]) -> None:
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
     config = servers.config(**options)
-    server = CheckpointServer(config, Bridge(threads=1, name="faultpeers"))
+    bridge = Bridge(threads=1, name="faultpeers")
+    extend = partial(SwarmEndpoint, config, bridge)
+    server = CheckpointServer(config, bridge, extend=extend)
     store = server.store
     sockets = open_sockets(host, port)
     port = sockets[0].getsockname()[1]

@@ -12,7 +12,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +29,8 @@ from aiockpt.http.options import Server
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.swarm.endpoint import SwarmEndpoint
+from aiockpt.swarm.tracker import Tracker
 from tests.support.headers import entries_of
 from tests.support.ports import free_port
 
@@ -77,6 +79,7 @@ class Memory:
             tree=["tensors", ["weight"], [0]],
             digests=[digest([memoryview(self.data)[a:b]]) for a, b in ranges],
         )
+        self.have = (1 << len(grid)) - 1
 
     @property
     def file(self) -> bytes:
@@ -122,8 +125,21 @@ class Site:
         assert runner.server is not None
         return runner.server.connections
 
+    @property
+    def tracker(self) -> Tracker:
+        """Who is in the swarm of what is published."""
+        return tracker_of(self.server)
+
     def peer(self, **options: Any) -> Peer:
         return Peer(self.port, **options)
+
+
+def tracker_of(server: Any) -> Tracker:
+    """Return who is in the swarm of what a `CheckpointServer` publishes."""
+    assert isinstance(server, CheckpointServer)
+    assert isinstance(server.extension, SwarmEndpoint)
+    assert server.store.latest is not None
+    return server.extension.tracker(server.store.latest)
 
 
 @asynccontextmanager
@@ -132,14 +148,22 @@ async def serving(
     *,
     ssl_context: ssl.SSLContext | None = None,
     send_buffer: int = 0,
+    extended: bool = True,
     **changes: Any,
 ) -> AsyncIterator[Site]:
     """Serve ``memory`` on loopback, with ``CONFIG`` changed by ``changes``.
 
     With a small ``send_buffer`` the kernel takes little, as if the network were slow.
+    Without ``extended``, only plain checkpoints are served.
     """
     bridge = Bridge(threads=1, name="serving")
-    server = CheckpointServer(config(**changes), bridge, ssl_context=ssl_context)
+    options = config(**changes)
+    server = CheckpointServer(
+        options,
+        bridge,
+        ssl_context=ssl_context,
+        extend=partial(SwarmEndpoint, options, bridge) if extended else None,
+    )
     store = server.store
     sockets = open_sockets("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from aiockpt.http.options import Swarm
-from aiockpt.http.relay import Relay
 from aiockpt.http.tokens import swarm_token
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.secrets import Token
+from aiockpt.swarm.relay import Relay
 from tests.support.proofs import proves
-from tests.support.servers import TOKEN, Answer, Memory, Site, serving
+from tests.support.servers import TOKEN, Answer, Memory, Site, serving, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 
@@ -213,7 +213,7 @@ async def test_a_bad_announcement(
             answer = await post(site, lease, said, **headers)
         assert answer.status == status
         assert site.store.latest is not None
-        assert not len(site.store.latest.tracker)
+        assert not len(site.tracker)
 
 
 async def test_where_there_is_no_swarm() -> None:
@@ -228,6 +228,22 @@ async def test_where_there_is_no_swarm() -> None:
         assert (await post(site, A, SAID, path=path)).status == 404
 
 
+async def test_a_server_that_nothing_extends_knows_no_swarm() -> None:
+    """It answers and shows what is its own, whatever its options say of swarms."""
+    async with serving(memory(), swarm=SWARM, extended=False) as site:
+        for lease in (A, B, A):
+            for path in ("metadata", "full"):
+                answer = await ask(site, path, lease)
+                assert answer.status == 200
+                assert "Aiockpt-Swarm" not in answer.headers
+        for path in ("have", "members"):
+            assert (await ask(site, path, A)).status == 404
+        assert (await post(site, A, SAID)).status == 405
+        async with site.peer() as peer:
+            found = json.loads((await peer.ask("/checkpoint/")).body)
+        assert "swarm" not in found["status"]
+
+
 @asynccontextmanager
 async def relaying(site: Site, chunks: Iterable[int]) -> AsyncIterator[dict[str, str]]:
     """Serve these chunks of a receive; give the headers of a request to it."""
@@ -237,11 +253,11 @@ async def relaying(site: Site, chunks: Iterable[int]) -> AsyncIterator[dict[str,
     with closing(Arena(len(held.data))) as relay.memory:
         for chunk in chunks:
             relay.add(chunk)
-        await site.store.relay(relay)
+        site.store.share(relay)
         try:
             yield {"Authorization": f"Bearer {relay.token}"}
         finally:
-            await site.store.end_relay(relay)
+            await site.store.unshare(relay)
 
 
 @pytest.mark.parametrize(
@@ -273,13 +289,13 @@ async def lending(
         memory[:] = held.data
         for chunk in (0, 1):
             relay.add(chunk)
-        await site.store.relay(relay)
+        site.store.share(relay)
         try:
             async with site.peer(receive_buffer=4096, token=relay.token) as peer:
                 yield held, relay, memory, peer
         finally:
             memory.release()
-            await site.store.end_relay(relay)
+            await site.store.unshare(relay)
 
 
 @proves("threat T14")
@@ -287,7 +303,8 @@ async def test_a_member_sends_what_it_has_compared() -> None:
     """Its owner may change the memory at any moment, also during a body."""
     async with serving(swarm=SWARM) as site, lending(site) as found:
         held, relay, memory, peer = found
-        await site.store.lend_relay(relay)
+        async with site.store.unread(relay):
+            relay.lend()
         await peer.request("/checkpoint/7/0")
         assert (await peer.head()).status == 200
         memory[:] = bytes(len(memory))
@@ -306,11 +323,31 @@ async def test_a_body_ends_before_the_memory_is_lent() -> None:
         assert (await peer.head()).status == 200
         some = await peer.read_some(100_000)
         async with asyncio.timeout(20):
-            await site.store.lend_relay(relay)
+            async with site.store.unread(relay):
+                relay.lend()
         memory[:] = bytes(len(memory))
         some += await peer.read_all()
         assert 0 < len(some) < 8 << 20
         assert some == held.data[: len(some)]
+
+
+@proves("threat T14")
+async def test_a_request_that_waits_while_the_memory_is_lent_asks_again() -> None:
+    """It was let in before; the next one gets a copy."""
+    async with serving(swarm=SWARM) as site, lending(site) as found:
+        held, relay, memory, peer = found
+        share = site.store.shared(relay.token)
+        assert share is not None
+        async with site.store.unread(relay):
+            await peer.request("/checkpoint/7/0")
+            await settle(lambda: share.lock.statistics().waiting_readers == 1)
+            relay.lend()
+        answer = await peer.answer()
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "0")
+        await peer.request("/checkpoint/7/0")
+        assert (await peer.head()).status == 200
+        memory[:] = bytes(len(memory))
+        assert await peer.read_some(8 << 20) == held.data[: 8 << 20]
 
 
 @proves("threat D18")

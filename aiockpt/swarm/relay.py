@@ -7,6 +7,7 @@ no others, to the members of the swarm.
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Final, NamedTuple
@@ -120,7 +121,7 @@ class Copy(NamedTuple):
 
 
 class Relay:
-    """A partial checkpoint as a `Servable`.
+    """A checkpoint that is being received, as a `Shareable` of the receiver's store.
 
     Args:
         manifest: The manifest of the whole checkpoint.
@@ -182,10 +183,14 @@ class Relay:
         age = asyncio.get_running_loop().time() - self._began
         return min(max(_BATCH * age / max(len(self.order), 1), _SOON), _LATE)
 
-    def has(self, chunks: range) -> bool:
-        """Return whether all these chunks are here."""
-        wanted = (1 << len(chunks)) - 1
-        return self.have >> chunks.start & wanted == wanted
+    def opens(self, offered: str) -> bool:
+        """Return whether a request with this token may read it."""
+        # As bytes: compare_digest takes only ASCII text.
+        given = offered.encode("utf-8", "surrogateescape")
+        tokens = () if self.ended else (self.token, self.other)
+        return any(
+            token and hmac.compare_digest(given, token.encode()) for token in tokens
+        )
 
     def copied(self, chunks: range) -> Copy | None:
         """Return a copy of chunks; None if one has changed. For a thread.
@@ -196,7 +201,7 @@ class Relay:
         manifest = self.manifest
         ranges = [manifest.grid.range(chunk) for chunk in chunks]
         start = ranges[0][0]
-        copy = Copy(start, b"".join(self.views(start, ranges[-1][1])))
+        copy = Copy(start, b"".join(self._buffers(start, ranges[-1][1])))
         for chunk, (first, last) in zip(chunks, ranges, strict=True):
             actual = digest(copy.views(first, last), manifest.algorithm)
             if actual != manifest.digests[chunk]:
@@ -207,8 +212,14 @@ class Relay:
         """Return the bytes ``[start, stop)`` of the data segment.
 
         Raises:
+            PeerBusy: the memory may change; only copies may be sent.
             ConnectionResetError: nothing may be read any more.
         """
+        if self.is_lent:
+            raise PeerBusy(retry_after=_RETRY_AFTER)
+        return self._buffers(start, stop)
+
+    def _buffers(self, start: int, stop: int) -> list[memoryview]:
         if self.memory is None:
             raise ConnectionResetError("the receive has ended")
         return self.memory.buffers(start, stop)

@@ -21,14 +21,7 @@ import msgspec
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.problems import PeerBusy
-from aiockpt.http.protocol import (
-    LONGEST_URL,
-    MEMBER_PATH,
-    Announcement,
-    AnnounceResponse,
-    MemberInfo,
-    url_fault,
-)
+from aiockpt.http.protocol import MEMBER_PATH, url_fault
 from aiockpt.http.security import (
     Scope,
     endpoint,
@@ -46,6 +39,12 @@ from aiockpt.http.swarm import (
 )
 from aiockpt.http.tuning import SlowAfter, Usual
 from aiockpt.runtime.deadlines import Deadlines
+from aiockpt.swarm.messages import (
+    LONGEST_URL,
+    Announcement,
+    AnnounceResponse,
+    MemberInfo,
+)
 
 _SAMPLE: Final = 64  # members of which some are named
 _MOST: Final = 16_384  # members

@@ -1,0 +1,131 @@
+"""The seam between the handlers and what is served beside plain checkpoints.
+
+A `ServiceExtension` answers resources of its own, adds headers to the answers of the
+handlers, and admits the bodies that they send. The handlers call it at one place each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Final
+
+from aiohttp import web
+
+from aiockpt.http import protocol as http
+from aiockpt.http.body_writer import BodySender
+from aiockpt.http.responses import Reply
+from aiockpt.http.store import HasViews, Publication
+
+
+class PlainStream(web.StreamResponse):
+    """A response that no application compresses: its length and digest are given."""
+
+    def enable_compression(self, *_: object, **__: object) -> None:
+        """Ignore it: receivers accept no coding, and a range of one makes no sense."""
+
+
+class PlainResponse(PlainStream, web.Response):
+    """Such a response with its whole body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and what it names.
+
+    Attributes:
+        request: The request.
+        resource: What is asked for.
+        publication: The checkpoint that has it.
+        lease: The lease of the receive that asks. None: the request names none, or the
+            checkpoint is a share, on which no lease holds.
+        identity: The headers that go with each answer of this server.
+    """
+
+    request: web.Request
+    resource: http.Resource
+    publication: Publication
+    lease: http.Lease | None
+    identity: Mapping[str, str]
+
+    def wait(self, most: float, *, unasked: float = 0.0) -> float:
+        """Return the seconds for which the request waits to be served, if it must.
+
+        Args:
+            most: More than that counts as that.
+            unasked: How long it waits if it does not say.
+        """
+        asked = http.parse_prefer_wait(self.request.headers.get("Prefer"))
+        return min(unasked if asked is None else asked, most)
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """What an extension asks for one body.
+
+    Attributes:
+        unsent: Bytes that the kernel may hold, so that the end of the sending is the
+            end of the transfer; 0: as many as it likes.
+        rate: Bytes per second; None: no limit.
+        is_quiet: Nobody needs to know of an early end: no warning is logged.
+        copy: What is sent instead of the memory of the checkpoint.
+    """
+
+    unsent: int = 0
+    rate: int | None = None
+    is_quiet: bool = False
+    copy: HasViews | None = None
+
+
+UNLIMITED: Final = BodyLimits()
+
+
+class ServiceExtension:
+    """What a service answers and limits beside its own; this one adds nothing.
+
+    Attributes:
+        methods: The resources of a step that the extension answers, and how each may
+            be asked for.
+    """
+
+    methods: Mapping[str, Sequence[str]] = {}
+
+    async def answer(self, asked: Asked) -> web.StreamResponse:
+        """Answer a request for one of its resources."""
+        raise NotImplementedError(asked.resource)
+
+    def headers(self, asked: Asked, reply: Reply) -> Mapping[str, str]:
+        """Return further headers of a planned reply; called before a lease is taken.
+
+        Raises:
+            RefusedError: the request is not answered in this way.
+        """
+        return {}
+
+    def sending(
+        self, asked: Asked, reply: Reply, body: BodySender
+    ) -> AbstractAsyncContextManager[BodyLimits]:
+        """Admit a body, whose bytes are sent during the block.
+
+        Raises:
+            PeerBusy: it cannot be sent soon.
+        """
+        return nullcontext(UNLIMITED)
+
+    def status(self, publication: Publication | None) -> Mapping[str, object]:
+        """Return what the status shows beside the counters."""
+        return {}
+
+
+def transport_of(request: web.Request) -> asyncio.Transport:
+    """Return a request's connection.
+
+    Raises:
+        ConnectionResetError: its client has left.
+    """
+    transport = request.transport
+    if transport is None or transport.is_closing():
+        raise ConnectionResetError("the client has left")
+    return transport

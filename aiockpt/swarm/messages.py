@@ -1,0 +1,166 @@
+"""What members of a swarm and their source say: announcements, and who has which chunk.
+
+Everything here is pure. Parsers of what a peer sent raise `RemoteProtocolError`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import struct
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from aiockpt.errors import RemoteProtocolError
+from aiockpt.http.protocol import parse_invitation
+from aiockpt.runtime.secrets import Token, discreet
+
+LONGEST_URL = 512
+"""Characters of a member's URL."""
+
+_Id = Annotated[str, msgspec.Meta(min_length=1, max_length=16)]
+_Url = Annotated[str, msgspec.Meta(max_length=LONGEST_URL)]
+_Address = Annotated[str, msgspec.Meta(max_length=64)]
+_Mark = Annotated[str, msgspec.Meta(max_length=32)]
+
+
+class Announcement(msgspec.Struct, omit_defaults=True):
+    """What a member tells the source, at least once per lease.
+
+    Attributes:
+        url: Where it serves; the path counts as `MEMBER_PATH`.
+        zone: A name for its part of the network, such as a rack; empty if unknown.
+        have: How many chunks it has.
+        bad: The ids of members that sent it wrong bytes since its last announcement.
+        known: The ids of members that it asks for chunks, or that failed.
+        local: The address from which it connects to the source, as it sees it itself;
+            empty if unknown.
+        host: A mark that only processes of its host can make; empty if unknown. Members
+            at loopback addresses are named to those with the same mark.
+    """
+
+    url: _Url
+    zone: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    have: Annotated[int, msgspec.Meta(ge=0)] = 0
+    bad: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=16)] = ()
+    known: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=64)] = ()
+    local: _Address = ""
+    host: _Mark = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a name as the address: an event advises to list that host."""
+        if self.local:
+            ipaddress.ip_address(self.local)
+
+
+class MemberInfo(msgspec.Struct, omit_defaults=True):
+    """A member as the source names it to another one; see `Announcement`."""
+
+    id: _Id
+    url: _Url
+    zone: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    have: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class AnnounceResponse(msgspec.Struct, omit_defaults=True):
+    """The source's answer to an `Announcement`.
+
+    Attributes:
+        id: What the other members call this one.
+        lease: Seconds after which the source forgets the member, unless it announces
+            itself again.
+        members: Some of the other members.
+        next: The chunk that the member should request from the source next.
+        seen: If no other member is told of this one: the address from which its
+            announcement came.
+        tokens: The tokens that members accept of each other; they send the first one.
+    """
+
+    id: _Id
+    lease: Annotated[float, msgspec.Meta(gt=0)]
+    members: Annotated[tuple[MemberInfo, ...], msgspec.Meta(max_length=64)] = ()
+    next: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    seen: _Address | None = None
+    tokens: Annotated[tuple[Token, ...], msgspec.Meta(max_length=2)] = ()
+
+
+def format_announce_response(answer: AnnounceResponse) -> bytes:
+    """Return the JSON of an answer to an announcement."""
+    return msgspec.json.encode(answer, enc_hook=lambda token: token[:])
+
+
+def parse_announce_response(data: bytes | memoryview) -> AnnounceResponse:
+    """Return the answer to an announcement.
+
+    Raises:
+        RemoteProtocolError: it is malformed.
+    """
+    try:
+        return msgspec.json.decode(data, type=AnnounceResponse, dec_hook=_token_of)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"sent a malformed answer: {error}") from None
+
+
+@discreet
+def _token_of(_: type, value: object) -> Token:
+    if not isinstance(value, str) or (token := parse_invitation(value)) is None:
+        raise ValueError("a token of the swarm has another form")
+    return token
+
+
+def why_hidden(said: Announcement, seen: str) -> str:
+    """Return why others are not told of a member, and what helps."""
+    if said.local in ("", seen):
+        return (
+            f"others cannot use the address {seen!r}; list one that they can use at "
+            "the sender, Auth(peers=[...]), and pass it as advertise="
+        )
+    return (
+        f"it connects from {said.local!r}, and its announcement came from {seen!r}, so "
+        "a proxy or a NAT is between them; list the hosts of the receivers at the "
+        f"sender, as in Auth(peers=[{said.local!r}])"
+    )
+
+
+_NO_CHUNK = 0xFFFF_FFFF
+_NOTHING_NEW = struct.pack("<I", _NO_CHUNK)
+
+
+def format_have(have: int, count: int) -> bytes:
+    """Return the bitmap of ``count`` chunks: bit i of the little-endian number."""
+    return have.to_bytes((count + 7) // 8, "little")
+
+
+def parse_have(data: bytes, count: int) -> int:
+    """Return the bitmap of ``count`` chunks.
+
+    Raises:
+        RemoteProtocolError: it has bits of further chunks.
+    """
+    have = int.from_bytes(data, "little")
+    if have >> count:
+        raise RemoteProtocolError(f"the bitmap has bits beyond those of {count} chunks")
+    return have
+
+
+def format_chunks(chunks: Sequence[int]) -> bytes:
+    """Return chunks that a member has got; without any, that it is still there."""
+    return struct.pack(f"<{len(chunks)}I", *chunks) if chunks else _NOTHING_NEW
+
+
+def parse_chunks(data: bytes, count: int) -> int:
+    """Return the bitmap of the chunks in a whole number of 4-byte integers.
+
+    Raises:
+        RemoteProtocolError: there are only ``count`` chunks, or one is named twice.
+    """
+    have = 0
+    for (chunk,) in struct.iter_unpack("<I", data):
+        if chunk == _NO_CHUNK:
+            continue
+        if chunk >= count or have >> chunk & 1:
+            why = "is named twice" if chunk < count else "does not exist"
+            raise RemoteProtocolError(f"chunk {chunk} of {count} {why}")
+        have |= 1 << chunk
+    return have
