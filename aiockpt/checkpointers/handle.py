@@ -114,7 +114,7 @@ class SaveHandle:
 
     @property
     def staged(self) -> bool:
-        """Whether the state dict was copied: not if the save was skipped or failed."""
+        """Whether the state dict was copied, before any skip or failure."""
         return self.number > 0
 
     @property
