@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from aiockpt import errors as errors
     from aiockpt import http as http
     from aiockpt import testing as testing
+    from aiockpt.background_transport import (
+        BackgroundTransport,
+        make_background_transport,
+    )
     from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
     from aiockpt.checkpointers.background import BackgroundCheckpointer
     from aiockpt.checkpointers.config import CheckpointerConfig
@@ -39,10 +43,9 @@ if TYPE_CHECKING:
     from aiockpt.checkpointers.sync import SyncCheckpointer
     from aiockpt.events import Progress, TransferEvent, add_hook
     from aiockpt.format.limits import Limits
-    from aiockpt.http.background import BackgroundTransport, make_background_transport
     from aiockpt.http.options import Auth, Receive, Server, Swarm
     from aiockpt.http.tokens import make_token
-    from aiockpt.http.transport import HTTPTransport
+    from aiockpt.http_transport import HTTPTransport
     from aiockpt.pg.transport import PGTransport
     from aiockpt.state.flatten import register_leaf
     from aiockpt.storage.directory import latest, list_checkpoints
@@ -95,10 +98,10 @@ _HOMES = {
     "AsyncCheckpointer": "aiockpt.checkpointers.async_checkpointer",
     "Auth": "aiockpt.http.options",
     "BackgroundCheckpointer": "aiockpt.checkpointers.background",
-    "BackgroundTransport": "aiockpt.http.background",
+    "BackgroundTransport": "aiockpt.background_transport",
     "CheckpointTransport": "aiockpt.transport",
     "CheckpointerConfig": "aiockpt.checkpointers.config",
-    "HTTPTransport": "aiockpt.http.transport",
+    "HTTPTransport": "aiockpt.http_transport",
     "Limits": "aiockpt.format.limits",
     "PGTransport": "aiockpt.pg.transport",
     "Prepared": "aiockpt.transfer.prepared",
@@ -114,7 +117,7 @@ _HOMES = {
     "load": "aiockpt.checkpointers.factories",
     "make_async_checkpointer": "aiockpt.checkpointers.factories",
     "make_background_checkpointer": "aiockpt.checkpointers.factories",
-    "make_background_transport": "aiockpt.http.background",
+    "make_background_transport": "aiockpt.background_transport",
     "make_sync_checkpointer": "aiockpt.checkpointers.factories",
     "make_token": "aiockpt.http.tokens",
     "recover": "aiockpt.checkpointers.recovery",

@@ -23,7 +23,7 @@ nitpick_ignore_regex = [
             r"|pathlib|ssl|socket|subprocess|torch|typing|web|CollectorRegistry)(\..*)?"
         ),
     ),
-    (r"py:(class|obj)", r"(aiockpt\..*\.)?[BCT]"),  # type variables
+    (r"py:(class|obj)", r"(aiockpt\..*\.)?[BCMT]"),  # type variables
     (r"py:class", r"aiockpt\.checkpointers\.writer\.Writers"),  # for the factories
     (r"py:class", r"aiockpt\.memory\.device\.Port"),  # for tests
     (r"py:class", r"aiockpt\.checkpointers\.config\.GroupStore"),  # for the writers

@@ -18,7 +18,7 @@ from aiockpt.http.manifests import PATIENCE, chase
 from aiockpt.http.options import Auth, Receive
 from aiockpt.http.peers import Peer, Peers
 from aiockpt.http.protocol import Lease, parse_address
-from aiockpt.http.source import HttpSource, Sharing
+from aiockpt.http.source import HttpSource
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.sync_facade import run_blocking
@@ -69,7 +69,6 @@ async def _load(
     meter = _Meter(on_bytes, deadline)
     options = replace(options, progress=meter.update)
     known = find_credentials(None, insecure=False, env=os.environ)
-    alone = Sharing(wanted=False, keep=False, through=False, verify=True)
     with closing(Bridge(threads=_THREADS, name="aiockpt-peer")) as bridge:
         client = CheckpointClient(
             Receive(
@@ -87,7 +86,7 @@ async def _load(
             async def attempt(step: int) -> Received:
                 deadline.what = f"step {step} from {peers.name}"
                 meter.begin(step)
-                http = HttpSource(peers, bridge, alone)
+                http = HttpSource(peers, bridge)
                 try:
                     return await receive(http, step, options, bridge, deadline)
                 except AiockptError as error:

@@ -36,7 +36,7 @@ from aiockpt.http.auth import find_credentials
 from aiockpt.http.options import Server
 from aiockpt.http.protocol import format_metadata
 from aiockpt.http.sockets import begin_classic
-from aiockpt.http.transport import HTTPTransport
+from aiockpt.http_transport import HTTPTransport
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 

@@ -29,7 +29,7 @@ from aiockpt.errors import StateDictError, StorageError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.http.options import Server
-from aiockpt.http.transport import HTTPTransport
+from aiockpt.http_transport import HTTPTransport
 from aiockpt.memory.arena import view_of_address
 from aiockpt.storage.checkpoint_file import read_header
 from aiockpt.storage.statefile import read_state_file

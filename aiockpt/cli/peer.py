@@ -212,8 +212,7 @@ def _host(bridge: Bridge) -> RelayHost:
     )
     endpoint = Endpoint(Server(), advertise=None, tls=False)
     extend = partial(SwarmEndpoint, config, bridge)
-    server = CheckpointServer(config, bridge, extend=extend)
-    return RelayHost(endpoint, server, bridge)
+    return RelayHost(endpoint, CheckpointServer(config, extend=extend), bridge)
 
 
 class _TooLargeError(LimitExceededError):

@@ -31,7 +31,7 @@ from aiockpt.errors import (
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.http.options import Auth, Server
 from aiockpt.http.protocol import parse_metadata
-from aiockpt.http.transport import HTTPTransport
+from aiockpt.http_transport import HTTPTransport
 from aiockpt.storage.directory import find_checkpoint, list_checkpoints
 from aiockpt.storage.files import named, open_regular
 from aiockpt.storage.statefile import StateFile, read_state_file

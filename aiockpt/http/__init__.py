@@ -1,18 +1,16 @@
-"""The HTTP transport: serves what was sent, and fetches from its like.
+"""HTTP: serves what was sent, and fetches from its like.
 
-This room is the only one that imports aiohttp; it knows nothing of process groups. A
-send begins at `HTTPTransport.send_checkpoint`, which stages the state dict, and
-publishes it in a `store`. `handlers` answer requests from it (admit, find, plan, send),
-on the transport's loop (`server`) or in another process of `aiockpt.local`. A receive
-begins at `HTTPTransport.recv_checkpoint` and reads from a `source`: `peers` are asked
-for the manifest. A `download` requests runs of chunks, as its `planner` decides; a
-`range_fetcher` requests each of them over the `client`, and `body_reader` puts the
-bytes into memory. Both ends use `protocol`, `problems` and `tokens`.
-Receivers of one snapshot may serve each other: `aiockpt.swarm` extends the handlers,
-the `membership` of a receive serves a relay of what has arrived, its `neighbours` are
-the other members in a download, and `swarm` decides who serves whom what. `background`
-is the transport for programs without an event loop. Names load on first use: the server
-and the client inside need no torch.
+This package and `aiockpt.swarm` are the only ones that import aiohttp. It knows nothing
+of process groups, nor of other processes of its host: `aiockpt.http_transport` hands it
+what it needs of `aiockpt.local`. A send publishes a snapshot in a `store`. `handlers`
+answer requests from it (admit, find, plan, send), on the loop of their `server`. A
+receive reads from a `source`: `peers` are asked for the manifest. A `download` requests
+runs of chunks, as its `planner` decides; a `range_fetcher` requests each of them over
+the `client`, and `body_reader` puts the bytes into memory. Both ends use `protocol`,
+`problems` and `tokens`. Receivers of one snapshot may serve each other: `aiockpt.swarm`
+extends the handlers, the `membership` of a receive serves a relay of what has arrived,
+its `neighbours` are the other members in a download, and `swarm` decides who serves
+whom what. Names load on first use: the server and the client inside need no torch.
 """
 
 from __future__ import annotations
@@ -30,11 +28,9 @@ if TYPE_CHECKING:
         serves,
         setup,
     )
-    from aiockpt.http.transport import HTTPTransport
 
 __all__ = [
     "APP_KEY",
-    "HTTPTransport",
     "create_app",
     "get_transport",
     "routes",
@@ -42,10 +38,7 @@ __all__ = [
     "setup",
 ]
 
-_HOMES = {
-    **dict.fromkeys(__all__, "aiockpt.http.embedding"),
-    "HTTPTransport": "aiockpt.http.transport",
-}
+_HOMES = dict.fromkeys(__all__, "aiockpt.http.embedding")
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy(__name__, _HOMES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 from aiohttp import hdrs, web
 
@@ -12,21 +12,40 @@ from aiockpt.errors import LocalProtocolError
 from aiockpt.http import handlers
 from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.protocol import LATEST
-from aiockpt.http.transport import HTTPTransport
 
 _VARIABLE = re.compile(r"\{[^{}]*\}")  # such as {run}, for aiohttp to fill in
 _QUOTED = re.compile(r"[^A-Za-z0-9._~!$&'()*+,;=:@/{}-]")
 
-APP_KEY: web.AppKey[HTTPTransport[Any]] = web.AppKey("aiockpt", HTTPTransport)
-"""The key under which :func:`setup` keeps the transport by default."""
+
+class Mountable(Protocol):
+    """What an application can serve, such as an `HTTPTransport`.
+
+    Its ``mount(prefix)`` returns the handlers. The application awaits its
+    ``shutdown()`` at the end.
+    """
+
+    def mount(self, prefix: str) -> CheckpointService:
+        """Return the handlers for an application that serves them below ``prefix``."""
+
+    async def shutdown(self) -> None:
+        """Serve nothing any more, once the application ends. Idempotent."""
+
+
+M = TypeVar("M", bound=Mountable)
+
+APP_KEY: web.AppKey[Any] = web.AppKey("aiockpt", object)
+"""The key under which :func:`setup` keeps the transport by default.
+
+Type checkers do not know what it holds. They do with a ``web.AppKey`` of your own.
+"""
 
 
 def setup(
     app: web.Application,
-    transport: HTTPTransport[Any],
+    transport: M,
     prefix: str = "/checkpoint",
     *,
-    app_key: web.AppKey[HTTPTransport[Any]] = APP_KEY,
+    app_key: web.AppKey[M] = APP_KEY,
 ) -> None:
     """Serve ``transport`` below ``prefix`` of ``app`` while the app runs.
 
@@ -53,16 +72,14 @@ def setup(
     app.cleanup_ctx.append(end.lifetime)
 
 
-def create_app(transport: HTTPTransport[Any]) -> web.Application:
+def create_app(transport: Mountable) -> web.Application:
     """Return an application for ``add_subapp`` that starts and ends the transport."""
     app = web.Application()
     setup(app, transport, prefix="")
     return app
 
 
-def routes(
-    transport: HTTPTransport[Any], prefix: str = "/checkpoint"
-) -> list[web.RouteDef]:
+def routes(transport: Mountable, prefix: str = "/checkpoint") -> list[web.RouteDef]:
     """Return the routes only; you start the transport and shut it down.
 
     Raises:
@@ -72,10 +89,19 @@ def routes(
     return handlers.routes(transport.mount(prefix), prefix)
 
 
+@overload
+def get_transport(source: web.Application | web.Request) -> Any: ...
+
+
+@overload
 def get_transport(
-    source: web.Application | web.Request,
-    app_key: web.AppKey[HTTPTransport[Any]] = APP_KEY,
-) -> HTTPTransport[Any]:
+    source: web.Application | web.Request, app_key: web.AppKey[M]
+) -> M: ...
+
+
+def get_transport(
+    source: web.Application | web.Request, app_key: web.AppKey[Any] = APP_KEY
+) -> Any:
     """Return the transport that :func:`setup` put into an app or a request's app."""
     if isinstance(source, web.Application):
         return source[app_key]
@@ -102,9 +128,7 @@ def _check_prefix(prefix: str) -> None:
         )
 
 
-def _check_free(
-    app: web.Application, prefix: str, app_key: web.AppKey[HTTPTransport[Any]]
-) -> None:
+def _check_free(app: web.Application, prefix: str, app_key: web.AppKey[Any]) -> None:
     taken = {resource.canonical for resource in app.router.resources()}
     if app_key in app or f"{prefix.rstrip('/')}/{LATEST}" in taken:
         raise LocalProtocolError(
@@ -116,7 +140,7 @@ def _check_free(
 class _End:
     """Ends the transport when its application ends."""
 
-    def __init__(self, transport: HTTPTransport[Any]) -> None:
+    def __init__(self, transport: Mountable) -> None:
         self._transport = transport
         self._has_begun = False
 

@@ -23,7 +23,7 @@ from contextlib import (
 )
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Final
+from typing import Final, Protocol
 from weakref import WeakSet
 
 from aiohttp import web
@@ -69,8 +69,6 @@ from aiockpt.http.status import wants_page
 from aiockpt.http.store import Publication, Statistics, Store
 from aiockpt.http.tokens import ManifestMacs
 from aiockpt.http.traffic import Traffic
-from aiockpt.local.attach import OFFER_HEADER, PROBE_HEADER
-from aiockpt.local.lender import Lender
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.system import crowding
 
@@ -129,6 +127,31 @@ class ServerConfig:
             )
 
 
+class Lends(Protocol):
+    """Lends what a store publishes to processes of this host, as memory.
+
+    Attributes:
+        count: How many checkpoints they took.
+    """
+
+    count: int
+
+    async def offer(
+        self,
+        publication: Publication,
+        probe: str | None,
+        receiver: str,
+        lease: http.Lease | None,
+    ) -> str | None:
+        """Return the header that offers a checkpoint to the sender of a probe, or None.
+
+        None if the probe is not from this host, or the memory cannot be lent.
+        """
+
+    async def aclose(self) -> None:
+        """Lend nothing more. Idempotent."""
+
+
 class CheckpointService:
     """The handlers over one store; any number of applications may route to them.
 
@@ -144,7 +167,7 @@ class CheckpointService:
         store: Store,
         config: ServerConfig,
         extension: ServiceExtension,
-        lender: Lender | None = None,
+        lender: Lends | None = None,
     ) -> None:
         self.store = store
         self.config = config
@@ -406,10 +429,11 @@ class CheckpointService:
         """Return the header that offers the memory to a receiver on this host."""
         if self._lender is None or request.method != "GET":
             return {}
-        probe, receiver = request.headers.get(PROBE_HEADER), request[VISIT].receiver
+        probe = request.headers.get(http.PROBE_HEADER)
+        receiver = request[VISIT].receiver
         offer = await self._lender.offer(publication, probe, receiver, lease)
         # A ticket is good for a while only: no cache should keep it.
-        return {OFFER_HEADER: offer, "Cache-Control": "no-store"} if offer else {}
+        return {http.OFFER_HEADER: offer, "Cache-Control": "no-store"} if offer else {}
 
     # ---------------------------------------------------------------- sending
 

@@ -14,8 +14,8 @@ from aiockpt.http.listen import Endpoint
 from aiockpt.http.membership import Membership
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Statistics
-from aiockpt.local.attach import format_mark, identity
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.same_host import format_mark, identity
 from aiockpt.swarm.relay import Relay
 
 

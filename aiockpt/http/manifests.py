@@ -38,6 +38,8 @@ from aiockpt.http.client import Answer, CheckpointClient, Line, Request
 from aiockpt.http.protocol import (
     DELTA_BASE_HEADER,
     INCARNATION_HEADER,
+    OFFER_HEADER,
+    PROBE_HEADER,
     STEP_HEADER,
     SWARM_HEADER,
     Origin,
@@ -52,7 +54,6 @@ from aiockpt.http.protocol import (
 )
 from aiockpt.http.retry import OnRetry, Patience, Pause, Retries, backoff, poll
 from aiockpt.http.tokens import MAC_HEADER, check_manifest_mac
-from aiockpt.local.attach import OFFER_HEADER, PROBE_HEADER
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.system import collector_paused

@@ -16,12 +16,10 @@ from aiohttp.http import HttpProcessingError
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.acceptor import Acceptor
 from aiockpt.http.extension import ServiceExtension
-from aiockpt.http.handlers import CheckpointService, ServerConfig, routes
+from aiockpt.http.handlers import CheckpointService, Lends, ServerConfig, routes
 from aiockpt.http.listen import PREFIX
 from aiockpt.http.responses import COMMON_HEADERS
 from aiockpt.http.store import Statistics, Store
-from aiockpt.local.lender import Lender
-from aiockpt.runtime.bridge import Bridge
 
 _KEEPALIVE: Final = 75.0  # longer than the 60 s for which proxies keep idle connections
 _LINGERING: Final = 1.0  # for the rest of a body, for which no request here has any use
@@ -44,9 +42,10 @@ class CheckpointServer:
 
     Args:
         config: What it needs to know.
-        bridge: Runs what blocks.
         ssl_context: Serve TLS with it on the sockets.
         extend: Returns what is served beside the checkpoints of a store, if anything.
+        lend: Returns what lends the store's memory to processes of this host, if
+            the configuration says that it does.
 
     Attributes:
         store: Where a checkpoint is published.
@@ -56,10 +55,10 @@ class CheckpointServer:
     def __init__(
         self,
         config: ServerConfig,
-        bridge: Bridge,
         *,
         ssl_context: ssl.SSLContext | None = None,
         extend: Callable[[Store], ServiceExtension] | None = None,
+        lend: Callable[[Store], Lends] | None = None,
     ) -> None:
         options = config.options
         self.store = Store(
@@ -68,14 +67,7 @@ class CheckpointServer:
         self.extension = ServiceExtension() if extend is None else extend(self.store)
         self._config = config
         self._ssl_context = ssl_context
-        self._lender: Lender | None = None
-        if config.lends:
-            self._lender = Lender(
-                self.store,
-                bridge,
-                most=config.options.readers,
-                stall_timeout=config.stall_timeout,
-            )
+        self._lender = lend(self.store) if lend and config.lends else None
         self._services: list[CheckpointService] = []
         self._runner: web.AppRunner | None = None
         self._acceptor: Acceptor | None = None

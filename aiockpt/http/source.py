@@ -1,7 +1,7 @@
 """HTTP peers as the source of one receive: the sender's memory, else its server.
 
-A sender of this host may lend the memory of its snapshot (`attach`). Everything
-else, and what is bad of that memory, is downloaded from the peers.
+A sender of this host may lend the memory of its snapshot; `Attach` asks for it.
+Everything else, and what is bad of that memory, is downloaded from the peers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Final, Protocol
 
 from aiockpt.errors import (
     Advice,
@@ -27,22 +27,14 @@ from aiockpt.http.membership import Membership
 from aiockpt.http.neighbours import Neighbours
 from aiockpt.http.peers import Peers
 from aiockpt.http.tokens import MAC_HEADER
-from aiockpt.local.attach import (
-    LentMemory,
-    NotLentError,
-    attach,
-    format_probe,
-    identity,
-)
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.same_host import format_probe, identity
 from aiockpt.runtime.tasks import Over, map_in_threads
 from aiockpt.state.load_plan import Template
 from aiockpt.transfer.deltas import is_available
 from aiockpt.transfer.destination import Destination, Terms, destination_of
 from aiockpt.transfer.source import OnProgress, Target
-
-V = TypeVar("V")
 
 _HTTP: Final = "HTTP"
 _MEMORY: Final = "shared memory"
@@ -50,21 +42,59 @@ _WORKERS: Final = 2
 _SPAN: Final = 64 << 20  # a cancel waits for the end of one
 
 
+class Attached(Protocol):
+    """The memory of a data segment that another process of this host lends."""
+
+    @property
+    def arena(self) -> Arena:
+        """The mapping; only pages that are written here are copied."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the lender has taken the memory back."""
+
+    def take(
+        self, views: Sequence[memoryview], start: int, hasher: ChunkHasher
+    ) -> list[HashedChunk]:
+        """Copy bytes from ``start`` on into ``views``; return the chunks that ended.
+
+        For threads.
+        """
+
+    def give_back(self) -> None:
+        """Unmap the memory unless tensors lie in it; then `close`. For threads."""
+
+    def close(self) -> None:
+        """Tell the lender that the receive has ended. Idempotent."""
+
+
+class Attach(Protocol):
+    """A function that asks another process of this host for memory."""
+
+    async def __call__(
+        self, offered: str, outline: Outline, *, keep: bool
+    ) -> Attached | str:
+        """Return the memory of an offer, or why there is none.
+
+        ``keep`` if its content must not change. If cancelled, nothing is left behind.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
-    """Whether memory of this host's processes is taken, and what for.
+class AttachOptions:
+    """How memory of this host's processes is asked for, and what for.
 
     Attributes:
-        wanted: It is taken where it is offered.
+        attach: Asks for it where it is offered; None: nothing does.
         keep: Tensors may lie in it.
         through: A template is filled from it, once all of it was verified.
         verify: Digests are compared even of what is kept.
     """
 
-    wanted: bool
-    keep: bool
-    through: bool
-    verify: bool
+    attach: Attach | None = None
+    keep: bool = False
+    through: bool = False
+    verify: bool = True
 
 
 class HttpSource:
@@ -73,11 +103,11 @@ class HttpSource:
     Args:
         peers: Who has it.
         bridge: Runs what blocks.
-        sharing: Whether memory of this host is taken.
+        attaching: Whether memory of this host is taken.
         swarm: The part of the receive in a swarm. The source ends it, or has it linger.
 
     Attributes:
-        medium: How they come.
+        medium: How the bytes come.
         remark: Why they do not come as they should, if so.
         arena: The sender's memory, where the checkpoint is used in it or from it.
     """
@@ -86,16 +116,16 @@ class HttpSource:
         self,
         peers: Peers,
         bridge: Bridge,
-        sharing: Sharing,
+        attaching: AttachOptions = AttachOptions(),
         swarm: Membership | None = None,
     ) -> None:
         self.name, self.medium, self.remark = peers.name, _HTTP, ""
         self.arena: Arena | None = None
         self._peers, self._bridge, self._swarm = peers, bridge, swarm
-        self._sharing = sharing
+        self._attaching = attaching
         self._step: int | None = None  # of which the manifest has come
         self._offer: str | None = None
-        self._lent: LentMemory | None = None
+        self._attached: Attached | None = None
 
     async def __aenter__(self) -> HttpSource:
         """Begin a receive."""
@@ -124,11 +154,11 @@ class HttpSource:
             if told and self._step is not None:
                 await self.end(self._step)
         finally:
-            if self._lent is not None:
+            if self._attached is not None:
                 if self.arena is None:  # to unmap gigabytes takes a while
-                    self._bridge.post(self._lent.give_back)
+                    self._bridge.post(self._attached.give_back)
                 else:  # a device may still copy from it
-                    self._lent.close()
+                    self._attached.close()
 
     async def _leave(self, swarm: Membership) -> None:
         """Leave a swarm, before the lease ends: the sender may keep nothing after it.
@@ -143,7 +173,9 @@ class HttpSource:
 
     async def manifest(self, step: int) -> Manifest:
         """Return the manifest; learn whether there is memory to be had."""
-        here = await self._bridge.run(identity) if self._sharing.wanted else None
+        here = None
+        if self._attaching.attach is not None:
+            here = await self._bridge.run(identity)
         answer = await self._peers.manifest(
             step,
             probe=None if here is None else format_probe(here, os.urandom(16)),
@@ -156,26 +188,24 @@ class HttpSource:
         return answer.manifest
 
     async def map(self, outline: Outline, *, most: int | None) -> None:
-        """Borrow the sender's memory if it was offered.
+        """Attach the sender's memory if it was offered.
 
         Raises:
             LimitExceededError: it is more than ``most``.
         """
-        offer = self._offer
-        if not offer or not outline.grid.segment_bytes:
-            if self._sharing.keep:
+        offer, how = self._offer, self._attaching
+        if not offer or how.attach is None or not outline.grid.segment_bytes:
+            if how.keep:
                 self.remark = "not shared: the sender offers no memory"
             return
         enforce("the checkpoint's size", outline.grid.segment_bytes, most, "max_bytes")
-        sharing = self._sharing
-        try:
-            used = sharing.keep or sharing.through
-            self._lent = await attach(offer, outline, keep=used)
-        except NotLentError as error:
-            self.remark = f"not shared: {error}"
+        used = how.keep or how.through
+        memory = await how.attach(offer, outline, keep=used)
+        if isinstance(memory, str):
+            self.remark = f"not shared: {memory}"
         else:
-            self.arena = self._lent.arena if used else None
-            self.medium = _MEMORY
+            self._attached, self.medium = memory, _MEMORY
+            self.arena = memory.arena if used else None
 
     @property
     def sends_deltas(self) -> bool:
@@ -205,8 +235,9 @@ class HttpSource:
             AiockptError: see `Download`.
         """
         left: Sequence[int] = chunks
-        if self._lent is not None:
-            left = await self._take(self._lent, outline, target, chunks, on_progress)
+        if self._attached is not None:
+            memory = self._attached
+            left = await self._take(memory, outline, target, chunks, on_progress)
         if left:
             others = None
             if self._swarm is not None:
@@ -217,7 +248,7 @@ class HttpSource:
             ).run()
 
     async def end(self, step: int) -> None:
-        """Tell the sender that all bytes have come, unless it has lent its memory.
+        """Tell the sender that all bytes have come, unless it lends its memory.
 
         From then on, memory that is not the caller's own is served to nobody.
         """
@@ -229,13 +260,13 @@ class HttpSource:
 
     def give_back(self) -> None:
         """Give the memory back, unless tensors lie in it. For threads. Idempotent."""
-        lent, self._lent, self.arena = self._lent, None, None
-        if lent is not None:
-            lent.give_back()
+        memory, self._attached, self.arena = self._attached, None, None
+        if memory is not None:
+            memory.give_back()
 
     async def _take(
         self,
-        lent: LentMemory,
+        memory: Attached,
         outline: Outline,
         target: Target,
         chunks: Sequence[int],
@@ -243,14 +274,14 @@ class HttpSource:
     ) -> list[int]:
         """Take chunks from the memory; return those that are bad."""
         grid = outline.grid
-        if self._sharing.keep and not self._sharing.verify:
+        if self._attaching.keep and not self._attaching.verify:
             on_progress(sum(map(_size, map(grid.range, chunks))), len(chunks))
             return []
         bad: list[int] = []
 
         def take(chunk: int, over: Over) -> str:
             hasher = ChunkHasher(grid)
-            return self._digest(lent, target, *grid.range(chunk), hasher, over)
+            return self._digest(memory, target, *grid.range(chunk), hasher, over)
 
         def taken(chunk: int, digest: str) -> None:
             if digest != outline.digests[chunk]:
@@ -261,13 +292,13 @@ class HttpSource:
 
         await map_in_threads(self._bridge, _WORKERS, take, chunks, taken)
         if bad:
-            why = "the sender took its memory back: " if lent.has_ended else ""
+            why = "the sender took its memory back: " if memory.has_ended else ""
             self.remark = f"{why}{len(bad)} chunks of the shared memory were bad"
         return sorted(bad)
 
     def _digest(
         self,
-        lent: LentMemory,
+        memory: Attached,
         target: Target,
         start: int,
         stop: int,
@@ -276,7 +307,7 @@ class HttpSource:
     ) -> str:
         """Return the digest of a chunk that is where it belongs now; for a thread."""
         # The target may be this very memory.
-        take = lent.take if self.arena is None else _hash
+        take = memory.take if self.arena is None else _hash
         try:
             for at in range(start, stop, _SPAN):
                 if over():

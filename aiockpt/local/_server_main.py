@@ -22,6 +22,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.http.audit import Access
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Statistics, Store
+from aiockpt.local.lender import Lender
 from aiockpt.local.messages import (
     Done,
     Event,
@@ -141,7 +142,8 @@ class ServerMain:
             options = message.config.options
             self._keep_last = options.keep_last
             extend = partial(SwarmEndpoint, message.config, self._bridge)
-            self._server = CheckpointServer(message.config, self._bridge, extend=extend)
+            lend = partial(Lender, message.config, self._bridge)
+            self._server = CheckpointServer(message.config, extend=extend, lend=lend)
             _forward_logs(message.levels, self._tell_from_any_thread)
             self._spawn(self._start(self._server, fds, nice=options.nice))
         elif isinstance(message, Prepare):

@@ -1,28 +1,28 @@
 """Lend snapshots to other processes of this host, as memory instead of bytes.
 
-A request for a manifest that proves to come from this host is answered with a ticket.
+The answer to a request for a manifest that proves to come from this host has a ticket.
 The guest shows the ticket at a Unix socket, where the kernel names its user: a process
 of another user gets nothing. A guest is a reader like any other: the store counts it,
-keeps the snapshot for it, and evicts it. It reads without a sign of life, so its loan
-has a deadline, too.
+keeps the snapshot for it, and evicts it. It reads without a sign of life, so it has a
+deadline, too.
 
-A loan ends by itself when the guest hangs up. However it ends, the memory stays mapped
+A guest ends its visit by hanging up. However a visit ends, the memory stays mapped
 and valid in the guest. A guest that compares the digests of what it has copied may
 find the bytes of a later checkpoint there. For a guest that reads without comparing
-(`Ask.keep`), the memory never changes: the sender does not stage into it again, unless
-the guest has said that nothing of it is mapped any more.
+(`AttachRequest.keep`), the memory never changes: the sender does not stage into it
+again, unless the guest has said that nothing of it is mapped any more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 import logging
-import math
 import secrets
 import socket
 from collections.abc import Coroutine
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Final
 
@@ -32,29 +32,21 @@ import msgspec
 from aiockpt.errors import AiockptError
 from aiockpt.events import LogLimit, TransferEvent, emit
 from aiockpt.http.audit import Access, Auditor
+from aiockpt.http.handlers import ServerConfig
 from aiockpt.http.protocol import Lease
 from aiockpt.http.store import Publication, Store
 from aiockpt.local.attach import (
     MAX_MESSAGE,
     RETURNED,
-    Ask,
-    Lent,
+    AttachReply,
+    AttachRequest,
     Offer,
-    decode_ticket,
-    encode_ticket,
     format_offer,
-    identity,
-    is_probe_of,
 )
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import close_in_forks
-from aiockpt.runtime.ipc import (
-    allow_descriptors,
-    arrival,
-    is_ours,
-    owner_of,
-    receive,
-)
+from aiockpt.runtime.ipc import allow_descriptors, arrival, is_ours, owner_of, receive
+from aiockpt.runtime.same_host import identity, is_probe_of
 
 _VALID: Final = 30.0  # seconds for which a ticket is valid
 _SLOWEST: Final = 256 << 20  # bytes per second that a guest reads at least
@@ -65,46 +57,45 @@ _PAUSE: Final = 1.0  # seconds until the next try to accept, if no descriptor is
 logger = logging.getLogger("aiockpt")
 
 
-class _Claim(msgspec.Struct, frozen=True, array_like=True):
-    """What a ticket says: which snapshot was offered to whom, and ``until`` when.
+class _Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """Which snapshot was offered to whom, until when; the MAC of a ticket covers it.
 
-    ``lease`` is the id of the lease that keeps the snapshot; it ends at ``ends``.
+    ``lease`` keeps the snapshot for the receive, if it is superseded.
     """
 
     step: int
     snapshot_id: str
     receiver: str
     until: float
-    lease: str = ""
-    ends: float = math.inf
+    lease: Lease | None
 
 
 class Lender:
     """Lends what a store publishes; it listens from the first offer on.
 
     Args:
-        store: Holds the publications that may be lent.
-        bridge: Runs what blocks.
-        most: How many guests it has at a time; it refuses more of them.
-        stall_timeout: How long a loan lasts, in seconds, in addition to the time that
+        config: How to serve. There are as many guests at a time as there may be
+            readers. A guest may take the stall timeout in addition to the time that
             its bytes take.
+        bridge: Runs what blocks.
+        store: Holds the publications that may be lent.
+
+    Attributes:
+        count: How often it has lent a checkpoint.
     """
 
-    def __init__(
-        self, store: Store, bridge: Bridge, *, most: int, stall_timeout: float
-    ) -> None:
+    def __init__(self, config: ServerConfig, bridge: Bridge, store: Store) -> None:
         self.count = 0
         self._store = store
         self._bridge = bridge
-        self._turn = asyncio.Lock()
-        self._most, self._stall_timeout = most, stall_timeout
+        self._most, self._stall_timeout = config.options.readers, config.stall_timeout
         self._name = secrets.token_hex(16)
         self._key = secrets.token_bytes(32)
-        self._listener: socket.socket | None = None
-        self._visits: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+        self._is_listening = self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
         self._auditor = Auditor()
         self._log_limit = LogLimit()
-        self._closed = False
 
     async def offer(
         self,
@@ -123,89 +114,82 @@ class Lender:
         here = await self._bridge.run(identity)
         if here is None or not is_probe_of(probe, here):
             return None
-        if self._closed or not self._is_listening():
+        if self._closed or not self._listens():
             return None
-        claim = _Claim(
-            publication.step, publication.snapshot_id, receiver, _now() + _VALID
-        )
-        if lease is not None:
-            claim = msgspec.structs.replace(claim, lease=lease.id, ends=lease.until)
-        said = msgspec.msgpack.encode(claim)
-        return format_offer(Offer(self._name, encode_ticket(self._mac(said) + said)))
+        step, snapshot_id = publication.step, publication.snapshot_id
+        ticket = _Ticket(step, snapshot_id, receiver, _now() + _VALID, lease)
+        said = msgspec.msgpack.encode(ticket)
+        text = base64.urlsafe_b64encode(self._mac(said) + said).rstrip(b"=").decode()
+        return format_offer(Offer(self._name, text))
 
     async def aclose(self) -> None:
-        """Lend nothing more, and end all loans. Idempotent."""
+        """Lend nothing more, and end all visits. Idempotent."""
         self._closed = True
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            asyncio.get_running_loop().remove_reader(listener)
-            listener.close()
-        visits = tuple(self._visits)
-        for visit in visits:
-            visit.cancel()
-        if visits:
-            await asyncio.wait(visits)
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
-    def _is_listening(self) -> bool:
-        if self._listener is None:
-            try:
-                listener = self._listen()
-            except OSError as error:
-                self._warn("nothing is lent to this host's processes", error)
-                return False
-            close_in_forks([listener])
-            self._listener = listener
-            self._resume()
+    # ---------------------------------------------------------------- listening
+
+    def _listens(self) -> bool:
+        """Return whether guests can come; listen from now on if possible."""
+        if self._is_listening:
+            return True
+        try:
+            with ExitStack() as unless_listening:
+                listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                unless_listening.callback(listener.close)
+                listener.settimeout(0)
+                allow_descriptors(listener, allow=False)
+                listener.bind(Offer(self._name, "").address)
+                listener.listen(self._most)
+                unless_listening.pop_all()
+        except OSError as error:
+            self._warn("nothing is lent to this host's processes", error)
+            return False
+        self._is_listening = True
+        self._begin(listener, self._accept(listener))
         return True
 
-    def _listen(self) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            listener.settimeout(0)
-            allow_descriptors(listener, allow=False)
-            listener.bind(Offer(self._name, "").address)
-            listener.listen(self._most)
-        except BaseException:
-            listener.close()
-            raise
-        return listener
+    def _begin(self, sock: socket.socket, work: Coroutine[None, None, None]) -> None:
+        """Run a task that reads a socket, and close the socket when it has ended."""
 
-    def _resume(self) -> None:
-        if (listener := self._listener) is not None:
-            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+        def end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            sock.close()
+
+        close_in_forks([sock])
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(end)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            await arrival(listener)
+            try:
+                guest, _ = listener.accept()
+            except (BlockingIOError, ConnectionError):
+                continue
+            except OSError as error:  # no descriptor: it would come again at once
+                self._warn("a process of this host has to wait", error)
+                await asyncio.sleep(_PAUSE)
+                continue
+            if not is_ours(guest):
+                await self._turn_away(guest)
+            elif len(self._tasks) > self._most:  # one of them is this one
+                guest.close()
+            else:
+                guest.settimeout(0)
+                self._begin(guest, self._receive(guest))
 
     def _warn(self, what: str, error: OSError) -> None:
         if self._log_limit.passes(what):
             logger.warning("%s: %s", what, error)
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            guest, _ = listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return
-        except OSError as error:  # without a descriptor, it would come again at once
-            self._warn("a process of this host has to wait", error)
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(listener)
-            loop.call_later(_PAUSE, self._resume)
-            return
-        if not is_ours(guest):
-            asyncio.get_running_loop().remove_reader(listener)
-            self._begin(self._turn_away(guest))
-        elif len(self._visits) >= self._most:
-            guest.close()
-        else:
-            guest.settimeout(0)
-            close_in_forks([guest])
-            self._begin(self._receive(guest))
-
-    def _begin(self, visit: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(visit)
-        self._visits.add(task)
-        task.add_done_callback(self._visits.discard)
-
     async def _turn_away(self, guest: socket.socket) -> None:
-        """Hang up on another user's process, and accept nobody until that is done.
+        """Hang up on another user's process; accept nobody until that is done.
 
         It takes as long as closing the descriptors that this process may have sent.
         """
@@ -213,68 +197,67 @@ class Lender:
             await self._bridge.run_apart(guest.close)
         except AiockptError:  # without a thread
             guest.close()
-        finally:
-            self._resume()
+
+    # ------------------------------------------------------------------ lending
 
     async def _receive(self, guest: socket.socket) -> None:
-        with guest, suppress(OSError, msgspec.MsgspecError, AiockptError):
+        with suppress(OSError, msgspec.MsgspecError, AiockptError):
             async with asyncio.timeout(_TICKET_TIMEOUT):
-                ask = msgspec.json.decode(await _heard(guest), type=Ask)
-            claim = self._read(ask.ticket)
-            lease = Lease(claim.lease, claim.ends) if claim and claim.lease else None
-            publication = self._find(claim, lease)
-            if claim is not None and publication is not None:
-                await self._lend(guest, publication, claim, lease, keep=ask.keep)
+                said = await _heard(guest)
+            request = msgspec.json.decode(said, type=AttachRequest)
+            ticket = self._read(request.ticket)
+            if ticket is not None:
+                await self._lend(guest, ticket, keep=request.keep)
 
     def _mac(self, said: bytes) -> bytes:
         return hmac.digest(self._key, said, "sha256")
 
-    def _read(self, ticket: str) -> _Claim | None:
-        """Return what a ticket of ours says, unless it is too old."""
-        data = decode_ticket(ticket)
+    def _read(self, text: str) -> _Ticket | None:
+        """Return a ticket of ours, unless it is too old."""
+        try:
+            data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+        except ValueError:
+            return None
         mac, said = data[:_MAC_BYTES], data[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(said)):
             return None
-        claim = msgspec.msgpack.decode(said, type=_Claim)
-        return claim if claim.until >= _now() else None
+        ticket = msgspec.msgpack.decode(said, type=_Ticket)
+        return ticket if ticket.until >= _now() else None
 
-    def _find(self, claim: _Claim | None, lease: Lease | None) -> Publication | None:
-        """Return the publication of a claim, if it is served or a lease keeps it."""
-        if claim is None:
-            return None
-        found = self._store.latest
-        if lease and (found is None or found.snapshot_id != claim.snapshot_id):
-            found = self._store.leased(lease, claim.step)
-        if found is None or found.snapshot_id != claim.snapshot_id:
-            return None
-        return found
+    def _find(self, ticket: _Ticket) -> Publication | None:
+        """Return the publication of a ticket, if it is served or a lease keeps it."""
+        lease, found = ticket.lease, self._store.latest
+        if lease and (found is None or found.snapshot_id != ticket.snapshot_id):
+            found = self._store.leased(lease, ticket.step)
+        is_same = found is not None and found.snapshot_id == ticket.snapshot_id
+        return found if is_same else None
 
-    async def _lend(
-        self,
-        guest: socket.socket,
-        publication: Publication,
-        claim: _Claim,
-        lease: Lease | None,
-        *,
-        keep: bool,
-    ) -> None:
+    async def _lend(self, guest: socket.socket, ticket: _Ticket, *, keep: bool) -> None:
         """Lend the memory until the guest hangs up, is evicted, or takes too long."""
-        arena = publication.servable.arena
-        nbytes = publication.servable.manifest.segment_bytes
+        offered, lease = self._find(ticket), ticket.lease
+        if offered is None:
+            return
+        arena, nbytes = offered.servable.arena, offered.servable.manifest.segment_bytes
         assert arena is not None, "what was offered has an arena"
         left = self._stall_timeout + nbytes / _SLOWEST
         if lease is not None:
             left = min(left, lease.until - _now())
-        with anyio.move_on_after(left) as loan:
-            async with self._store.reading(publication, evict=loan.cancel, lease=lease):
+        event = TransferEvent(
+            stop="serve",
+            step=offered.step,
+            peer=f"pid:{owner_of(guest)[0]}",
+            nbytes=nbytes,
+            medium="shared memory",
+        )
+        with anyio.move_on_after(left) as visit:
+            async with self._store.reading(offered, evict=visit.cancel, lease=lease):
                 async with self._turn:
                     fd = await self._bridge.run(arena.lend)
-                message = msgspec.json.encode(Lent(publication.snapshot_id, nbytes))
-                socket.send_fds(guest, [message], [fd])
+                reply = AttachReply(offered.snapshot_id, nbytes)
+                socket.send_fds(guest, [msgspec.json.encode(reply)], [fd])
                 said = b""
                 try:
-                    self._note(guest, publication, claim.receiver)
-                    event = _event("serve", guest, publication)
+                    self._note(event, ticket.receiver)
                     emit(replace(event, detail="kept" if keep else ""))
                     said = await _heard(guest)
                 finally:
@@ -282,40 +265,25 @@ class Lender:
                         arena.spent = True
             if lease is not None:  # the guest asks for nothing more
                 self._store.end_lease(lease)
-        if loan.cancelled_caught:
-            event = _event("evict", guest, publication)
+        if visit.cancelled_caught:
             level = logging.WARNING if self._log_limit.passes("evict") else logging.INFO
-            emit(replace(event, detail="the loan has ended", level=level))
+            emit(replace(event, stop="evict", detail="the loan has ended", level=level))
 
-    def _note(self, guest: socket.socket, publication: Publication, who: str) -> None:
-        """Count and audit a loan."""
+    def _note(self, event: TransferEvent, receiver: str) -> None:
+        """Count and audit what was lent."""
         self.count += 1
         self._auditor.note(
             Access(
-                peer=_pid_of(guest),
-                receiver=who,
+                peer=event.peer,
+                receiver=receiver,
                 method="LEND",
                 path="",
-                step=publication.step,
+                step=event.step,
                 status=200,
-                nbytes=publication.servable.manifest.segment_bytes,
+                nbytes=event.nbytes,
                 outcome="lent",
             )
         )
-
-
-def _event(stop: str, guest: socket.socket, publication: Publication) -> TransferEvent:
-    return TransferEvent(
-        stop=stop,
-        step=publication.step,
-        peer=_pid_of(guest),
-        nbytes=publication.servable.manifest.segment_bytes,
-        medium="shared memory",
-    )
-
-
-def _pid_of(guest: socket.socket) -> str:
-    return f"pid:{owner_of(guest)[0]}"
 
 
 def _now() -> float:

@@ -38,7 +38,7 @@ CAN_LEND: Final = sys.platform == "linux" and hasattr(os, "memfd_create")
 
 # F_SEAL_SHRINK, F_SEAL_GROW, and F_SEAL_FUTURE_WRITE of Linux 5.1, which not all
 # versions of Python name.
-LENT_SEALS: Final = 0x2 | 0x4 | 0x10
+LEND_SEALS: Final = 0x2 | 0x4 | 0x10
 
 # Linux 5.14; the mmap module does not know it, and would keep the interpreter lock.
 _MADV_POPULATE_WRITE: Final = 23
@@ -91,7 +91,7 @@ def sealed(fd: int) -> int:
     """
     if sys.platform != "linux":
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, LENT_SEALS)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, LEND_SEALS)
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -373,7 +373,7 @@ class Arena:
         self.fd = self._lent = -1
 
 
-class Borrowed(Arena):
+class AttachedArena(Arena):
     """A private mapping of another process's memory; writes copy the page first.
 
     The memory must be sealed against shrinking, or reading it could kill this process.

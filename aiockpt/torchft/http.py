@@ -9,7 +9,7 @@ from typing import TypedDict, TypeVar, Unpack
 import aiockpt
 from aiockpt.format.chunks import Algorithm
 from aiockpt.http.options import Auth, Receive, Server, Swarm
-from aiockpt.http.transport import ELSEWHERE, TransportStatistics
+from aiockpt.http_transport import ELSEWHERE, TransportStatistics
 from aiockpt.torchft.adapter import Adapter
 from aiockpt.transport import (
     Timeout,

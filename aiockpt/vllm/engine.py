@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer import base
 from aiockpt.errors import LocalProtocolError, TemplateMismatchError
 from aiockpt.format.chunks import Algorithm
 from aiockpt.http.options import Auth, Server
-from aiockpt.http.transport import HTTPTransport
+from aiockpt.http_transport import HTTPTransport
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import ready_for_threads
 from aiockpt.vllm.mirror import HostMirror

@@ -36,7 +36,7 @@ from aiockpt.events import LogLimit
 from aiockpt.http.options import Auth, Receive, Server
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.http.retry import backoff
-from aiockpt.http.transport import HTTPTransport
+from aiockpt.http_transport import HTTPTransport
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.tasks import Notifier, task_group

@@ -243,7 +243,7 @@ async def test_a_template_that_changes_during_the_copy_is_no_success(
     """It would lack bytes of the checkpoint."""
     template = state_of(1.0)
     device = Late(CHANGES[name], template)
-    monkeypatch.setattr("aiockpt.http.transport.port_for", device.port_for)
+    monkeypatch.setattr("aiockpt.http_transport.port_for", device.port_for)
     seen = Once(lambda _: None, template)
     with pytest.raises(LocalProtocolError, match=PATHS[name]) as caught:
         await WAYS[way](template, seen, tmp_path)

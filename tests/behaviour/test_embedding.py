@@ -322,8 +322,37 @@ class TestMiddlewares:
                 assert_same(await received, state)
 
 
+class Handle:
+    """No transport, but it has one: what an application asks for, and nothing else."""
+
+    def __init__(self, sender):
+        self._sender, self.has_ended = sender, False
+
+    def mount(self, prefix):
+        """Return the handlers of the transport."""
+        return self._sender.mount(prefix)
+
+    async def shutdown(self):
+        """End the transport."""
+        self.has_ended = True
+        await self._sender.shutdown()
+
+
 class TestPlaces:
     """Where transports are mounted, and that they share nothing."""
+
+    async def test_what_can_be_mounted_is_served(self):
+        """An application needs ``mount`` and ``shutdown`` only, and gets it back."""
+        listening = listener()
+        port = listening.getsockname()[1]
+        sender = transport(advertise=f"http://127.0.0.1:{port}/ckpt/")
+        handle, app = Handle(sender), web.Application()
+        mount(app, handle)
+        assert aiockpt.http.get_transport(app) is handle
+        async with running(app, listening), transport() as receiver:
+            await sender.send_checkpoint([], 7, CHECKPOINT)
+            assert_same(await receive(sender, receiver, 7), CHECKPOINT)
+        assert handle.has_ended
 
     async def test_two_transports_know_nothing_of_each_other(self, ask):
         """The example: each has its own steps, secret, figures and end."""

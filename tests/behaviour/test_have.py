@@ -241,7 +241,7 @@ async def test_what_a_device_has_is_compared_too(
 ) -> None:
     """Its bytes are staged to be, and what matches is not loaded again."""
     device = FakeAccelerator(held=False)
-    monkeypatch.setattr("aiockpt.http.transport.port_for", device.port_for)
+    monkeypatch.setattr("aiockpt.http_transport.port_for", device.port_for)
     have = chunked()
     have["w3"].zero_()
     async with pair() as (sender, receiver):

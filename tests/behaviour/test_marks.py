@@ -276,7 +276,7 @@ class TestLoading:
     def device(self, monkeypatch: pytest.MonkeyPatch) -> Device:
         """Take all memory of templates for a device's."""
         device = Device()
-        monkeypatch.setattr("aiockpt.http.transport.port_for", device.port_for)
+        monkeypatch.setattr("aiockpt.http_transport.port_for", device.port_for)
         return device
 
     @pytest.mark.parametrize("how", OPTIONS, ids=str)
@@ -461,7 +461,7 @@ class TestOtherThreads:
     ) -> None:
         """The copy waits for the streams of the thread that calls."""
         device, state = Device(), weights(0.0)
-        monkeypatch.setattr("aiockpt.http.transport.port_for", device.port_for)
+        monkeypatch.setattr("aiockpt.http_transport.port_for", device.port_for)
         sender, receiver = (
             aiockpt.BackgroundTransport(transport(), ports=ports)
             for ports in (port_for, device.port_for)
@@ -567,7 +567,7 @@ class TestPorts:
             snapshot = await made.stage(state, step=1)
             assert_same(rebuilt(file_of(snapshot)), state)
             snapshot.release()
-        monkeypatch.setattr("aiockpt.http.transport.port_for", lambda _: port)
+        monkeypatch.setattr("aiockpt.http_transport.port_for", lambda _: port)
         async with transport() as sender, transport() as receiver:
             await sender.send_checkpoint([], 1, state)
             for how in OPTIONS[:3]:

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from aiockpt.checkpointers.base import CheckpointerStatistics, LoadStatistics
 from aiockpt.errors import MissingExtraError
 from aiockpt.events import TransferEvent, emit
-from aiockpt.http.transport import TransportStatistics
+from aiockpt.http_transport import TransportStatistics
 from aiockpt.prometheus import _CHECKPOINTER, _TRANSPORT, Exporter, setup
 from aiockpt.runtime.bridge import BridgeStatistics
 from tests.support.servers import running

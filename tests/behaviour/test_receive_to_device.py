@@ -44,7 +44,7 @@ SEGMENT = COUNT * CHUNK
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
     """Take all memory of templates for a device's, whose work waits for the test."""
     fake = FakeAccelerator()
-    monkeypatch.setattr("aiockpt.http.transport.port_for", fake.port_for)
+    monkeypatch.setattr("aiockpt.http_transport.port_for", fake.port_for)
     return fake
 
 
@@ -254,7 +254,7 @@ async def test_a_busy_device_holds_up_no_other_receive(device, monkeypatch) -> N
             await begun(device, COUNT * (count + 1))
             task.cancel()
             await asyncio.wait({task})
-        monkeypatch.setattr("aiockpt.http.transport.port_for", lambda _: None)
+        monkeypatch.setattr("aiockpt.http_transport.port_for", lambda _: None)
         try:
             async with asyncio.timeout(10):
                 assert_same(await receive(sender, receiver), one(1.0))
@@ -307,7 +307,7 @@ async def test_autograd_is_told_of_a_receive_that_was_cancelled(
     """The template has new elements by then."""
     device.held = False
     if not fake:
-        monkeypatch.setattr("aiockpt.http.transport.port_for", lambda _: None)
+        monkeypatch.setattr("aiockpt.http_transport.port_for", lambda _: None)
     async with held(direct=True) as receiving:
         await settle(lambda: bool(receiving.template["w"].any()))
         receiving.task.cancel()

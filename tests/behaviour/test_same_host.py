@@ -23,29 +23,24 @@ from aiohttp import ClientSession, web
 
 import aiockpt.http
 from aiockpt import Limits
-from aiockpt.errors import LimitExceededError, UnavailableError
+from aiockpt.errors import LimitExceededError, StagingError, UnavailableError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkHasher
-from aiockpt.http.protocol import parse_metadata
+from aiockpt.http.protocol import OFFER_HEADER, PROBE_HEADER, parse_metadata
 from aiockpt.local import attach as attaching
 from aiockpt.local import lender
 from aiockpt.local.attach import (
-    OFFER_HEADER,
-    PROBE_HEADER,
-    Ask,
-    Lent,
+    AttachReply,
+    AttachRequest,
     Offer,
-    decode_ticket,
-    encode_ticket,
     format_offer,
-    format_probe,
-    identity,
     parse_offer,
 )
-from aiockpt.memory.arena import CAN_LEND, LENT_SEALS
+from aiockpt.memory.arena import CAN_LEND, LEND_SEALS
 from aiockpt.runtime import ipc
 from aiockpt.runtime.ipc import arrival
 from aiockpt.runtime.ipc import receive as packet_of
+from aiockpt.runtime.same_host import format_probe, identity
 from aiockpt.testing import assert_same
 from tests.support.proofs import proves
 from tests.support.servers import Peer, running, settle
@@ -368,10 +363,10 @@ async def hung(sender, *, keep, step=1):
     sock = guest_at(offer)
     fds: list[int] = []
     try:
-        sock.send(msgspec.json.encode(Ask(offer.ticket, keep)))
+        sock.send(msgspec.json.encode(AttachRequest(offer.ticket, keep)))
         await arrival(sock)
         said, fds = packet_of(sock, 4096, 1)
-        assert msgspec.json.decode(said, type=Lent).nbytes
+        assert msgspec.json.decode(said, type=AttachReply).nbytes
         yield sock, fds[0]
     finally:
         sock.close()
@@ -558,12 +553,26 @@ async def answer_to(sock, said=None):
 
 async def redeem(offer, keep=False):
     """Return what a ticket is answered."""
-    said = msgspec.json.encode(Ask(offer.ticket, keep=keep))
+    said = msgspec.json.encode(AttachRequest(offer.ticket, keep=keep))
     return await answer_to(guest_at(offer), said)
 
 
 class TestShortage:
-    """A sender without descriptors."""
+    """A sender or a receiver without descriptors, or without a thread."""
+
+    async def test_a_receiver_takes_http(self, events, monkeypatch):
+        """It has a connection already, and needs no more descriptors for that."""
+
+        async def short(offer, outline, *, keep):
+            with exhausted_fds():
+                return await attaching.attach(offer, outline, keep=keep)
+
+        monkeypatch.setattr("aiockpt.http_transport.attach", short)
+        async with lending_pair() as (sender, receiver):
+            await sender.send_checkpoint([1], 1, weights(1.0))
+            assert_same(await receive(sender, receiver), weights(1.0))
+        assert events.came_by == HTTP
+        assert "not shared: [Errno 24]" in str(events)
 
     async def test_a_manifest_comes_without_an_offer(self, caplog, monkeypatch):
         """The receiver takes the bytes over HTTP; the log says why, once."""
@@ -591,7 +600,7 @@ class TestShortage:
         """It tries each second whether a descriptor is left."""
         async with lending() as sender:
             offer = await offered(sender)
-            ask = msgspec.json.encode(Ask(offer.ticket, keep=False))
+            ask = msgspec.json.encode(AttachRequest(offer.ticket, keep=False))
             with guest_at(offer) as late, exhausted_fds():
                 await asyncio.sleep(1.2)  # two tries
                 late.send(ask)
@@ -621,7 +630,7 @@ class TestWho:
                 guest.connect(offer.address)
                 await settle(lambda: caplog.records)
                 await asyncio.sleep(1.2)  # another try
-            said = msgspec.json.encode(Ask(offer.ticket, keep=False))
+            said = msgspec.json.encode(AttachRequest(offer.ticket, keep=False))
             assert await answer_to(guest, said)
         (record,) = caplog.records
         assert "has to wait" in record.getMessage()
@@ -631,11 +640,11 @@ class TestWho:
         """A ticket of another sender, one that was changed, and nonsense do not."""
         async with lending() as sender, lending() as another_one:
             offer = await offered(sender)
-            data = decode_ticket(offer.ticket)
-            changed = encode_ticket(data[:-1] + bytes([data[-1] ^ 1]))
+            last = "A" if offer.ticket[-5] != "A" else "B"
+            changed = offer.ticket[:-5] + last + offer.ticket[-4:]
             others = (await offered(another_one)).ticket
             for ticket in ("0" * 32, "", "%", "é", others, changed, offer.ticket[:40]):
-                said = msgspec.json.encode(Ask(ticket, keep=False))
+                said = msgspec.json.encode(AttachRequest(ticket, keep=False))
                 assert await answer_to(guest_at(offer), said) == b""
             for said in (b"{}", b"nonsense", b"", b"x" * 5000):
                 assert await answer_to(guest_at(offer), said) == b""
@@ -676,7 +685,7 @@ class TestWho:
 # ------------------------------------------------------------------------ forged offers
 
 
-def memory(content, seals=LENT_SEALS):
+def memory(content, seals=LEND_SEALS):
     """Return memory with a content and seals."""
     fd = os.memfd_create("forged", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(fd, content)
@@ -699,8 +708,8 @@ FORGED = {
     "a file": lambda: [os.open(__file__, os.O_RDONLY)],
     "short": lambda: [memory(ONES[:-1])],
     "without seals": lambda: [memory(ONES, 0)],
-    "that may shrink": lambda: [memory(ONES, LENT_SEALS & ~2)],
-    "that may be written": lambda: [memory(ONES, LENT_SEALS & ~16)],
+    "that may shrink": lambda: [memory(ONES, LEND_SEALS & ~2)],
+    "that may be written": lambda: [memory(ONES, LEND_SEALS & ~16)],
     "that is too many": lambda: [memory(ONES), memory(ONES)],
 }
 
@@ -718,11 +727,11 @@ class Forger:
             self.snapshot = outline.snapshot_id
             return await attach(offer, outline, keep=keep)
 
-        monkeypatch.setattr("aiockpt.http.source.attach", noting)
+        monkeypatch.setattr("aiockpt.http_transport.attach", noting)
 
     def truth(self, _):
         """Return the answer that names the snapshot that is received."""
-        return msgspec.json.encode(Lent(self.snapshot, MIB))
+        return msgspec.json.encode(AttachReply(self.snapshot, MIB))
 
     @asynccontextmanager
     async def answering(self, answer, fds=list):
@@ -800,8 +809,8 @@ class TestForged:
 
     async def test_other_answers(self, forger, monkeypatch):
         """Nonsense, another snapshot, too much, silence, nobody, and a path."""
-        monkeypatch.setattr(attaching, "_ANSWER", 0.1)
-        another = msgspec.json.encode(Lent("another", MIB))
+        monkeypatch.setattr(attaching, "_ANSWER_TIMEOUT", 0.1)
+        another = msgspec.json.encode(AttachReply("another", MIB))
         for said in (b"nonsense", b"[]", another, b"x" * 5000, None):
             async with forger.answering(lambda _, said=said: said, FORGED["short"]):
                 await forger.received(share=True)
@@ -822,6 +831,17 @@ class TestForged:
         async with forger.answering(hear):
             await forger.received(share=True)
         assert heard in ([], [b""])
+
+    async def test_another_users_process_without_a_thread(self, forger, monkeypatch):
+        """The loop hangs up, and the bytes come over HTTP."""
+
+        def refuse(*_):
+            raise StagingError("no thread")
+
+        monkeypatch.setattr(attaching, "is_ours", lambda _: False)
+        monkeypatch.setattr(attaching, "start_daemon", refuse)
+        async with forger.answering(lambda _: None):
+            await forger.received(share=True)
 
 
 def lingering():

@@ -271,7 +271,7 @@ async def test_more_than_there_is_memory_for_is_refused(monkeypatch: Any) -> Non
 async def test_a_template_on_a_device(direct: bool, monkeypatch: Any) -> None:
     """Its bytes go there by way of host memory, behind what it was given before."""
     device = FakeAccelerator(held=False)
-    monkeypatch.setattr("aiockpt.http.transport.port_for", device.port_for)
+    monkeypatch.setattr("aiockpt.http_transport.port_for", device.port_for)
     async with pair() as (sender, receiver):
         await sender.send_checkpoint([], 1, chunked())
         into = {k: v * 0 for k, v in chunked().items()}

@@ -35,9 +35,9 @@ from aiockpt.http.peers import Peer
 from aiockpt.http.protocol import Lease, Origin, parse_metadata
 from aiockpt.http.retry import HostLimitError
 from aiockpt.http.store import Publication, Store
-from aiockpt.local.attach import format_mark, identity
 from aiockpt.local.server_process import ServerProcess
 from aiockpt.memory.arena import Arena
+from aiockpt.runtime.same_host import format_mark, identity
 from aiockpt.runtime.secrets import Token
 from aiockpt.swarm.messages import Announcement
 from aiockpt.swarm.relay import Relay

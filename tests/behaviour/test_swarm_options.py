@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from aiockpt import Swarm, TransferEvent
-from aiockpt.local.attach import format_mark, identity
+from aiockpt.runtime.same_host import format_mark, identity
 from aiockpt.testing import Drip, assert_same
 from tests.support.servers import certified, settle
 from tests.support.transports import (

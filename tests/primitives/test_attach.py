@@ -6,13 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.local.attach import (
-    Offer,
-    format_offer,
-    format_probe,
-    is_probe_of,
-    parse_offer,
-)
+from aiockpt.local.attach import Offer, format_offer, parse_offer
+from aiockpt.runtime.same_host import format_probe, is_probe_of
 from tests.support.proofs import proves
 
 pytestmark = pytest.mark.torch_free

@@ -22,7 +22,7 @@ from aiockpt.memory.arena import (
     CAN_LEND,
     Arena,
     ArenaPool,
-    Borrowed,
+    AttachedArena,
     PageChooser,
     view_of_address,
 )
@@ -319,23 +319,23 @@ class TestLending:
         arena.close()
         assert arena.closed
 
-    def test_what_is_borrowed_is_copied_where_it_is_written(self) -> None:
+    def test_what_is_attached_is_copied_where_it_is_written(self) -> None:
         """Not where it is made ready, nor on the other side."""
         arena = Arena(3 * mmap.PAGESIZE, shared=True)
-        borrowed = Borrowed(arena.lend(), arena.nbytes)
-        borrowed.populate(0, arena.nbytes)
+        attached = AttachedArena(arena.lend(), arena.nbytes)
+        attached.populate(0, arena.nbytes)
         arena.buffer[:3] = b"abc"
-        assert bytes(borrowed.buffer[:3]) == b"abc"
-        borrowed.buffer[:2] = b"xy"
+        assert bytes(attached.buffer[:3]) == b"abc"
+        attached.buffer[:2] = b"xy"
         assert bytes(arena.buffer[:3]) == b"abc"
         arena.close()
-        assert bytes(borrowed.buffer[:3]) == b"xyc"
-        view = borrowed.buffer
-        borrowed.close()
-        assert not borrowed.closed
+        assert bytes(attached.buffer[:3]) == b"xyc"
+        view = attached.buffer
+        attached.close()
+        assert not attached.closed
         del view
-        borrowed.close()
-        assert borrowed.closed
+        attached.close()
+        assert attached.closed
 
 
 def planned(state, arena: Arena | None = None) -> tuple[CopyPlan, int]:

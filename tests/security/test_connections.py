@@ -18,7 +18,6 @@ from typing import Final
 import pytest
 
 from aiockpt.http.server import CheckpointServer
-from aiockpt.runtime.bridge import Bridge
 from tests.support import torn
 from tests.support.commandline import start_aiockpt
 from tests.support.proofs import proves
@@ -242,8 +241,7 @@ async def test_a_refused_connection_is_one_line_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And no traceback; the next connection is accepted."""
-    bridge = Bridge(threads=1, name="serving")
-    server = CheckpointServer(config(), bridge)
+    server = CheckpointServer(config())
     with Guarded() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()

@@ -135,8 +135,8 @@ def card(
         for kind in (Stager, DefaultStager):
             defaults: Any = kind.__init__.__kwdefaults__
             monkeypatch.setitem(defaults, "ports", made.ports)
-        for room in ("http", "pg"):
-            monkeypatch.setattr(f"aiockpt.{room}.transport.port_for", made.ports)
+        for home in ("http_transport", "pg.transport"):
+            monkeypatch.setattr(f"aiockpt.{home}.port_for", made.ports)
     try:
         yield made
     finally:

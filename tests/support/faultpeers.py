@@ -205,9 +205,8 @@ async def serve(options: dict[str, Any]) -> None:
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
     config = servers.config(**options)
-    bridge = Bridge(threads=1, name="faultpeers")
-    extend = partial(SwarmEndpoint, config, bridge)
-    server = CheckpointServer(config, bridge, extend=extend)
+    extend = partial(SwarmEndpoint, config, Bridge(threads=1, name="faultpeers"))
+    server = CheckpointServer(config, extend=extend)
     store = server.store
     sockets = open_sockets(host, port)
     port = sockets[0].getsockname()[1]

@@ -18,7 +18,7 @@ import torch
 from aiockpt import HTTPTransport, Server
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.local import lender
-from aiockpt.local.attach import identity
+from aiockpt.runtime.same_host import identity
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 WAIT = 30.0

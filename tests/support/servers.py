@@ -156,14 +156,9 @@ async def serving(
     With a small ``send_buffer`` the kernel takes little, as if the network were slow.
     Without ``extended``, only plain checkpoints are served.
     """
-    bridge = Bridge(threads=1, name="serving")
-    options = config(**changes)
-    server = CheckpointServer(
-        options,
-        bridge,
-        ssl_context=ssl_context,
-        extend=partial(SwarmEndpoint, options, bridge) if extended else None,
-    )
+    options, bridge = config(**changes), Bridge(threads=1, name="serving")
+    extend = partial(SwarmEndpoint, options, bridge) if extended else None
+    server = CheckpointServer(options, ssl_context=ssl_context, extend=extend)
     store = server.store
     sockets = open_sockets("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]

@@ -120,8 +120,14 @@ def trusted() -> None:
 
 def embedded(app: web.Application) -> None:
     """An application gets its transport back by a typed key."""
-    aiockpt.http.setup(app, aiockpt.HTTPTransport[dict[str, int]](), prefix="/weights")
-    assert_type(aiockpt.http.get_transport(app), aiockpt.HTTPTransport[Any])
+    key = web.AppKey("weights", aiockpt.HTTPTransport[dict[str, int]])
+    transport = aiockpt.HTTPTransport[dict[str, int]]()
+    aiockpt.http.setup(app, transport, prefix="/weights", app_key=key)
+    kept = aiockpt.http.get_transport(app, key)
+    assert_type(kept, aiockpt.HTTPTransport[dict[str, int]])
+    aiockpt.http.setup(app, transport, prefix="/more")
+    assert_type(aiockpt.http.get_transport(app), Any)
+    aiockpt.http.setup(app, app)  # type: ignore[type-var]
 
 
 def asked(request: web.Request) -> None:

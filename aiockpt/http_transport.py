@@ -43,8 +43,10 @@ from aiockpt.http.options import Auth, Receive, Server, Swarm
 from aiockpt.http.peers import Peers, origins_of
 from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_metadata
 from aiockpt.http.server import CheckpointServer
-from aiockpt.http.source import HttpSource, Sharing
+from aiockpt.http.source import AttachOptions, HttpSource
 from aiockpt.http.store import Failure, Publisher, Statistics
+from aiockpt.local.attach import attach
+from aiockpt.local.lender import Lender
 from aiockpt.local.server_process import ServerProcess
 from aiockpt.memory.arena import CAN_LEND, ArenaPool
 from aiockpt.memory.device import Marks, port_for
@@ -241,15 +243,12 @@ class HTTPTransport(CheckpointTransport[T]):
             # A member serves from its own loop, at any free port.
             name = advertise if advertise and "://" not in advertise else None
             where = Endpoint(replace(server, port=0), advertise=name, tls=False)
-            relays = CheckpointServer(
-                replace(config, lends=False), self._bridge, extend=extend
-            )
+            relays = CheckpointServer(config, extend=extend)
             self._host = RelayHost(where, relays, self._bridge)
             self._servers = [apart, relays]
         else:
-            local = CheckpointServer(
-                config, self._bridge, ssl_context=tls, extend=extend
-            )
+            lend = partial(Lender, config, self._bridge)
+            local = CheckpointServer(config, ssl_context=tls, extend=extend, lend=lend)
             self._store, self._servers = local.store, [local]
             self._front = self._host = RelayHost(self._endpoint, local, self._bridge)
         self._grace = server.grace
@@ -590,7 +589,7 @@ class HTTPTransport(CheckpointTransport[T]):
             origins = origins_of(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
-        options, sharing = self._options(
+        options, attaching = self._options(
             into=into,
             have=have,
             select=select,
@@ -600,7 +599,7 @@ class HTTPTransport(CheckpointTransport[T]):
             verify_shared=verify_shared,
         )
         limit = self._limit(timeout)
-        return await self._receive(origins, step, options, sharing, limit)
+        return await self._receive(origins, step, options, attaching, limit)
 
     @names_its_options
     async def prepare(
@@ -644,13 +643,13 @@ class HTTPTransport(CheckpointTransport[T]):
             origins = origins_of(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
-        options, sharing = self._options(
+        options, attaching = self._options(
             into=into, have=have, select=select, progress=progress, hold=True
         )
         limit = self._limit(timeout)
         return cast(
             "Prepared[T]",
-            await self._receive(origins, step, options, sharing, limit),
+            await self._receive(origins, step, options, attaching, limit),
         )
 
     @overload
@@ -746,7 +745,7 @@ class HTTPTransport(CheckpointTransport[T]):
         finally:
             del metadata  # a traceback with local variables would show the token
         steps = self._steps(origin, after, reconnect_timeout)
-        options, sharing = self._options(
+        options, attaching = self._options(
             into=into,
             have=have,
             select=select,
@@ -755,7 +754,7 @@ class HTTPTransport(CheckpointTransport[T]):
             hold=prepare,
         )
         limit = self._limit(timeout)
-        return self._follow(origin, steps, options, sharing, limit)
+        return self._follow(origin, steps, options, attaching, limit)
 
     @names_its_options
     def steps(
@@ -865,14 +864,14 @@ class HTTPTransport(CheckpointTransport[T]):
         origin: Origin,
         steps: Steps,
         options: ReceiveOptions,
-        sharing: Sharing,
+        attaching: AttachOptions,
         limit: float,
     ) -> AsyncGenerator[Any]:
         origin = replace(origin, patience=PATIENCE)
 
         async def attempt(step: int) -> Any:
             try:
-                return await self._receive([origin], step, now, sharing, limit)
+                return await self._receive([origin], step, now, attaching, limit)
             except AiockptError as error:
                 if Advice.ONWARD in advice(error):
                     steps.again()
@@ -905,7 +904,7 @@ class HTTPTransport(CheckpointTransport[T]):
         direct: bool = False,
         verify_shared: bool = False,
         hold: bool = False,
-    ) -> tuple[ReceiveOptions, Sharing]:
+    ) -> tuple[ReceiveOptions, AttachOptions]:
         if hold and into is None:
             raise ValueError("prepare=True needs a template: pass into=")
         if share and into is not None:
@@ -921,8 +920,8 @@ class HTTPTransport(CheckpointTransport[T]):
             later=hold,
             marks=Marks.of_caller(port_for),
         )
-        sharing = Sharing(
-            wanted=self._same_host is not False and have is None,
+        attaching = AttachOptions(
+            attach=None if self._same_host is False or have is not None else attach,
             keep=share,
             through=into is not None and not (direct or hold or verify_shared),
             verify=verify_shared,
@@ -935,14 +934,14 @@ class HTTPTransport(CheckpointTransport[T]):
             terms=terms,
             hold=hold,
         )
-        return options, sharing
+        return options, attaching
 
     async def _receive(
         self,
         origins: Sequence[Origin],
         step: int | None,
         options: ReceiveOptions,
-        sharing: Sharing,
+        attaching: AttachOptions,
         limit: float,
     ) -> T:
         """Receive ``step``, or the one served now, within ``limit`` seconds."""
@@ -962,7 +961,7 @@ class HTTPTransport(CheckpointTransport[T]):
             swarm = None
             if self._swarm is not None:
                 swarm = Membership(self._client, self._swarm, self._host)
-            source = HttpSource(peers, self._bridge, sharing, swarm)
+            source = HttpSource(peers, self._bridge, attaching, swarm)
             return receive_from(source, step, options, self._bridge, deadline)
 
         with self._lifetime.call():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Generic
 
-from aiockpt.http.transport import HTTPTransport
+from aiockpt.http_transport import HTTPTransport
 from aiockpt.memory.device import PortFor, marked, port_for
 from aiockpt.runtime.background import (
     Background,
