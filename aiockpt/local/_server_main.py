@@ -22,28 +22,14 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.http.audit import Access
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Statistics, Store
+from aiockpt.local import messages
 from aiockpt.local.lender import Lender
-from aiockpt.local.messages import (
-    Done,
-    Event,
-    Fail,
-    Forget,
-    FromServer,
-    LogLine,
-    Prepare,
-    Publish,
-    Ready,
-    Released,
-    Retract,
-    Setup,
-    Spent,
-    decode_to_server,
-)
-from aiockpt.memory.arena import sealed
+from aiockpt.local.messages import FromServer
+from aiockpt.memory.arena import Lendable, sealed
 from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import Parent, leave_terminal
-from aiockpt.runtime.ipc import unpack
+from aiockpt.runtime.ipc import close_all, unpack
 from aiockpt.runtime.system import raise_descriptor_limit
 from aiockpt.swarm.endpoint import SwarmEndpoint
 
@@ -63,9 +49,7 @@ def main(fd: int, trainer: int) -> None:
 
 
 async def _serve(fd: int, trainer: int) -> None:
-    server = ServerMain(fd, trainer)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.end)
-    await server.run()
+    await ServerMain(fd, trainer).run()
 
 
 class ServerMain:
@@ -82,10 +66,10 @@ class ServerMain:
         self._bridge = Bridge(threads=1, name="aiockpt-serve")
         self._server: CheckpointServer | None = None
         self._keep_last = 0.0
-        self._told: Statistics | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._prepared: dict[int, asyncio.Task[TrainersSnapshot]] = {}
         self._trainer = Parent(fd, trainer, self._hear, self._outlive_trainer)
+        self._loop.add_signal_handler(signal.SIGTERM, self._ended.set)
 
     async def run(self) -> None:
         """Serve until the trainer ends this process, or has gone."""
@@ -94,26 +78,19 @@ class ServerMain:
             await self._ended.wait()
         finally:
             counting.cancel()
-            await self._stop()
-
-    def end(self) -> None:
-        """End :meth:`run`."""
-        self._ended.set()
+            try:
+                if self._server is not None:
+                    await self._server.stop()
+            finally:
+                for preparing in self._prepared.values():
+                    preparing.add_done_callback(_release)
+                self._trainer.close()
+                await self._bridge.aclose(timeout=_TICK)
 
     @property
     def _store(self) -> Store:
         assert self._server is not None, "the setup is the first message"
         return self._server.store
-
-    async def _stop(self) -> None:
-        try:
-            if self._server is not None:
-                await self._server.stop()
-        finally:
-            for preparing in self._prepared.values():
-                preparing.add_done_callback(_release)
-            self._trainer.close()
-            await self._bridge.aclose(timeout=_TICK)
 
     # ------------------------------------------------------- to the trainer
 
@@ -125,38 +102,39 @@ class ServerMain:
                 self._loop.call_soon_threadsafe(self._trainer.send, message)
 
     async def _tell_statistics(self) -> None:
+        told: Statistics | None = None
         while True:
             await asyncio.sleep(_TICK)
             if self._server is None or self._trainer.full:
                 continue
             now = self._server.statistics()
-            if now != self._told:
-                self._told = now
+            if now != told:
+                told = now
                 self._trainer.send(now)
 
     # ----------------------------------------------------- from the trainer
 
     def _hear(self, data: bytes, fds: list[int]) -> None:
-        message = decode_to_server(data)
-        if isinstance(message, Setup):
+        message = messages.decode_to_server(data)
+        if isinstance(message, messages.Setup):
             options = message.config.options
             self._keep_last = options.keep_last
             extend = partial(SwarmEndpoint, message.config, self._bridge)
             lend = partial(Lender, message.config, self._bridge)
             self._server = CheckpointServer(message.config, extend=extend, lend=lend)
             _forward_logs(message.levels, self._tell_from_any_thread)
-            self._spawn(self._start(self._server, fds, nice=options.nice))
-        elif isinstance(message, Prepare):
+            self._spawn(self._start(self._server, fds, options.nice))
+        elif isinstance(message, messages.Prepare):
             preparing = self._spawn(self._prepare(message.number, *fds))
             self._prepared[message.number] = preparing
-        elif isinstance(message, Publish):
+        elif isinstance(message, messages.Publish):
             self._publish(self._prepared.pop(message.number))
-        elif isinstance(message, Forget):
+        elif isinstance(message, messages.Forget):
             self._prepared.pop(message.number).add_done_callback(_release)
-        elif isinstance(message, Retract):
+        elif isinstance(message, messages.Retract):
             self._spawn(self._retract(message))
         else:
-            assert isinstance(message, Fail)
+            assert isinstance(message, messages.Fail)
             self._store.fail(message.failure)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -172,9 +150,7 @@ class ServerMain:
             logger.error("the server process ends", exc_info=error)
             self._ended.set()
 
-    async def _start(
-        self, server: CheckpointServer, fds: list[int], *, nice: int
-    ) -> None:
+    async def _start(self, server: CheckpointServer, fds: list[int], nice: int) -> None:
         # A thread inherits the niceness of the thread that starts it. The trainer
         # waits for the bridge's thread, so that starts first and stays as it is.
         await self._bridge.run(threading.get_ident)
@@ -183,15 +159,17 @@ class ServerMain:
         await server.start(sockets)
         for each in sockets:  # it has copies
             each.close()
-        self._trainer.send(Ready())
+        self._trainer.send(messages.Ready())
 
     async def _prepare(self, number: int, header: int, arena: int) -> TrainersSnapshot:
         try:
             manifest = await self._bridge.run(trusted_header, unpack(header))
             return TrainersSnapshot(manifest, arena, number, self._trainer.send)
-        finally:
+        except BaseException:
             os.close(arena)
-            self._trainer.send(Done(number))
+            raise
+        finally:
+            self._trainer.send(messages.Obeyed(number))
 
     def _publish(self, preparing: asyncio.Task[TrainersSnapshot]) -> None:
         before = self._store.retractions
@@ -207,25 +185,29 @@ class ServerMain:
         else:
             preparing.add_done_callback(publish)
 
-    async def _retract(self, message: Retract) -> None:
+    async def _retract(self, message: messages.Retract) -> None:
         await self._store.retract(grace=message.grace)
-        self._trainer.send(Done(message.number))
+        self._trainer.send(messages.Obeyed(message.number))
+
+    # -------------------------------------------------- the trainer has gone
 
     def _outlive_trainer(self) -> None:
         """End, or keep the last checkpoint for receivers that come later."""
         if not self._keep_last or not self._store.latest:
             self._ended.set()
         else:
-            _close_stderr()
             self._spawn(self._serve_on(self._keep_last))
 
     async def _serve_on(self, keep_last: float) -> None:
         """Serve until nobody has read anything for ``keep_last`` seconds."""
-        until = self._loop.time() + keep_last
-        seen = 0
+        assert self._server is not None, "it has a checkpoint to serve"
+        # The reader of the trainer's pipe must not take this process for the trainer.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+        until, seen = self._loop.time() + keep_last, 0
         while self._loop.time() < until:
             await asyncio.sleep(min(_TICK, keep_last))
-            assert self._server is not None, "it has a checkpoint to serve"
             now = self._server.statistics()
             if now.readers or now.requests != seen:
                 seen, until = now.requests, self._loop.time() + keep_last
@@ -235,13 +217,6 @@ class ServerMain:
 def _release(preparing: asyncio.Task[TrainersSnapshot]) -> None:
     if not preparing.cancelled() and preparing.exception() is None:
         preparing.result().release()
-
-
-def _close_stderr() -> None:
-    """Close the trainer's pipe: its reader must not take us for the trainer."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
 
 
 def _forward_logs(levels: Mapping[str, int], tell: Tell) -> None:
@@ -257,62 +232,43 @@ def _forward_logs(levels: Mapping[str, int], tell: Tell) -> None:
         first = args[0] if args else None
         if not isinstance(first, TransferEvent):
             access = first if isinstance(first, Access) else None
-            tell(LogLine(record.name, record.levelno, formatted(record), access))
+            text, level = formatted(record), record.levelno
+            tell(messages.LogLine(record.name, level, text, access))
         return False  # not logged here
 
     for name, level in levels.items():
         logging.getLogger(name).addFilter(forward)
         logging.getLogger(name).setLevel(level)
-    add_hook(lambda event: tell(Event(event)))
+    add_hook(lambda event: tell(messages.Emit(event)))
 
 
 class TrainersSnapshot:
     """A snapshot in the trainer's memory, until its last reader has gone.
 
+    It is `Lendable`, too: the trainer is told when another process keeps the memory.
+
     Args:
         manifest: The manifest of the snapshot.
-        arena: A descriptor of its memory; it stays the caller's.
+        fd: A descriptor of its memory, which belongs to the snapshot from now on.
         number: The trainer's number for it.
         tell: Sends a message to the trainer.
     """
 
     live = False
 
-    def __init__(self, manifest: Manifest, arena: int, number: int, tell: Tell) -> None:
+    def __init__(self, manifest: Manifest, fd: int, number: int, tell: Tell) -> None:
         self.manifest = manifest
         self.have = (1 << len(manifest.grid)) - 1
-        self._mapped = MappedSnapshot(manifest, arena)
-        self.arena = TrainersArena(arena, number, tell)
+        self._mapped = MappedSnapshot(manifest, fd)
+        self.views = self._mapped.views
+        self.fd, self._lent, self._spent = fd, -1, False
         self._references = 1
-        self._number = number
-        self._tell = tell
+        self._number, self._tell = number, tell
 
-    def views(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes ``[start, stop)`` of the data segment, in order."""
-        return self._mapped.views(start, stop)
-
-    def acquire(self) -> None:
-        """Keep the memory unchanged until :meth:`release`; calls are counted."""
-        self._references += 1
-
-    def release(self) -> None:
-        """Undo one :meth:`acquire`; after the last one the trainer may reuse it."""
-        self._references -= 1
-        if not self._references:
-            self.arena.close()
-            self._mapped.close()
-            self._tell(Released(self._number))
-
-
-class TrainersArena:
-    """The memory of a snapshot, to lend; the trainer is told when it is spent."""
-
-    def __init__(self, fd: int, number: int, tell: Tell) -> None:
-        self.fd = os.dup(fd)
-        self._number = number
-        self._tell = tell
-        self._spent = False
-        self._lent = -1
+    @property
+    def arena(self) -> Lendable:
+        """The memory, to lend it."""
+        return self
 
     @property
     def spent(self) -> bool:
@@ -322,7 +278,7 @@ class TrainersArena:
     @spent.setter
     def spent(self, spent: bool) -> None:
         if spent and not self._spent:
-            self._tell(Spent(self._number))
+            self._tell(messages.Spent(self._number))
         self._spent = spent
 
     def lend(self) -> int:
@@ -335,9 +291,15 @@ class TrainersArena:
             self._lent = sealed(self.fd)
         return self._lent
 
-    def close(self) -> None:
-        """Close the descriptors; other processes have descriptors of their own."""
-        for fd in (self.fd, self._lent):
-            if fd >= 0:
-                os.close(fd)
-        self.fd = self._lent = -1
+    def acquire(self) -> None:
+        """Keep the memory unchanged until :meth:`release`; calls are counted."""
+        self._references += 1
+
+    def release(self) -> None:
+        """Undo one :meth:`acquire`; after the last one the trainer may reuse it."""
+        self._references -= 1
+        if not self._references:
+            close_all(fd for fd in (self.fd, self._lent) if fd >= 0)
+            self.fd = self._lent = -1
+            self._mapped.close()
+            self._tell(messages.Released(self._number))

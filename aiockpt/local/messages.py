@@ -62,8 +62,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The server accepts connections."""
 
 
-class Done(msgspec.Struct, tag=True, frozen=True):
-    """A snapshot is prepared, or nothing is served any more."""
+class Obeyed(msgspec.Struct, tag=True, frozen=True):
+    """What a `Prepare` or a `Retract` asked for is done."""
 
     number: int
 
@@ -80,7 +80,7 @@ class Spent(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-class Event(msgspec.Struct, tag=True, frozen=True):
+class Emit(msgspec.Struct, tag=True, frozen=True):
     """An event for the trainer's hooks and its log."""
 
     event: TransferEvent
@@ -96,7 +96,7 @@ class LogLine(msgspec.Struct, tag=True, frozen=True):
 
 
 ToServer: TypeAlias = Setup | Prepare | Publish | Forget | Retract | Fail
-FromServer: TypeAlias = Ready | Done | Released | Spent | Statistics | Event | LogLine
+FromServer: TypeAlias = Ready | Obeyed | Released | Spent | Statistics | Emit | LogLine
 
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
 decode_from_server = msgspec.msgpack.Decoder(FromServer).decode

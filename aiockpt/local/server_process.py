@@ -16,7 +16,6 @@ too. The end of a process is an event (``restart``) and a line in the log.
 from __future__ import annotations
 
 import asyncio
-import enum
 import itertools
 import logging
 import math
@@ -39,21 +38,7 @@ from aiockpt.errors import (
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.store import Failure, Statistics
-from aiockpt.local.messages import (
-    Done,
-    Event,
-    Fail,
-    Forget,
-    LogLine,
-    Prepare,
-    Publish,
-    Ready,
-    Released,
-    Retract,
-    Setup,
-    Spent,
-    decode_from_server,
-)
+from aiockpt.local import messages
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.children import Child, Pauses
@@ -71,22 +56,12 @@ _MARGIN: Final = 0.15  # seconds beyond the grace to answer a retraction,
 _ENDING: Final = 0.1  # and then to end, if it is killed
 
 
-class _State(enum.Enum):
-    """What a call may expect of the server process."""
-
-    NEW = "new"  # nobody has called start()
-    STARTING = "starting"  # one is being launched, or replaced
-    SERVING = "serving"
-    BROKEN = "broken"  # several died before they served; start() tries again
-    CLOSED = "closed"
-
-
 class ServerProcess:
     """One server process after another, and what they have been told to serve.
 
     It is a `Publisher` as a `Store` is, and serves as a `CheckpointServer` does. One
-    task supervises: it launches a process, waits for its end, and
-    launches the next one.
+    task supervises: it launches a process, waits for its end, and launches the next
+    one. If several die before they serve, it gives up, until the next :meth:`start`.
 
     Args:
         config: What the processes need to know.
@@ -102,14 +77,14 @@ class ServerProcess:
         self.retractions = 0
         self._bridge = bridge
         self._config = config
-        self._state = _State.NEW
         self._pauses = Pauses()
         self._began = 0.0  # when the process was started
         self._is_killed = False  # by this side, so another one is started at once
-        self._settled = asyncio.Event()  # it is serving, broken or closed
+        self._closed = False
+        self._error: WorkerError | None = None  # why it has given up
+        self._settled = asyncio.Event()  # it serves, has given up, or is closed
         self._child: Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._error: WorkerError | None = None
         self._numbers = itertools.count(1)
         self._given: dict[int, Snapshot] = {}  # the server may read these
         self._current = 0  # the number of what is published; 0: nothing
@@ -122,10 +97,6 @@ class ServerProcess:
     def pid(self) -> int | None:
         """The id of the process that serves, until it is certainly gone."""
         return self._child.pid if self._child else None
-
-    @property
-    def _closed(self) -> bool:
-        return self._state is _State.CLOSED
 
     @property
     def step(self) -> int | None:
@@ -158,10 +129,10 @@ class ServerProcess:
             ClosedError: after :meth:`stop`.
             WorkerError: it cannot be started; another call tries again.
         """
-        if self._state in (_State.NEW, _State.BROKEN):
-            self._become(_State.STARTING)
-            loop = asyncio.get_running_loop()
-            self._supervisor = loop.create_task(self._supervise(sockets))
+        if not self._closed and (self._supervisor is None or self._error):
+            self._error = None
+            self._settled.clear()
+            self._supervisor = asyncio.create_task(self._supervise(sockets))
         await self._serves()
 
     async def stop(self) -> None:
@@ -169,7 +140,8 @@ class ServerProcess:
 
         If cancelled, the process ends nevertheless.
         """
-        self._become(_State.CLOSED)
+        self._closed = True
+        self._settled.set()
         self.retractions += 1
         self._current = 0
         if self._child is not None:
@@ -178,50 +150,32 @@ class ServerProcess:
             await asyncio.wait({self._supervisor})
         self._take_back(*self._given)
 
-    def _become(self, state: _State) -> None:
-        if self._state is not _State.CLOSED:
-            self._state = state
-        if self._state is _State.STARTING:
-            self._settled.clear()
-        else:
-            self._settled.set()
-
     async def _serves(self) -> None:
         """Wait until a process serves; raise if none will."""
-        assert self._state is not _State.NEW, "a transport starts it first"
+        assert self._supervisor or self._closed, "a transport starts it first"
         await self._settled.wait()
         self._check()
 
     def _check(self) -> None:
         if self._closed:
             raise ClosedError("the transport")
-        if self._state is _State.BROKEN:
-            assert self._error is not None, "broken with a reason"
+        if self._error is not None:
             raise kept(self._error)  # a raise adds the caller's frames
 
     async def _supervise(self, sockets: Sequence[socket]) -> None:
-        """Launch processes until the store is closed, or too many die at once."""
+        """Launch processes until this is closed, or too many die at once."""
         tries, how, cause = 0, "", None
         while not self._closed and tries < _TRIES:
-            self._become(_State.STARTING)
-            started: list[Child] = []
             served = False
             try:
-                await self._bridge.run(_start_into, started)
-                served = await self._live(started[0], sockets)
+                served, how = await self._live(sockets)
                 cause = None
             except ClosedError:  # the bridge: the transport shuts down, and stops this
                 break
             except (OSError, AiockptError) as error:
                 how, cause = str(error), kept(error)
-            finally:
-                for child in started:
-                    ended = await self._end_of(child)
-                    how = ended if cause is None else how
-                self._child = None
-                self._clean_up()
             tries = 0 if served else tries + 1
-            if not self._closed:
+            if self._is_killed or not self._closed:  # killed by a retraction
                 self._tell_end(f"the server process has ended: {how}")
                 self.restarts += 1
                 if served and not self._is_killed:
@@ -232,7 +186,7 @@ class ServerProcess:
             self._tell_end(str(self._error), logging.ERROR)
             self._current = 0
             self._take_back(*self._given)
-            self._become(_State.BROKEN)
+            self._settled.set()
         for each in sockets:  # or a receiver that connects would wait for nothing
             with suppress(OSError):
                 each.shutdown(SHUT_RDWR)
@@ -247,44 +201,41 @@ class ServerProcess:
             async with asyncio.timeout(pause):
                 await self._settled.wait()  # it is closed meanwhile
 
-    async def _live(self, child: Child, sockets: Sequence[socket]) -> bool:
-        """Tell a new process everything, and wait for its end; say if it served."""
-        if self._closed:
-            return False
+    async def _live(self, sockets: Sequence[socket]) -> tuple[bool, str]:
+        """Launch a process, tell it everything, and wait for its end.
+
+        Returns whether it served, and how it ended.
+        """
+        child = await obtain(self._bridge, _launched, _abandon)
         loop = asyncio.get_running_loop()
         self._began, self._is_killed = loop.time(), False
         self._late = loop.call_later(_STARTING, self._kill_if_starting, child)
         try:
-            # Nothing is awaited from here until the process has been told all.
-            child.listen(self._hear)
-            self._child = child
-            self._tell(self._setup(), [each.fileno() for each in sockets])
-            if self._failure is not None:
-                self._tell(Fail(self._failure))
-            if self._current:
-                snapshot = self._given[self._current]
-                self._tell_prepare(self._current, snapshot, _pack(snapshot))
-                self._tell(Publish(self._current))
-            await child.gone.wait()
+            if not self._closed:
+                # Nothing is awaited from here until the process has been told all.
+                child.listen(self._hear)
+                self._child = child
+                levels = {n: logging.getLogger(n).getEffectiveLevel() for n in _LOGGERS}
+                fds = [each.fileno() for each in sockets]
+                self._tell(messages.Setup(levels, self._config), fds)
+                if self._failure is not None:
+                    self._tell(messages.Fail(self._failure))
+                if (now := self._given.get(self._current)) is not None:
+                    self._tell_prepare(self._current, now, pack(now.manifest.header))
+                    self._tell(messages.Publish(self._current))
+                await child.gone.wait()
         finally:
             self._late.cancel()
-            served = self._state is _State.SERVING
-            self._become(_State.STARTING)
-        return served
-
-    async def _end_of(self, child: Child) -> str:
-        """Wait for the end of a process, kill it if need be; say how it ended."""
-        if not child.gone.is_set():
-            child.kill()
-        code = await child.exitcode(_LOOK_INTERVAL)
-        if code is None:
-            child.kill()
-            code = await child.exitcode(math.inf)
-        child.close()
-        return f"exit code {code}"
+            served = self._settled.is_set()
+            if not self._closed:
+                self._settled.clear()
+            code = await _end_of(child)
+            self._child = None
+            self._clean_up()
+        return served, f"exit code {code}"
 
     def _kill_if_starting(self, child: Child) -> None:
-        if self._state is not _State.STARTING:
+        if self._settled.is_set():
             return
         loop = asyncio.get_running_loop()
         # Time without a core is not the process's.
@@ -293,10 +244,6 @@ class ServerProcess:
             self._late = loop.call_later(left, self._kill_if_starting, child)
         else:
             child.kill()
-
-    def _setup(self) -> Setup:
-        levels = {n: logging.getLogger(n).getEffectiveLevel() for n in _LOGGERS}
-        return Setup(levels, self._config)
 
     def _clean_up(self) -> None:
         """Take back what a dead process had; nobody waits for its answers any more."""
@@ -323,7 +270,8 @@ class ServerProcess:
         """
         before, step = self.retractions, snapshot.manifest.step
         await self._serves()
-        parcel = await obtain(self._bridge, lambda: _pack(snapshot), os.close)
+        header = snapshot.manifest.header
+        parcel = await obtain(self._bridge, lambda: pack(header), os.close)
         if self.retractions != before:  # it may even be closed by now
             os.close(parcel)
             raise StepNotFoundError(step)
@@ -335,21 +283,21 @@ class ServerProcess:
                 raise StepNotFoundError(step)
             self._check()
         except BaseException:
-            self._tell(Forget(number))
-            if self._supervisor is None or self._supervisor.done():
-                self._take_back(number)  # no process gives it back
+            self._tell(messages.Forget(number))
+            if self._child is None:  # no process gives it back
+                self._take_back(number)
             raise
         # Nothing is awaited from here on: what a dying process does not hear, the
         # next one is told.
         if number not in self._given:  # it has died, and the next one may run by now
-            self._give(number, snapshot, _pack(snapshot))
+            self._give(number, snapshot, pack(header))
         self._current, self._failure = number, None
-        self._tell(Publish(number))
+        self._tell(messages.Publish(number))
 
     def fail(self, failure: Failure | None) -> None:
         """Tell the receives that wait for a step that its send failed; None forgets."""
         self._failure = failure
-        self._tell(Fail(failure))
+        self._tell(messages.Fail(failure))
 
     async def retract(self, *, grace: float) -> None:
         """Serve nothing; once this returns, no byte of the old memory is read.
@@ -366,7 +314,7 @@ class ServerProcess:
             self._take_back(*self._given)
         elif self._given:
             number = next(self._numbers)
-            self._tell(Retract(number, grace))
+            self._tell(messages.Retract(number, grace))
             if not await self._answered(number, grace + _MARGIN):
                 self._kill()
                 await self._answered(number, _ENDING)
@@ -384,13 +332,11 @@ class ServerProcess:
 
     def _take_back(self, *numbers: int) -> None:
         for number in numbers:
-            snapshot = self._given.pop(number, None)
-            if snapshot is not None:
+            if (snapshot := self._given.pop(number, None)) is not None:
                 snapshot.release()
 
     def _spend(self, number: int) -> None:
-        snapshot = self._given.get(number)
-        if snapshot is not None and snapshot.arena is not None:
+        if (snapshot := self._given.get(number)) and snapshot.arena:
             snapshot.arena.spent = True
 
     async def _prepared(self, number: int) -> None:
@@ -401,19 +347,18 @@ class ServerProcess:
             if loop.time() >= hung or (self._child and self._child.is_stopped):
                 self._kill()
 
-    async def _answered(self, number: int, patience: float) -> bool:
+    async def _answered(self, number: int, wait: float) -> bool:
         """Return whether the process answers a message in time, or is gone."""
         if self.pid is None:
             return True
         answer = self._unanswered[number] = asyncio.Event()
         try:
-            async with asyncio.timeout(patience):
-                await answer.wait()
-        except TimeoutError:
-            pass  # the answer may have come together with the timer
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await answer.wait()
         finally:
             del self._unanswered[number]
-        return answer.is_set()
+        return answer.is_set()  # it may have come together with the timer
 
     def _kill(self) -> None:
         if self._child is not None:
@@ -428,40 +373,52 @@ class ServerProcess:
             self._child.send(message, fds)
 
     def _tell_prepare(self, number: int, snapshot: Snapshot, parcel: int) -> None:
+        """Send a snapshot; ``parcel`` has its header, and is closed."""
         assert snapshot.arena is not None, "the snapshot is in one piece"
         try:
-            self._tell(Prepare(number), [parcel, snapshot.arena.fd])
+            self._tell(messages.Prepare(number), [parcel, snapshot.arena.fd])
         finally:
             os.close(parcel)
 
     def _hear(self, data: bytes) -> None:
-        message = decode_from_server(data)
-        if isinstance(message, Ready):
-            self._become(_State.SERVING)
-        elif isinstance(message, Done):
+        message = messages.decode_from_server(data)
+        if isinstance(message, messages.Ready):
+            self._settled.set()
+        elif isinstance(message, messages.Obeyed):
             if message.number in self._unanswered:
                 self._unanswered[message.number].set()
-        elif isinstance(message, Released):
+        elif isinstance(message, messages.Released):
             if message.number != self._current:  # else it ends; the next one gets it
                 self._take_back(message.number)
-        elif isinstance(message, Spent):
+        elif isinstance(message, messages.Spent):
             self._spend(message.number)
         elif isinstance(message, Statistics):
             self._last = message
-        elif isinstance(message, Event):
+        elif isinstance(message, messages.Emit):
             emit(message.event)
         else:
-            assert isinstance(message, LogLine)
+            assert isinstance(message, messages.LogLine)
             log = logging.getLogger(message.name)
             if log.isEnabledFor(message.level):
                 log.log(message.level, "%s", message.access or message.text)
 
 
-def _pack(snapshot: Snapshot) -> int:
-    """Return a descriptor of memory that holds the snapshot's header."""
-    return pack(snapshot.manifest.header)
+def _launched() -> Child:
+    return Child("aiockpt.local._server_main", quiet=True)
 
 
-def _start_into(started: list[Child]) -> None:
-    # A cancelled call returns nothing, so the thread leaves its result in a list.
-    started.append(Child("aiockpt.local._server_main", quiet=True))
+def _abandon(child: Child) -> None:
+    child.kill()
+    child.close()
+
+
+async def _end_of(child: Child) -> int | None:
+    """Return the exit code of a process once it has ended; kill it if need be."""
+    if not child.gone.is_set():
+        child.kill()
+    code = await child.exitcode(_LOOK_INTERVAL)
+    if code is None:
+        child.kill()
+        code = await child.exitcode(math.inf)
+    child.close()
+    return code
