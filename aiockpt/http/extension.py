@@ -1,7 +1,8 @@
 """The seam between the handlers and what is served beside plain checkpoints.
 
 A `ServiceExtension` answers resources of its own, adds headers to the answers of the
-handlers, and admits the bodies that they send. The handlers call it at one place each.
+handlers, and admits the bodies that they send. What `Lends` offers memory instead of
+bytes. The handlers call both at one place each.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from aiohttp import web
 
@@ -117,6 +118,31 @@ class ServiceExtension:
     def status(self, publication: Publication | None) -> Mapping[str, object]:
         """Return what the status shows beside the counters."""
         return {}
+
+
+class Lends(Protocol):
+    """Lends what a store publishes to processes of this host, as memory.
+
+    Attributes:
+        count: How many checkpoints they took.
+    """
+
+    count: int
+
+    async def offer(
+        self,
+        publication: Publication,
+        probe: str | None,
+        receiver: str,
+        lease: http.Lease | None,
+    ) -> str | None:
+        """Return the header that offers a checkpoint to the sender of a probe, or None.
+
+        None if the probe is not from this host, or the memory cannot be lent.
+        """
+
+    async def aclose(self) -> None:
+        """Lend nothing more. Idempotent."""
 
 
 def transport_of(request: web.Request) -> asyncio.Transport:

@@ -23,7 +23,7 @@ from contextlib import (
 )
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Final, Protocol
+from typing import Final
 from weakref import WeakSet
 
 from aiohttp import web
@@ -47,6 +47,7 @@ from aiockpt.http.extension import (
     UNLIMITED,
     Asked,
     BodyLimits,
+    Lends,
     PlainResponse,
     PlainStream,
     ServiceExtension,
@@ -125,31 +126,6 @@ class ServerConfig:
             raise LocalProtocolError(
                 "the server must know who may read: pass a token, or insecure=True"
             )
-
-
-class Lends(Protocol):
-    """Lends what a store publishes to processes of this host, as memory.
-
-    Attributes:
-        count: How many checkpoints they took.
-    """
-
-    count: int
-
-    async def offer(
-        self,
-        publication: Publication,
-        probe: str | None,
-        receiver: str,
-        lease: http.Lease | None,
-    ) -> str | None:
-        """Return the header that offers a checkpoint to the sender of a probe, or None.
-
-        None if the probe is not from this host, or the memory cannot be lent.
-        """
-
-    async def aclose(self) -> None:
-        """Lend nothing more. Idempotent."""
 
 
 class CheckpointService:
@@ -280,12 +256,8 @@ class CheckpointService:
     @property
     def _incarnation(self) -> str:
         """The id of this start of the sender; another one after each return."""
-        returns = self.store.returns
-        return (
-            f"{self.config.incarnation}{returns:x}"
-            if returns
-            else self.config.incarnation
-        )
+        started, returns = self.config.incarnation, self.store.returns
+        return f"{started}{returns:x}" if returns else started
 
     @property
     def _identity(self) -> dict[str, str]:

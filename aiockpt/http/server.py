@@ -15,8 +15,8 @@ from aiohttp.http import HttpProcessingError
 
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.acceptor import Acceptor
-from aiockpt.http.extension import ServiceExtension
-from aiockpt.http.handlers import CheckpointService, Lends, ServerConfig, routes
+from aiockpt.http.extension import Lends, ServiceExtension
+from aiockpt.http.handlers import CheckpointService, ServerConfig, routes
 from aiockpt.http.listen import PREFIX
 from aiockpt.http.responses import COMMON_HEADERS
 from aiockpt.http.store import Statistics, Store
