@@ -330,6 +330,27 @@ def test_who_has_brought_nothing_steals_late(*, same: bool) -> None:
     assert isinstance(one.later(EVER), Rest if same else Stop)
 
 
+def test_the_one_that_waited_takes_over() -> None:
+    """Though the slow peer has another free connection."""
+    one = Session([0], connections=2)
+    victim, other = one.take(), one.add()
+    one.next()
+    assert isinstance(one.later(2.0), Stop)
+    one.fail(victim)
+    assert one.take().peer is other
+
+
+def test_only_a_single_source_is_trusted_after_a_wrong_chunk() -> None:
+    """Of several, and of members, each is dropped at its first one."""
+    one = Session(connections=1, sources=2, members=[ALL])
+    one.sources[0].next, one.sources[1].next = 1, 2
+    runs = {each.peer: each for each in one.take_all()}
+    assert [each.patience.alone for each in runs.values()] == [False] * len(runs)
+    one.planner.drop(one.sources[0])
+    alone = {peer for peer, each in runs.items() if each.patience.alone}
+    assert alone == {one.sources[1]}
+
+
 @same_or_other
 def test_a_run_of_a_peer_that_fell_silent(*, same: bool) -> None:
     """Another one takes it at once; the same one waits for its next attempt."""
