@@ -66,7 +66,7 @@ async def _load(
     asked = "a checkpoint" if address.step is None else f"step {address.step}"
     what = f"{asked} from {origin.base_url}"
     deadline = Deadline(_IDLE_LIMIT, stop="fetch_manifest", what=what)
-    meter = _Meter(on_bytes, deadline)
+    meter = _ByteReporter(on_bytes, deadline)
     options = replace(options, progress=meter.update)
     known = find_credentials(None, insecure=False, env=os.environ)
     with closing(Bridge(threads=_THREADS, name="aiockpt-peer")) as bridge:
@@ -101,7 +101,7 @@ async def _load(
             return (await chase(newest, attempt, pause=client.pause))[1]
 
 
-class _Meter:
+class _ByteReporter:
     """Reports received bytes to a listener, whose error ends the fetch.
 
     While a peer is silent, the listener is called with 0 bytes, so that it can end the

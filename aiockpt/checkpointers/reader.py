@@ -40,7 +40,7 @@ from aiockpt.state.reshard import Claim, Policy, RankValues, United, unite
 from aiockpt.state.segment import check_memory
 from aiockpt.state.selection import Select, listed
 from aiockpt.state.sharding import LAYOUTS
-from aiockpt.storage.boxes import BoxSource, LoadedSource, Source, compare
+from aiockpt.storage.boxes import BoxSource, LoadedSource, LoadSource, compare
 from aiockpt.storage.directory import StrPath
 from aiockpt.storage.placement import PlannedPlacement
 from aiockpt.storage.read import (
@@ -300,7 +300,9 @@ def own_read(reader: CheckpointReader) -> list[Callable[..., object]]:
     return [] if is_ours else [reader.read]
 
 
-def _event_of(name: str, began: float, sources: Sequence[Source] = ()) -> TransferEvent:
+def _event_of(
+    name: str, began: float, sources: Sequence[LoadSource] = ()
+) -> TransferEvent:
     """Return the event of a load."""
     files = [each for each in sources if isinstance(each, FileSource)]
     return TransferEvent(
@@ -364,7 +366,7 @@ def _fitted(
     policy: Policy,
     matched: Callable[..., Matching],
     how: Reading,
-) -> tuple[Sequence[Source], Matching]:
+) -> tuple[Sequence[LoadSource], Matching]:
     """Return the sources that are read, and what is taken of them.
 
     Where as many ranks load as saved, this rank's file alone is tried first. On another
@@ -404,7 +406,7 @@ def _fitted(
         raise
 
 
-def _has_mesh(source: Source) -> bool:
+def _has_mesh(source: LoadSource) -> bool:
     """Say whether a source has parts of distributed tensors."""
     tree = source.segment.manifest.tree
     return any(tag in LAYOUTS for _, tag, _ in registered(tree))
@@ -412,7 +414,7 @@ def _has_mesh(source: Source) -> bool:
 
 def unite_all(
     found: Found, policy: Policy, how: Reading
-) -> tuple[Sequence[Source], United]:
+) -> tuple[Sequence[LoadSource], United]:
     """Return the sources of all ranks, and their trees as one, for no template.
 
     Raises:
@@ -424,7 +426,7 @@ def unite_all(
 
 
 def _united(
-    sources: Sequence[Source], wanted: Wanted | None, policy: Policy, how: Reading
+    sources: Sequence[LoadSource], wanted: Wanted | None, policy: Policy, how: Reading
 ) -> United:
     """Unite the trees of the sources, and compare the values that must agree."""
     manifests = [source.segment.manifest for source in sources]
@@ -443,7 +445,7 @@ def _united(
         )
 
 
-def _whole(source: Source, part: Matching, how: Reading) -> object:
+def _whole(source: LoadSource, part: Matching, how: Reading) -> object:
     """Read everything into new memory."""
     segment = source.segment
     size = segment.manifest.segment_bytes
@@ -456,7 +458,7 @@ def _whole(source: Source, part: Matching, how: Reading) -> object:
 
 
 def _part(
-    sources: Sequence[Source],
+    sources: Sequence[LoadSource],
     part: Matching,
     how: Reading,
     ports: PortFor,

@@ -25,7 +25,7 @@ from aiockpt.format.paths import format_path
 from aiockpt.runtime.bridge import share_out
 from aiockpt.runtime.system import collector_paused, raise_descriptor_limit
 from aiockpt.state.reshard import RankValues
-from aiockpt.storage.boxes import LoadedSource, Source
+from aiockpt.storage.boxes import LoadedSource, LoadSource
 from aiockpt.storage.checkpoint_file import blaming_file, contents, opened
 from aiockpt.storage.dcp import is_dcp
 from aiockpt.storage.dcp_sources import dcp_sources
@@ -82,12 +82,12 @@ class Found:
         is_foreign: Whether another tool has saved it; see `Policy`.
     """
 
-    sources: Sequence[Source]
-    rest: Callable[[], Sequence[Source]] | None = None
+    sources: Sequence[LoadSource]
+    rest: Callable[[], Sequence[LoadSource]] | None = None
     own: int | None = None
     is_foreign: bool = False
 
-    def every(self) -> Sequence[Source]:
+    def every(self) -> Sequence[LoadSource]:
         """Return the sources of all ranks.
 
         Raises:
@@ -176,7 +176,7 @@ def _of_dcp(place: Path, reading: Reading, files: ExitStack) -> Found:
         )
     for path, why in found.left_out.items():
         logger.warning("%s: %s is left out: %s", place, format_path(path), why)
-    sources: list[Source] = [
+    sources: list[LoadSource] = [
         FileSource(*each, mapped=reading.mmap) for each in found.files
     ]
     if found.values or not sources:

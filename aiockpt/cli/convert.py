@@ -26,7 +26,7 @@ from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.cli import huggingface
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.paths import for_a_command, holds_shards, pointing_below
-from aiockpt.cli.tensors import Tensor, has_code, is_name
+from aiockpt.cli.tensors import TensorToWrite, has_code, is_name
 from aiockpt.cli.text import command_line, printable
 from aiockpt.errors import (
     RankValuesError,
@@ -344,7 +344,7 @@ def _check_plain(name: object, value: object) -> None:
 
 def _write_plain(path: Path, fd: int, state: dict[str, torch.Tensor]) -> None:
     tensors = huggingface.in_order(
-        Tensor(name, name, dtype, (*tensor.shape,), (), dtype)
+        TensorToWrite(name, name, dtype, (*tensor.shape,), (), dtype)
         for name, tensor in state.items()
         for dtype in [DTYPE_NAMES[tensor.dtype]]
     )

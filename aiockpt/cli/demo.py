@@ -72,7 +72,7 @@ def find_model() -> Path:
 
 
 @dataclass(slots=True)
-class _Received:
+class _DemoResult:
     """How a receive went, and the paths of the values that are not the sender's."""
 
     nbytes: int
@@ -119,7 +119,7 @@ async def _receive_twice(model: Path, size: int) -> int:
     return 0
 
 
-async def _receive(metadata: str, expected: Mapping[str, str]) -> _Received:
+async def _receive(metadata: str, expected: Mapping[str, str]) -> _DemoResult:
     bar = ProgressBar(sys.stderr)
     async with HTTPTransport[object](server=Server(host="127.0.0.1")) as transport:
         started = time.monotonic()
@@ -131,7 +131,7 @@ async def _receive(metadata: str, expected: Mapping[str, str]) -> _Received:
             bar.close()
         seconds = time.monotonic() - started
     wrong = {path for path, _ in set(fingerprints(state)) ^ set(expected.items())}
-    return _Received(bar.last.bytes_total, seconds, wrong)
+    return _DemoResult(bar.last.bytes_total, seconds, wrong)
 
 
 class _Cutter:

@@ -25,7 +25,7 @@ from aiockpt.runtime.system import available_memory, usable_cores
 
 __all__ = [
     "Finding",
-    "Settings",
+    "HostSettings",
     "as_text",
     "describe_machine",
     "judge",
@@ -82,7 +82,7 @@ def describe_machine() -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class HostSettings:
     """Sizes are in bytes; what is unknown is None, or empty.
 
     Attributes:
@@ -114,7 +114,7 @@ class Settings:
     uvloop: str
 
 
-def read_settings() -> Settings:
+def read_settings() -> HostSettings:
     """Return the settings as they are now."""
     quota, buffers, shared = None, None, None
     with suppress(ValueError):
@@ -127,7 +127,7 @@ def read_settings() -> Settings:
     with suppress(OSError):
         found = os.statvfs(_SHM)
         shared = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    return Settings(
+    return HostSettings(
         cores=usable_cores(),
         quota=quota,
         memory=available_memory(),
@@ -192,12 +192,12 @@ class Finding:
         return bool(self.remedy)
 
 
-def judge(settings: Settings) -> list[Finding]:
+def judge(settings: HostSettings) -> list[Finding]:
     """Return the findings, in the order to show them."""
     return [*_machine(settings), *_network(settings), *_process(settings)]
 
 
-def _machine(settings: Settings) -> Iterator[Finding]:
+def _machine(settings: HostSettings) -> Iterator[Finding]:
     quota = "" if settings.quota is None else f", quota {settings.quota:g}"
     few = min(settings.cores, settings.quota or settings.cores) < _FEW_CORES
     cores = "give the process 4 cores: an end of a transfer keeps one or two busy"
@@ -235,7 +235,7 @@ def _machine(settings: Settings) -> Iterator[Finding]:
         )
 
 
-def _network(settings: Settings) -> Iterator[Finding]:
+def _network(settings: HostSettings) -> Iterator[Finding]:
     system = settings.congestion or "unknown"
     allowed = " ".join(settings.allowed) or "unknown"
     lossy = "on lossy lines: sysctl -w net.ipv4.tcp_congestion_control=bbr"
@@ -275,7 +275,7 @@ def _network(settings: Settings) -> Iterator[Finding]:
         )
 
 
-def _process(settings: Settings) -> Iterator[Finding]:
+def _process(settings: HostSettings) -> Iterator[Finding]:
     loop = "pip install 'aiockpt[uvloop]', and run your loop on it"
     yield Finding(
         name="uvloop",

@@ -10,7 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from aiockpt.cli.peer import Found, Peer, open_peer
+from aiockpt.cli.peer import FoundCheckpoint, SenderClient, open_peer
 from aiockpt.cli.text import ProgressBar, format_bytes, printable
 from aiockpt.errors import Advice, AiockptError, advice
 from aiockpt.events import Meter, Progress
@@ -57,8 +57,8 @@ async def _fetch(arguments: argparse.Namespace, bar: ProgressBar) -> str:
 
 
 async def save(
-    peer: Peer,
-    found: Found,
+    peer: SenderClient,
+    found: FoundCheckpoint,
     target: Path,
     bar: ProgressBar,
     *,

@@ -30,7 +30,7 @@ import torch
 
 from aiockpt.checkpointers.reader import unite_all
 from aiockpt.checkpointers.sources import Reading, open_sources
-from aiockpt.cli.tensors import CODE_OF, Tensor, tensors_of
+from aiockpt.cli.tensors import CODE_OF, TensorToWrite, tensors_of
 from aiockpt.cli.text import counted
 from aiockpt.errors import StateDictError, StorageError
 from aiockpt.format.chunks import ChunkGrid, ChunkHasher, digest
@@ -43,7 +43,7 @@ from aiockpt.runtime.bridge import share_out
 from aiockpt.state.catalogue import Piece
 from aiockpt.state.reshard import Policy, RankValues, United
 from aiockpt.state.segment import Segment
-from aiockpt.storage.boxes import BoxSource, Source
+from aiockpt.storage.boxes import BoxSource, LoadSource
 from aiockpt.storage.checkpoint_file import blocks_of, header_of
 from aiockpt.storage.directory import resolve_target
 from aiockpt.storage.files import (
@@ -183,9 +183,11 @@ def _is_beside(path: Path) -> bool:
 # -------------------------------------------------------------------------- the files
 
 
-def _files_of(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, Sequence[Tensor]]:
+def _files_of(
+    tensors: Sequence[TensorToWrite], max_bytes: int
+) -> dict[str, Sequence[TensorToWrite]]:
     """Distribute tensors over files as transformers does: in order, each file full."""
-    shards: list[list[Tensor]] = [[]]
+    shards: list[list[TensorToWrite]] = [[]]
     size = 0
     for tensor in tensors:
         if shards[-1] and size + tensor.nbytes > max_bytes:
@@ -203,7 +205,10 @@ def _files_of(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, Sequence[T
 
 
 def _write(
-    path: Path, final: Path, tensors: Sequence[Tensor], sources: Sequence[Source]
+    path: Path,
+    final: Path,
+    tensors: Sequence[TensorToWrite],
+    sources: Sequence[LoadSource],
 ) -> None:
     """Write a file of the directory under another name."""
     tensors = in_order(tensors)
@@ -215,7 +220,7 @@ def _write(
         os.close(fd)
 
 
-def in_order(tensors: Iterable[Tensor]) -> list[Tensor]:
+def in_order(tensors: Iterable[TensorToWrite]) -> list[TensorToWrite]:
     """Return tensors in the order of a file: aligned without gaps, by dtype."""
     return sorted(tensors, key=lambda each: -itemsize(each.cast))
 
@@ -223,7 +228,7 @@ def in_order(tensors: Iterable[Tensor]) -> list[Tensor]:
 def write_plain(
     path: Path,
     fd: int,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[TensorToWrite],
     fill: Callable[[Output, Bytes], object],
 ) -> None:
     """Write a safetensors file without our metadata; sync, read back, and compare it.
@@ -279,8 +284,8 @@ class Output:
 
 
 def _fill(
-    tensors: Sequence[Tensor],
-    sources: Sequence[Source],
+    tensors: Sequence[TensorToWrite],
+    sources: Sequence[LoadSource],
     output: Output,
     header: Bytes,
 ) -> None:
@@ -306,7 +311,7 @@ def _items(entries: Entries) -> Iterator[tuple[str, Entry]]:
     return zip(entries.names, entries.between(0, len(entries)), strict=True)
 
 
-def _entries_of(tensors: Iterable[Tensor]) -> Entries:
+def _entries_of(tensors: Iterable[TensorToWrite]) -> Entries:
     entries: dict[str, Entry] = {}
     stop = 0
     for tensor in tensors:
@@ -318,13 +323,13 @@ def _entries_of(tensors: Iterable[Tensor]) -> Entries:
     return Entries.of(entries)
 
 
-def _parts_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _parts_of(tensors: Sequence[TensorToWrite]) -> Iterator[list[TensorToWrite]]:
     """Yield tensors, or rows of them, that are read at once.
 
     Two such parts need as much memory as the file is large, or a little.
     """
     most = max(_LITTLE, sum(tensor.nbytes for tensor in tensors)) // 2
-    part: list[Tensor] = []
+    part: list[TensorToWrite] = []
     memory = 0
     for each in chain.from_iterable(_cut(tensor, most) for tensor in tensors):
         if part and memory + each.memory > most:
@@ -335,7 +340,7 @@ def _parts_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     yield part
 
 
-def _cut(tensor: Tensor, most: int) -> Iterator[Tensor]:
+def _cut(tensor: TensorToWrite, most: int) -> Iterator[TensorToWrite]:
     """Yield rows of a tensor that needs more memory than ``most``; else the tensor."""
     if tensor.memory <= most:
         yield tensor
@@ -346,7 +351,7 @@ def _cut(tensor: Tensor, most: int) -> Iterator[Tensor]:
         yield tensor.rows(first, min(first + rows, count))
 
 
-def _laid_out(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, int]], int]:
+def _laid_out(tensors: Sequence[TensorToWrite]) -> tuple[list[tuple[int, int]], int]:
     """Return where tensors that are read lie in memory, and how long that is."""
     places: list[tuple[int, int]] = []
     stop = 0
@@ -358,8 +363,8 @@ def _laid_out(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, int]], int]:
 
 
 def _load(
-    tensors: Sequence[Tensor],
-    sources: Sequence[Source],
+    tensors: Sequence[TensorToWrite],
+    sources: Sequence[LoadSource],
     arena: Arena,
     loaded: list[memoryview],
 ) -> None:
@@ -402,7 +407,7 @@ def _memory_of(nbytes: int) -> Manifest:
     )
 
 
-def _cast(data: memoryview, tensor: Tensor) -> memoryview:
+def _cast(data: memoryview, tensor: TensorToWrite) -> memoryview:
     """Return the elements in some bytes as they are written.
 
     Raises:
@@ -421,7 +426,7 @@ def _cast(data: memoryview, tensor: Tensor) -> memoryview:
     return cast.view(torch.uint8).numpy().data
 
 
-def _index_of(files: Mapping[str, Sequence[Tensor]]) -> str:
+def _index_of(files: Mapping[str, Sequence[TensorToWrite]]) -> str:
     """Return the index: the file of each tensor, and the bytes of all of them."""
     size = sum(each.nbytes for each in chain.from_iterable(files.values()))
     holders = {each.name: file for file, some in files.items() for each in some}

@@ -96,7 +96,7 @@ async def _ask(address: Address, arguments: argparse.Namespace) -> Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _TensorLine:
     """One line of the table, and an object of the JSON document."""
 
     path: str
@@ -167,7 +167,7 @@ def _as_json(name: str, header: Manifest | ForeignHeader) -> dict[str, object]:
     return {"format": "aiockpt", **report, **facts}
 
 
-def _told(tensor: _Tensor) -> dict[str, object]:
+def _told(tensor: _TensorLine) -> dict[str, object]:
     """Return a tensor as a JSON object; ``other_readers`` only if they see another."""
     found = asdict(tensor)
     if not tensor.other_readers:
@@ -175,25 +175,25 @@ def _told(tensor: _Tensor) -> dict[str, object]:
     return found
 
 
-def _tensors(header: Manifest | ForeignHeader) -> Iterator[_Tensor]:
+def _tensors(header: Manifest | ForeignHeader) -> Iterator[_TensorLine]:
     if isinstance(header, ForeignHeader):
         for name, entry in zip(header.names, header.entries, strict=True):
             start, stop = entry.data_offsets
             dtype = CODES.get(entry.dtype, entry.dtype)
-            yield _Tensor(name, dtype, entry.shape, stop - start, name)
+            yield _TensorLine(name, dtype, entry.shape, stop - start, name)
         return
     for path, index in tensor_leaves(header.tree):
         if 0 <= index < header.tensor_count:  # the tree has not been decoded
             yield _described(header, index, format_path(path))
 
 
-def _described(manifest: Manifest, index: int, path: str) -> _Tensor:
+def _described(manifest: Manifest, index: int, path: str) -> _TensorLine:
     spec = manifest.tensor(index)
     nbytes = math.prod(spec.shape) * itemsize(spec.dtype)
     entry = manifest.names[spec.storage]
     flags = tuple(word for flag, word in _FLAGS.items() if spec.flags & flag)
     foreign = _foreign(manifest, spec, path)
-    return _Tensor(path, spec.dtype, spec.shape, nbytes, entry, flags, foreign)
+    return _TensorLine(path, spec.dtype, spec.shape, nbytes, entry, flags, foreign)
 
 
 def _foreign(manifest: Manifest, spec: TensorSpec, path: str) -> str:
@@ -274,7 +274,7 @@ def _table(header: Manifest | ForeignHeader) -> Iterator[str]:
     )
 
 
-def _row(tensor: _Tensor) -> tuple[str, ...]:
+def _row(tensor: _TensorLine) -> tuple[str, ...]:
     remarks = list(tensor.flags)
     if tensor.entry != tensor.path:
         remarks.append(f"in {clipped(tensor.entry, MAX_CELL)}")

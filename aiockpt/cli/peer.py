@@ -45,7 +45,7 @@ from aiockpt.runtime.lifetime import Deadline
 from aiockpt.storage.files import open_regular
 from aiockpt.swarm.endpoint import SwarmEndpoint
 
-__all__ = ["Found", "Peer", "open_peer"]
+__all__ = ["FoundCheckpoint", "SenderClient", "open_peer"]
 
 V = TypeVar("V")
 
@@ -54,7 +54,7 @@ _CONNECTIONS = 4
 _STALL_TIMEOUT = 10.0
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A checkpoint, and who has it; ``headers`` authenticate the manifest."""
 
     manifest: Manifest
@@ -62,7 +62,7 @@ class Found(NamedTuple):
     headers: Mapping[str, str]
 
 
-class Reading(NamedTuple):
+class CommandReading(NamedTuple):
     """Who has a checkpoint, and the part of this command in the sender's swarm."""
 
     peers: Peers
@@ -70,7 +70,7 @@ class Reading(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class SenderClient:
     """One sender of a checkpoint, or several, and how they are asked.
 
     Attributes:
@@ -102,7 +102,7 @@ class Peer:
             return await receive(self.step)
         return (await chase(self._newest, receive, pause=asyncio.sleep))[1]
 
-    async def find(self, step: int, *, keep: bool = False) -> Found:
+    async def find(self, step: int, *, keep: bool = False) -> FoundCheckpoint:
         """Return a checkpoint; ``keep`` asks the senders not to drop it meanwhile.
 
         The deadline's message then says what was looked for, and what went wrong.
@@ -135,10 +135,10 @@ class Peer:
             finally:
                 await peers.let_go()  # `reading` goes on with a client of its own
         mac = {} if answer.mac is None else {MAC_HEADER: answer.mac}
-        return Found(answer.manifest, peers, mac)
+        return FoundCheckpoint(answer.manifest, peers, mac)
 
     @asynccontextmanager
-    async def reading(self, found: Found) -> AsyncIterator[Reading]:
+    async def reading(self, found: FoundCheckpoint) -> AsyncIterator[CommandReading]:
         """Give what reads the chunks of a checkpoint; end its lease afterwards.
 
         At the end of the block, nothing is served any more.
@@ -163,7 +163,7 @@ class Peer:
                 await peers.end_lease(found.manifest.step)
 
             try:
-                yield Reading(peers, swarm)
+                yield CommandReading(peers, swarm)
             except AiockptError as error:
                 if Advice.LOST not in advice(error):
                     await end()
@@ -229,7 +229,7 @@ class _TooLargeError(LimitExceededError):
 @asynccontextmanager
 async def open_peer(
     addresses: Sequence[Address], arguments: argparse.Namespace
-) -> AsyncIterator[Peer]:
+) -> AsyncIterator[SenderClient]:
     """Give the peer that URLs name, until the deadline of ``--timeout``.
 
     Raises:
@@ -254,7 +254,7 @@ async def open_peer(
     bridge = Bridge(threads=_THREADS, name="aiockpt")
     try:
         async with Deadline(timeout, stop="fetch_manifest") as deadline:
-            yield Peer(
+            yield SenderClient(
                 [replace(each, patience=patience) for each in origins],
                 step,
                 options.get("wait", 0.0),

@@ -24,9 +24,9 @@ from aiockpt.state.mesh import Box
 from aiockpt.state.reshard import BoxCopy, United
 from aiockpt.state.selection import Selection, below, item
 from aiockpt.state.trees import DICTS, items_of, number_of, tag_of
-from aiockpt.storage.boxes import Source
+from aiockpt.storage.boxes import LoadSource
 
-__all__ = ["CODE_OF", "Tensor", "has_code", "is_name", "tensors_of"]
+__all__ = ["CODE_OF", "TensorToWrite", "has_code", "is_name", "tensors_of"]
 
 CODE_OF: Final = {name: code for code, name in CODES.items()}
 """The code that safetensors has for a dtype of torch; not all have one."""
@@ -35,7 +35,7 @@ _LAZY: Final = CONJ | NEG
 _SHOWN: Final = 5
 
 
-class Tensor(NamedTuple):
+class TensorToWrite(NamedTuple):
     """A tensor to write.
 
     Attributes:
@@ -82,7 +82,7 @@ class Tensor(NamedTuple):
         )
         return self.dtype, self.shape, (*where,), (*(box for _, box in boxes),)
 
-    def rows(self, first: int, stop: int) -> Tensor:
+    def rows(self, first: int, stop: int) -> TensorToWrite:
         """Return some rows of it."""
         boxes: list[BoxCopy] = []
         for copy in self.boxes:
@@ -112,13 +112,13 @@ def has_code(dtype: str, shape: Sequence[int]) -> bool:
 
 def tensors_of(
     source: Path,
-    sources: Sequence[Source],
+    sources: Sequence[LoadSource],
     united: United,
     *,
     select: Sequence[str] | None,
     rename: Sequence[tuple[str, str]],
     dtype: str | None,
-) -> list[Tensor]:
+) -> list[TensorToWrite]:
     """Return the selected tensors in the order of the checkpoint.
 
     Tied tensors are there once, under the first of their names.
@@ -145,7 +145,7 @@ def tensors_of(
         _refuse_values(source, united.tree, others)
     naming = _Naming(source, rename)
     facts = _Facts(sources, united)
-    found: dict[str, Tensor] = {}
+    found: dict[str, TensorToWrite] = {}
     for path, steps, node in leaves:
         number = number_of(node, path)
         tensor = facts.tensor(naming.name(path, steps), path, number, dtype)
@@ -271,12 +271,14 @@ def _begins(name: str, prefix: str) -> bool:
 class _Facts:
     """What the headers of the sources say about the tensors of their united tree."""
 
-    def __init__(self, sources: Sequence[Source], united: United) -> None:
+    def __init__(self, sources: Sequence[LoadSource], united: United) -> None:
         manifests = [each.segment.manifest for each in sources]
         self._pieces = Catalogue(manifests, limits=FILE_LIMITS, tree=["dict", [], []])
         self._joined = united
 
-    def tensor(self, name: str, path: str, number: int, dtype: str | None) -> Tensor:
+    def tensor(
+        self, name: str, path: str, number: int, dtype: str | None
+    ) -> TensorToWrite:
         """Return a tensor by its number in the tree."""
         boxes: Sequence[BoxCopy]
         if number < len(self._pieces):  # it is whole in one source
@@ -292,10 +294,10 @@ class _Facts:
             boxes = self._joined.copies[spec.storage]
             made, shape = spec.dtype, spec.shape
         cast = dtype if dtype and made in FLOATS else made
-        return Tensor(name, path, made, shape, boxes, cast)
+        return TensorToWrite(name, path, made, shape, boxes, cast)
 
 
-def _check_dtype(source: Path, tensor: Tensor) -> None:
+def _check_dtype(source: Path, tensor: TensorToWrite) -> None:
     """Refuse a dtype that safetensors cannot say.
 
     Raises:
@@ -308,9 +310,9 @@ def _check_dtype(source: Path, tensor: Tensor) -> None:
         )
 
 
-def _written_once(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _written_once(tensors: Sequence[TensorToWrite]) -> list[TensorToWrite]:
     """Return the tensors without those that are tied to one before them."""
-    found: dict[object, Tensor] = {}
+    found: dict[object, TensorToWrite] = {}
     tied: list[str] = []
     for tensor in tensors:
         key = tensor.elements if tensor.boxes else tensor.name

@@ -39,13 +39,13 @@ _CLEAR = "\x1b[H\x1b[2J"
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class _Serving(msgspec.Struct):
+class _ShownStep(msgspec.Struct):
     step: int
     snapshot_id: str
     total_bytes: _Count
 
 
-class _Member(msgspec.Struct):
+class _ShownMember(msgspec.Struct):
     id: str
     url: str
     zone: str
@@ -53,10 +53,10 @@ class _Member(msgspec.Struct):
     complaints: _Count
 
 
-class _Swarm(msgspec.Struct):
+class _ShownSwarm(msgspec.Struct):
     chunks: _Count
     given: _Count
-    members: list[_Member]
+    members: list[_ShownMember]
     more: _Count = 0
 
 
@@ -66,15 +66,15 @@ class _Status(msgspec.Struct):
     bytes_sent: _Count
     requests: _Count
     refused: _Count
-    swarm: _Swarm | None
+    swarm: _ShownSwarm | None
 
 
-class _Answer(msgspec.Struct):
-    serving: _Serving | None
+class _ShownStatus(msgspec.Struct):
+    serving: _ShownStep | None
     status: _Status
 
 
-_decode = msgspec.json.Decoder(_Answer).decode
+_decode = msgspec.json.Decoder(_ShownStatus).decode
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -112,7 +112,7 @@ async def _watch(arguments: argparse.Namespace, *, lives: bool) -> None:
             await client.pause(_PAUSE)
 
 
-async def _ask(client: CheckpointClient, origin: Origin) -> _Answer:
+async def _ask(client: CheckpointClient, origin: Origin) -> _ShownStatus:
     """Return the status of a sender.
 
     Raises:
@@ -128,7 +128,9 @@ async def _ask(client: CheckpointClient, origin: Origin) -> _Answer:
         raise RemoteProtocolError(detail) from None
 
 
-def _lines(found: _Answer, before: _Answer | None, seconds: float) -> Iterator[str]:
+def _lines(
+    found: _ShownStatus, before: _ShownStatus | None, seconds: float
+) -> Iterator[str]:
     """Yield the lines that show a status; rates are those since the one before."""
     serving, status, swarm = found.serving, found.status, found.status.swarm
     sending = ""
@@ -152,7 +154,7 @@ def _lines(found: _Answer, before: _Answer | None, seconds: float) -> Iterator[s
     known = _known(before) if _of(before) == serving.snapshot_id else {}
     size_of_chunk = serving.total_bytes / max(swarm.chunks, 1)
 
-    def row(each: _Member) -> tuple[str, ...]:
+    def row(each: _ShownMember) -> tuple[str, ...]:
         share = min(each.have / max(swarm.chunks, 1), 1.0)
         old = known.get(each.id)
         rate = "" if old is None else _rate((each.have - old) * size_of_chunk, seconds)
@@ -165,12 +167,12 @@ def _lines(found: _Answer, before: _Answer | None, seconds: float) -> Iterator[s
         yield f"and {swarm.more} more"
 
 
-def _known(before: _Answer | None) -> dict[str, int]:
+def _known(before: _ShownStatus | None) -> dict[str, int]:
     swarm = before.status.swarm if before is not None else None
     return {} if swarm is None else {each.id: each.have for each in swarm.members}
 
 
-def _of(before: _Answer | None) -> str | None:
+def _of(before: _ShownStatus | None) -> str | None:
     serving = before.serving if before is not None else None
     return None if serving is None else serving.snapshot_id
 

@@ -205,7 +205,7 @@ def move(
         destination.copy_(source, non_blocking=non_blocking)
 
 
-class _Done:
+class _PastEvent:
     """The end of work that has run already, or that the device orders by itself."""
 
     def query(self) -> bool:
@@ -227,7 +227,7 @@ class OneQueue:
 
     def fence(self) -> Event:
         """Return an event that has completed, because later work runs later."""
-        return _Done()
+        return _PastEvent()
 
     def copy(self, moves: Iterable[Move], *, after: Event) -> Event:
         """Copy, and block until the copies have ended."""
@@ -235,7 +235,7 @@ class OneQueue:
         for each in moves:
             move(*each, non_blocking=False)
         self.synchronize()
-        return _Done()
+        return _PastEvent()
 
     def aside(self, after: Event | None = None) -> AbstractContextManager[object]:
         """Return a context that changes nothing."""
@@ -245,7 +245,7 @@ class OneQueue:
     def mark(self) -> Event:
         """Block until the device is idle."""
         self.synchronize()
-        return _Done()
+        return _PastEvent()
 
     def synchronize(self) -> None:
         """Block the calling thread until the device is idle."""

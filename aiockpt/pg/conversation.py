@@ -57,10 +57,10 @@ from aiockpt.errors import (
 )
 from aiockpt.memory.arena import Memory
 from aiockpt.pg.messages import (
-    Channel,
     Digests,
-    Group,
+    GroupLike,
     Medium,
+    RankChannel,
     compare,
     rank_in,
 )
@@ -102,7 +102,7 @@ _FINAL: Final = (Kind.DONE, Kind.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class ControlMessage:
     """A control message: 1 KiB, little endian, padded with zeros.
 
     Its fields are magic, version, kind, step, bytes, length of the text, and text. In
@@ -125,7 +125,7 @@ class Frame:
         return frame
 
     @classmethod
-    def decode(cls, data: bytes | bytearray) -> Frame:
+    def decode(cls, data: bytes | bytearray) -> ControlMessage:
         """Return the frame of a peer.
 
         Raises:
@@ -149,7 +149,7 @@ class Frame:
 # ------------------------------------------------------------------- the group
 
 
-class Ranks:
+class GroupRanks:
     """The ranks of a group: orders the conversations, and knows if the group broke.
 
     A broken group stays broken. ``remains`` keeps messages alive that are under way
@@ -161,7 +161,7 @@ class Ranks:
         bridge: Provides the threads.
     """
 
-    def __init__(self, group: Group, medium: Medium, bridge: Bridge) -> None:
+    def __init__(self, group: GroupLike, medium: Medium, bridge: Bridge) -> None:
         self.remains: list[object] = []
         self.bridge = bridge
         self._group, self._medium = group, medium
@@ -180,16 +180,16 @@ class Ranks:
         if self._why:
             raise ProcessGroupError(self._why, rank=self._rank)
 
-    def tell(self, channel: Channel, why: str = "") -> None:
+    def tell(self, channel: RankChannel, why: str = "") -> None:
         """Tell a peer that the group is broken, once and without waiting for it."""
         peer = (channel.sending, channel.rank)
         if channel.tagged and peer not in self._told:
             self._told.add(peer)
             text = f"the other end gave up: {why or self._why}"
-            frame = Frame(Kind.FAILED, 0, text=text).encode()
+            frame = ControlMessage(Kind.FAILED, 0, text=text).encode()
             self.bridge.post(self._give_up, channel, frame)
 
-    def _give_up(self, channel: Channel, frame: bytearray) -> None:
+    def _give_up(self, channel: RankChannel, frame: bytearray) -> None:
         self.remains.append(channel.give_up(frame))
 
     def break_off(self, rank: int, error: BaseException) -> None:
@@ -219,7 +219,7 @@ class Ranks:
             return []
 
     @asynccontextmanager
-    async def turn(self, rank: int, *, sending: bool) -> AsyncIterator[Channel]:
+    async def turn(self, rank: int, *, sending: bool) -> AsyncIterator[RankChannel]:
         """Wait until no other call talks to ``rank``, then yield a channel to it.
 
         Messages of host memory have tags. A device's communicator has only an order, so
@@ -249,8 +249,8 @@ class Ranks:
                 async with Conversation(channel, self, deadline).held() as peer:
                     await peer.refuse(step, error)
                 return
-            only = Frame(Kind.FAILED, step, text=_reason(error)).encode()
-            last = Frame(Kind.BYE, 0).encode()
+            only = ControlMessage(Kind.FAILED, step, text=_reason(error)).encode()
+            last = ControlMessage(Kind.BYE, 0).encode()
             await self.bridge.run(channel.leave_word, only, last)
 
 
@@ -290,7 +290,9 @@ class Conversation:
     cancellation, breaks the group.
     """
 
-    def __init__(self, channel: Channel, ranks: Ranks, deadline: Deadline) -> None:
+    def __init__(
+        self, channel: RankChannel, ranks: GroupRanks, deadline: Deadline
+    ) -> None:
         self.rank = channel.rank
         self._channel = channel
         self._ranks, self._bridge = ranks, ranks.bridge
@@ -319,7 +321,7 @@ class Conversation:
                     failed = error
                 self._ended = True
                 if tagged:
-                    bye = Frame(Kind.BYE, 0).encode()
+                    bye = ControlMessage(Kind.BYE, 0).encode()
                     await self._in_thread(self._channel.send_last, bye)
         except BaseException as error:
             self._break_off(error)
@@ -332,10 +334,10 @@ class Conversation:
 
     async def say(self, kind: Kind, step: int, nbytes: int = 0, text: str = "") -> None:
         """Send a frame."""
-        await self.send(Frame(kind, step, nbytes, text).encode())
+        await self.send(ControlMessage(kind, step, nbytes, text).encode())
         self._over = kind in _FINAL
 
-    async def hear(self, expected: Kind, *, step: int = 0) -> Frame:
+    async def hear(self, expected: Kind, *, step: int = 0) -> ControlMessage:
         """Receive a frame.
 
         Args:
@@ -351,7 +353,7 @@ class Conversation:
         self._over = False
         data = bytearray(FRAME_BYTES)
         await self.fill(data)
-        frame = Frame.decode(data)
+        frame = ControlMessage.decode(data)
         if frame.kind not in (expected, Kind.FAILED):
             raise RemoteProtocolError(
                 f"rank {self.rank} sent {frame.kind.name}, expected {expected.name}"
@@ -430,7 +432,7 @@ class Conversation:
         """Wait for the peer's last frame; raise if it is dead or has given up."""
         try:
             data = await self._in_thread(self._channel.receive_last, FRAME_BYTES)
-            frame = Frame.decode(data)
+            frame = ControlMessage.decode(data)
             if frame.kind is not Kind.BYE:
                 error = ProcessGroupError(frame.text, rank=self.rank)
                 self._ranks.break_off(self.rank, error)

@@ -79,15 +79,15 @@ from aiockpt.memory.device import (
     port_for,
 )
 from aiockpt.pg.messages import (
-    Channel,
     Digests,
-    Group,
+    GroupLike,
     HostIncoming,
     Incoming,
     Message,
     OnChunk,
     Parcel,
     Pending,
+    RankChannel,
     gathered,
     packed,
 )
@@ -152,7 +152,7 @@ class _DeviceDigests:
         self,
         device: Device,
         bridge: Bridge,
-        segment: Segment,
+        segment: MixedSegment,
         grid: ChunkGrid,
         on_chunk: OnChunk | None = None,
     ) -> None:
@@ -236,7 +236,7 @@ class Device:
             ) from error
 
     def fold(
-        self, segment: Segment, start: int, stop: int
+        self, segment: MixedSegment, start: int, stop: int
     ) -> tuple[torch.Tensor, torch.Tensor, Event]:
         """Begin to fold a chunk on the side stream; for a thread.
 
@@ -291,7 +291,7 @@ def pairs(backings: Backings, homes: Homes, numbers: Iterable[int]) -> Iterator[
             yield home[: backing.nbytes], _raw(backing)
 
 
-class Segment:
+class MixedSegment:
     """A data segment of which some entries are on a device, and the rest on the host.
 
     It is the `Incoming` of a channel whose messages are on a device. All of its work
@@ -387,7 +387,7 @@ class Segment:
 # -------------------------------------------------------------------------- staging
 
 
-class _Staging:
+class _DeviceStaging:
     """One staging in progress."""
 
     def __init__(self, description: Description, device: Device) -> None:
@@ -401,7 +401,7 @@ class _Staging:
             port_for=port_for,
         )
 
-    def begin(self, after: Event, fences: Fences) -> tuple[Segment, list[Event]]:
+    def begin(self, after: Event, fences: Fences) -> tuple[MixedSegment, list[Event]]:
         """Enqueue all copies; return the segment and the events of their ends."""
         backings, entries = self.description.backings, self.description.entries
         homes = in_state(backings, entries, self.own)
@@ -416,7 +416,7 @@ class _Staging:
         events = [self.device.port.mark(), *self.plan.stage_parts(fences)]
         events += self.plan.stage_device(0, entries.nbytes, fences)
         host = self.plan.in_place()
-        return Segment(self.device.device, host, entries, homes), events
+        return MixedSegment(self.device.device, host, entries, homes), events
 
     def abandon(self) -> None:
         """Close the arena after all copies to it have ended."""
@@ -458,7 +458,7 @@ def decode_placement(data: bytes | bytearray | memoryview, count: int) -> list[i
 # ------------------------------------------------------------------------ receiving
 
 
-class _Share:
+class _DeviceShare:
     """The entries of a checkpoint that this device receives, as a `Share`.
 
     Args:
@@ -479,11 +479,11 @@ class _Share:
     ) -> None:
         self._device, self._entries, self.on_device = device, entries, homes
         self._backings, self._copied = backings, copied
-        self._segment: Segment | None = None
+        self._segment: MixedSegment | None = None
 
     def beside(self, memory: Memory) -> Memory:
         device = self._device.device
-        self._segment = Segment(device, memory, self._entries, self.on_device)
+        self._segment = MixedSegment(device, memory, self._entries, self.on_device)
         return self._segment
 
     def begin(self, marks: Marks) -> None:
@@ -507,15 +507,15 @@ class _Share:
 # ------------------------------------------------------------------------- messages
 
 
-class DeviceChannel(Channel):
-    """A `Channel` whose messages are on a device, and on its side stream."""
+class DeviceChannel(RankChannel):
+    """A `RankChannel` whose messages are on a device, and on its side stream."""
 
     tagged = False
     message_bytes = 4 << 20
     sent_ahead = window = 16  # of them, where a message is no tensor's own memory
 
     def __init__(
-        self, group: Group, rank: int, device: Device, *, sending: bool
+        self, group: GroupLike, rank: int, device: Device, *, sending: bool
     ) -> None:
         super().__init__(group, rank, sending=sending)
         self._device = device
@@ -571,8 +571,8 @@ class DeviceChannel(Channel):
             pause = min(2 * pause, _LAST_POLL)
 
 
-def _on_device(memory: Memory) -> Segment:
-    if not isinstance(memory, Segment):
+def _on_device(memory: Memory) -> MixedSegment:
+    if not isinstance(memory, MixedSegment):
         raise TypeError(f"{memory} is not on the device")
     return memory
 
@@ -645,7 +645,7 @@ class DeviceMedium:
     def close(self) -> None:
         """Do nothing: no memory is kept."""
 
-    def channel(self, group: Group, rank: int, *, sending: bool) -> Channel:
+    def channel(self, group: GroupLike, rank: int, *, sending: bool) -> RankChannel:
         """Return a channel whose messages are on the device."""
         return DeviceChannel(group, rank, self._device, sending=sending)
 
@@ -674,7 +674,7 @@ class DeviceMedium:
         device, entries, bridge = self._device, manifest.entries, self._bridge
         segment, rule = matched(manifest, template, terms)
         if (backings := rule.backings) is None:
-            share = _Share(device, entries, device.homes(entries, placement))
+            share = _DeviceShare(device, entries, device.homes(entries, placement))
             return everything(segment, rule, terms, bridge, share=share)
         own = device.owned(backings)
         there = in_state(backings, entries, own) if terms.direct else {}
@@ -682,7 +682,7 @@ class DeviceMedium:
         # Tensors that the template lacks get new memory, on a device like the sender's.
         values = [e for e in placement if not backings.sizes[e]]
         homes = there | device.homes(entries, {*copied, *values})
-        share = _Share(device, entries, homes, backings, copied)
+        share = _DeviceShare(device, entries, homes, backings, copied)
         rule.backings = _without(backings, own)
         return everything(segment, rule, terms, bridge, share=share)
 
@@ -693,12 +693,12 @@ class DeviceMedium:
         segment = _on_device(memory)
         return _DeviceDigests(self._device, self._bridge, segment, grid, on_chunk)
 
-    def _describe(self, state_dict: object) -> _Staging:
+    def _describe(self, state_dict: object) -> _DeviceStaging:
         limits, allow_pickle = self._limits, self._allow_pickle
         description = describe(state_dict, limits=limits, allow_pickle=allow_pickle)
-        return _Staging(description, self._device)
+        return _DeviceStaging(description, self._device)
 
-    def _manifest(self, staging: _Staging, step: int) -> Manifest:
+    def _manifest(self, staging: _DeviceStaging, step: int) -> Manifest:
         description = staging.description
         grid = ChunkGrid(
             description.entries.nbytes, self._chunk_bytes, DEVICE_ALGORITHM

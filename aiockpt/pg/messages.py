@@ -75,7 +75,7 @@ class Pending(Protocol):
         """Block until it has ended; raise when it failed."""
 
 
-class Group(Protocol):
+class GroupLike(Protocol):
     """The used interface of a process group: torch's, a backend, or torchft's."""
 
     def size(self) -> int:
@@ -91,7 +91,7 @@ class Group(Protocol):
 _kept: weakref.WeakKeyDictionary[Any, list[object]] = weakref.WeakKeyDictionary()
 
 
-def rank_in(group: Group) -> int | None:
+def rank_in(group: GroupLike) -> int | None:
     """Return this process's rank; None if the group does not know it.
 
     A group of torchft inherits ``rank`` from torch, which returns 0 on every rank.
@@ -104,7 +104,7 @@ def rank_in(group: Group) -> int | None:
     return rank
 
 
-def _keep_with(group: Group, messages: object) -> None:
+def _keep_with(group: GroupLike, messages: object) -> None:
     """Keep messages without a waiter alive as long as the group.
 
     Gloo drops a message when its ``Work`` is freed, even one that it has announced.
@@ -315,7 +315,7 @@ def _crowded(posted: Iterable[_Moving]) -> bool:
     return len(sizes) >= COPIES or sum(sizes) >= COPIED_BYTES
 
 
-class Channel:
+class RankChannel:
     """Messages between this rank and another one; its methods block, for threads.
 
     Messages keep their order, and many are under way at once. A method raises
@@ -333,7 +333,7 @@ class Channel:
     window = 32
     """Messages that are awaited at once, so that none waits for a round trip."""
 
-    def __init__(self, group: Group, rank: int, *, sending: bool) -> None:
+    def __init__(self, group: GroupLike, rank: int, *, sending: bool) -> None:
         self.rank = rank
         self.sending = sending
         self._group = group
@@ -589,7 +589,7 @@ class Medium(Protocol):
     def close(self) -> None:
         """Keep no memory from now on."""
 
-    def channel(self, group: Group, rank: int, *, sending: bool) -> Channel:
+    def channel(self, group: GroupLike, rank: int, *, sending: bool) -> RankChannel:
         """Return what moves messages between this rank and another one."""
 
     def read(
@@ -658,9 +658,9 @@ class HostMedium:
         """Keep no memory from now on."""
         self._stager.close()
 
-    def channel(self, group: Group, rank: int, *, sending: bool) -> Channel:
+    def channel(self, group: GroupLike, rank: int, *, sending: bool) -> RankChannel:
         """Return what moves messages between this rank and another one."""
-        return Channel(group, rank, sending=sending)
+        return RankChannel(group, rank, sending=sending)
 
     def read(
         self, offer: mmap, limits: Limits

@@ -17,14 +17,14 @@ from aiockpt.format.limits import Limits, enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.memory.arena import Arena
 from aiockpt.pg.conversation import (
+    ControlMessage,
     Conversation,
-    Frame,
+    GroupRanks,
     Kind,
     OutdatedError,
-    Ranks,
     telling,
 )
-from aiockpt.pg.messages import Channel, Medium, messages_of
+from aiockpt.pg.messages import Medium, RankChannel, messages_of
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.system import allocating
 from aiockpt.runtime.tasks import beside
@@ -59,7 +59,7 @@ class GroupSource:
         self,
         step: int,
         rank: int,
-        ranks: Ranks,
+        ranks: GroupRanks,
         medium: Medium,
         limits: Limits,
         deadline: Deadline,
@@ -70,7 +70,7 @@ class GroupSource:
         self._limits, self._deadline = limits, deadline
         self._step, self._asked = step, False
         self._talk = AsyncExitStack()  # the turn, and the conversation in it
-        self._channel: Channel | None = None
+        self._channel: RankChannel | None = None
         self._peer: Conversation | None = None
         self._messages: Sequence[tuple[int, int]] = ()
         self._placement: Sequence[int] = ()
@@ -177,7 +177,7 @@ class GroupSource:
             await peer.refuse(self._step, error)
 
     @asynccontextmanager
-    async def _offer(self) -> AsyncIterator[tuple[Conversation, Frame]]:
+    async def _offer(self) -> AsyncIterator[tuple[Conversation, ControlMessage]]:
         """Hold the conversation that begins with an offer, for a block.
 
         Conversations about earlier steps, which the sender gave up, are skipped.

@@ -17,9 +17,9 @@ from aiockpt.errors import AiockptError, LocalProtocolError, ProcessGroupError
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.format.limits import Limits
 from aiockpt.memory.device import Accelerator, numbered, port_for
-from aiockpt.pg.conversation import Conversation, Kind, Ranks, telling
+from aiockpt.pg.conversation import Conversation, GroupRanks, Kind, telling
 from aiockpt.pg.device import Device, DeviceMedium
-from aiockpt.pg.messages import Group, HostMedium, Medium, Parcel, rank_in
+from aiockpt.pg.messages import GroupLike, HostMedium, Medium, Parcel, rank_in
 from aiockpt.pg.source import GroupSource
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline, Lifetime
@@ -82,7 +82,7 @@ class PGTransport(CheckpointTransport[T]):
     @names_its_options
     def __init__(
         self,
-        pg: Group,
+        pg: GroupLike,
         timeout: Timeout = 60.0,
         device: torch.device = _HOST,
         state_dict: Callable[[], T] | None = None,
@@ -109,7 +109,7 @@ class PGTransport(CheckpointTransport[T]):
             allow_pickle=allow_pickle,
             limits=limits,
         )
-        self._ranks = Ranks(pg, self._medium, self._bridge)
+        self._ranks = GroupRanks(pg, self._medium, self._bridge)
 
     def __repr__(self) -> str:
         broken = " broken" if self._ranks.broken else ""

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Bridge",
     "BridgeStatistics",
+    "CallResult",
     "Future",
-    "Outcome",
     "SerialThread",
     "leave_behind",
     "obtain",
@@ -115,7 +115,7 @@ class BridgeStatistics(NamedTuple):
     cancelling: int
 
 
-class Outcome(Generic[T]):
+class CallResult(Generic[T]):
     """The result or error of a call in another thread, until its caller clears it.
 
     In a future, an error and its traceback would refer to each other. The objects of
@@ -144,7 +144,7 @@ class Outcome(Generic[T]):
         self._result.clear()
 
 
-class _Call(Outcome[T]):
+class _Call(CallResult[T]):
     """A function on its way through the pool, and its outcome.
 
     A worker refers to its work item for a moment after it has reported the end. So the

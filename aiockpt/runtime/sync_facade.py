@@ -30,7 +30,7 @@ from aiockpt.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from aiockpt.runtime.bridge import Outcome, run_in_thread, start_daemon
+from aiockpt.runtime.bridge import CallResult, run_in_thread, start_daemon
 
 T = TypeVar("T")
 
@@ -193,7 +193,7 @@ class SyncFacade:
             logger.exception("%s did not close as it should", self._what)
 
 
-class _LoopCall(Outcome[T]):
+class _LoopCall(CallResult[T]):
     """A coroutine function on its way to the loop, and its outcome."""
 
     __slots__ = ("_begun", "_ended")

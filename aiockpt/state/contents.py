@@ -22,7 +22,14 @@ from aiockpt.runtime.system import collector_paused
 from aiockpt.state.distributed import local_tensors
 from aiockpt.state.nodes import opened
 
-__all__ = ["PLAIN", "Contents", "Entry", "entries_of", "entries_with", "is_noted"]
+__all__ = [
+    "PLAIN",
+    "ContainerContent",
+    "Contents",
+    "entries_of",
+    "entries_with",
+    "is_noted",
+]
 
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 """Tensor types without state beyond their elements."""
@@ -30,7 +37,7 @@ PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _GONE: Final = object()
 
 
-class Entry(NamedTuple):
+class ContainerContent(NamedTuple):
     """A container of a template, and what it had.
 
     Attributes:
@@ -63,7 +70,7 @@ class Contents:
 
     def __init__(
         self,
-        entries: Iterable[Entry],
+        entries: Iterable[ContainerContent],
         held: HeldMemory | None = None,
         shapes: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
@@ -142,7 +149,7 @@ class Contents:
         return ""
 
 
-def entries_of(template: object) -> Iterator[Entry]:
+def entries_of(template: object) -> Iterator[ContainerContent]:
     """Yield the containers of a template, to notice whatever changes in it."""
     if isinstance(template, torch.Tensor):
         template = {"tensor": template}
@@ -164,14 +171,14 @@ def entries_of(template: object) -> Iterator[Entry]:
             pairs = zip(keys, values, strict=True)
             waiting += (((*path, key), value) for key, value in pairs)
         if values or isinstance(container, dict | list):  # something may be added
-            yield Entry(path, container, keys, values, count)
+            yield ContainerContent(path, container, keys, values, count)
         if type(container) is OrderedDict:
             waiting.append((path, vars(container)))
 
 
 def entries_with(
     template: object, tensors: Set[int], *, every: bool
-) -> Iterator[Entry]:
+) -> Iterator[ContainerContent]:
     """Yield the containers of a template that have some tensors, at any depth.
 
     Args:
@@ -192,7 +199,7 @@ def entries_with(
             keys, values = (
                 [*compress(column, kept)] for column in (entry.keys, entry.values)
             )
-            yield Entry(entry.path, entry.container, keys, values)
+            yield ContainerContent(entry.path, entry.container, keys, values)
 
 
 def _items(value: Any) -> tuple[Sequence[Any], Sequence[Any]] | None:
@@ -213,7 +220,7 @@ def is_noted(value: object) -> bool:
     return any(True for _ in entries_of(value))
 
 
-def _check_items(entry: Entry) -> None:
+def _check_items(entry: ContainerContent) -> None:
     container: Any = entry.container
     if isinstance(container, dict):
         now, count = [*map(container.get, entry.keys)], len(container)

@@ -28,7 +28,13 @@ from aiockpt.state.catalogue import Catalogue, Piece
 from aiockpt.state.contents import PLAIN
 from aiockpt.state.flatten import Wanted
 from aiockpt.state.leaves import DTYPE_NAMES
-from aiockpt.state.overlaps import Member, is_solid, repeats, runs, share_elements
+from aiockpt.state.overlaps import (
+    OverlapMember,
+    is_solid,
+    repeats,
+    runs,
+    share_elements,
+)
 from aiockpt.state.selection import below
 
 NOT_FILLED: Final = "what it is made of cannot be filled; put None in its place"
@@ -129,7 +135,7 @@ def near(
         wholes: The pieces of each distributed tensor.
     """
     pieces, tensors = pairs.pieces, pairs.tensors
-    spans: dict[int, _Span] = {}
+    spans: dict[int, _SpecialPair] = {}
     lost: set[int] = set()
     for at in _odd_ones(catalogue, wanted, pairs, others):
         try:
@@ -142,7 +148,7 @@ def near(
     for number, code in enumerate(wanted.codes):
         if code is None and number not in filled:
             with suppress(UnsupportedLeafError):  # it has no memory
-                crowd.append(Member(wanted.tensors[number], "", _NO_PAIR))
+                crowd.append(OverlapMember(wanted.tensors[number], "", _NO_PAIR))
     shifts = {at: each.shift for at, each in spans.items()}
     lost.update(each.number for pair in _clashes(crowd, shifts) for each in pair)
     lost.discard(_NO_PAIR)
@@ -244,7 +250,7 @@ def _repeated(numbers: Sequence[int]) -> set[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _SpecialPair:
     """A pair that is not plain, or not alone: its piece, and its memory here.
 
     Attributes:
@@ -282,7 +288,7 @@ class _Span:
 
 def _span_of(
     catalogue: Catalogue, wanted: Wanted, pairs: Pairs, at: int
-) -> _Span | None:
+) -> _SpecialPair | None:
     """Return the span of a pair; None if it has no elements.
 
     Raises:
@@ -310,7 +316,7 @@ def _span_of(
     is_same = is_same and (tensor.is_conj(), tensor.is_neg()) == flags
     is_same = is_same and type(tensor) in PLAIN
     address = wanted.held.addresses[number]
-    return _Span(at, path, piece, tensor, address, is_same)
+    return _SpecialPair(at, path, piece, tensor, address, is_same)
 
 
 def _steps(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
@@ -318,11 +324,11 @@ def _steps(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     return [step for size, step in zip(shape, stride, strict=True) if size > 1]
 
 
-def _member_of(span: _Span) -> Member:
-    return Member(span.tensor, span.path, span.at)
+def _member_of(span: _SpecialPair) -> OverlapMember:
+    return OverlapMember(span.tensor, span.path, span.at)
 
 
-def _check_apart(spans: Sequence[_Span]) -> None:
+def _check_apart(spans: Sequence[_SpecialPair]) -> None:
     """Refuse two pieces for the same memory: one of them would be lost."""
     shifts = {each.at: each.shift for each in spans}
     for pair in _clashes(map(_member_of, spans), shifts):
@@ -335,13 +341,13 @@ def _check_apart(spans: Sequence[_Span]) -> None:
 
 
 def _clashes(
-    members: Iterable[Member], shifts: Mapping[int, tuple[object, ...]]
-) -> Iterator[tuple[Member, Member]]:
+    members: Iterable[OverlapMember], shifts: Mapping[int, tuple[object, ...]]
+) -> Iterator[tuple[OverlapMember, OverlapMember]]:
     """Yield the pairs of members that share elements, and get different bytes there.
 
     Spans of the same shift get the same bytes, so they may overlap.
     """
-    by_device: dict[torch.device, list[Member]] = {}
+    by_device: dict[torch.device, list[OverlapMember]] = {}
     for each in members:
         by_device.setdefault(each.tensor.device, []).append(each)
     for run in chain.from_iterable(map(runs, by_device.values())):
@@ -354,12 +360,12 @@ def _clashes(
                     yield one, other
 
 
-_End: TypeAlias = "tuple[int, int, int, _Span | None]"
+_End: TypeAlias = "tuple[int, int, int, _SpecialPair | None]"
 
 
 def _copied(
-    spans: Iterable[_Span], others: Iterable[Piece]
-) -> Iterator[tuple[list[_Span], bool]]:
+    spans: Iterable[_SpecialPair], others: Iterable[Piece]
+) -> Iterator[tuple[list[_SpecialPair], bool]]:
     """Yield the spans whose bytes do not go straight to the template's memory.
 
     Spans go there together if they overlap in the same way on both sides, and leave no
@@ -391,7 +397,7 @@ def _clusters(ends: Iterable[_End]) -> Iterator[list[_End]]:
         yield found
 
 
-def _is_full(spans: Sequence[_Span]) -> bool:
+def _is_full(spans: Sequence[_SpecialPair]) -> bool:
     """Say whether spans leave no byte between them to other tensors."""
     reach = min(each.piece.start for each in spans)
     for each in sorted(spans, key=lambda each: each.piece.start):

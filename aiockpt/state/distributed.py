@@ -93,7 +93,7 @@ class Parts(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
 
 
-class _RefusedError(Exception):
+class _CannotTravelError(Exception):
     """The reason why a distributed tensor cannot travel."""
 
 
@@ -119,7 +119,7 @@ def take_apart(
             return _dtensor_parts(tensor, {} if known is None else known)
         if type(tensor) is _loaded(_SHARDED, "ShardedTensor"):
             return _sharded_parts(tensor)
-    except _RefusedError as error:
+    except _CannotTravelError as error:
         name, why = type(tensor).__name__, str(error)
         raise UnsupportedLeafError(format_path(path), name, why) from None
     return None
@@ -148,7 +148,7 @@ def _dtensor_parts(value: Any, known: KnownLayouts) -> Parts:
     spec, local = value._spec, _local(value._local_tensor)  # noqa: SLF001
     meta = spec.tensor_meta
     if meta is None or meta.dtype != local.dtype:
-        raise _RefusedError("it does not say what the whole tensor is")
+        raise _CannotTravelError("it does not say what the whole tensor is")
     flags = _flags(value, requires_grad=value.requires_grad)
     # To torch, placements of two types may be equal.
     key = spec, flags, *map(type, spec.placements)
@@ -178,7 +178,7 @@ def _sharded_parts(value: Any) -> Parts:
     shards = tuple(map(_shard, metadata.shards_metadata))
     mine = [_shard(each.metadata) for each in local]
     if any(shard not in shards for shard in mine):
-        raise _RefusedError("a local shard of it is not in its metadata")
+        raise _CannotTravelError("a local shard of it is not in its metadata")
     tensors = tuple(_local(each.tensor) for each in local)
     ranks = torch.distributed.get_process_group_ranks(value._process_group)  # noqa: SLF001
     properties = metadata.tensor_properties
@@ -197,7 +197,7 @@ def _sharded_parts(value: Any) -> Parts:
 def _shard(metadata: Any) -> Shard:
     placement = metadata.placement
     if placement is None or placement.rank() is None:
-        raise _RefusedError("a shard of it is not placed on a rank")
+        raise _CannotTravelError("a shard of it is not placed on a rank")
     return Shard(
         offsets=tuple(metadata.shard_offsets),
         sizes=tuple(metadata.shard_sizes),
@@ -216,7 +216,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.wait()  # type: ignore[attr-defined]
     if not is_plain(tensor):
         kind = f"{type(tensor).__name__} with layout {tensor.layout}"
-        raise _RefusedError(f"its local tensor is a {kind}")
+        raise _CannotTravelError(f"its local tensor is a {kind}")
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -272,7 +272,7 @@ def _described(placement: Any) -> Placement:
     if type(placement) is kinds.Partial and operation in OPERATIONS:
         return Partial(operation)
     name = type(placement).__name__
-    raise _RefusedError(f"its placement {name} cannot travel; redistribute it")
+    raise _CannotTravelError(f"its placement {name} cannot travel; redistribute it")
 
 
 def _placement(placement: Placement) -> Any:

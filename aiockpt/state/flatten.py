@@ -43,7 +43,7 @@ from aiockpt.state.nodes import Opened, is_known, opened
 from aiockpt.state.overlaps import (
     CODES,
     Group,
-    Member,
+    OverlapMember,
     group_members,
     overlapping,
     span,
@@ -150,7 +150,7 @@ class Drafts:
     codes: Sequence[str | None]
     shapes: Sequence[tuple[int, ...]]
     backings: Backings
-    owners: Mapping[int, tuple[Group, Member]]
+    owners: Mapping[int, tuple[Group, OverlapMember]]
     held: HeldMemory
 
     def placed(self, names: Sequence[str]) -> tuple[Sequence[int], Entries]:
@@ -648,20 +648,20 @@ def _draft(
     """
     held = HeldMemory.of(tensors)
     codes, shapes, sizes = _looked_at(held)
-    members: dict[int, Member] = {}
+    members: dict[int, OverlapMember] = {}
     for number, code in enumerate(codes):
         if code is None:
             try:
                 if writing and tensors[number].is_meta:
                     raise UnsupportedLeafError(names[number], "meta tensor", _NO_MEMORY)
-                member = Member(tensors[number], names[number], number)
+                member = OverlapMember(tensors[number], names[number], number)
             except UnsupportedLeafError as error:
                 refused.add(error)
                 continue
             members[number], sizes[number] = member, member.stop - member.start
     refused.raise_if_any()
     for number in overlapping(held.addresses, sizes) - members.keys():
-        members[number] = Member(tensors[number], names[number], number)
+        members[number] = OverlapMember(tensors[number], names[number], number)
         codes[number] = None
     groups = group_members(members.values(), writing=writing)
     return Drafts(

@@ -542,7 +542,7 @@ class Matching:
         sizes = array("q", [(e[1] - e[0]) * (e[2] >= 0) for e in every])
         return LoadPlan(
             merged((start, stop) for start, stop, _ in every),
-            Spans(_Names(home.tensors, self._contents), starts, stops),
+            Spans(_LazyPaths(home.tensors, self._contents), starts, stops),
             Backings(home, home.addresses, sizes, {}, {}),
             bytes(number < 0 for number in order),
             allocated=self._device is not None,
@@ -577,7 +577,7 @@ class Matching:
         for base, raw in self._replicas.values():
             base.copy_(raw)
         own = self._own
-        names = _Names(() if own is None else own.tensors, self._contents)
+        names = _LazyPaths(() if own is None else own.tensors, self._contents)
         for number, source in self._copies:
             assert own is not None
             own.held.check(names.__getitem__, number, number + 1)
@@ -618,7 +618,7 @@ def _copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(origin)
 
 
-class _Names(Sequence[str]):
+class _LazyPaths(Sequence[str]):
     """The paths of some tensors; only errors ask for them."""
 
     def __init__(

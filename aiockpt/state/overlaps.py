@@ -51,7 +51,7 @@ from aiockpt.state.leaves import DTYPE_NAMES
 __all__ = [
     "CODES",
     "Group",
-    "Member",
+    "OverlapMember",
     "group_members",
     "is_solid",
     "overlapping",
@@ -65,7 +65,7 @@ CODES: Final = {dtype: DTYPES[name][1] for dtype, name in DTYPE_NAMES.items()}
 """The safetensors code of each torch dtype, or None."""
 
 
-class Member:
+class OverlapMember:
     """A tensor of the state dict, with the addresses that it spans."""
 
     __slots__ = ("flags", "itemsize", "name", "number", "start", "stop", "tensor")
@@ -118,9 +118,9 @@ class Member:
         return base <= start and stop <= base + storage.nbytes()
 
 
-def by_view(members: Iterable[Member]) -> list[list[Member]]:
+def by_view(members: Iterable[OverlapMember]) -> list[list[OverlapMember]]:
     """Sort members into lists of equal views."""
-    views: dict[tuple[object, ...], list[Member]] = {}
+    views: dict[tuple[object, ...], list[OverlapMember]] = {}
     for member in members:
         views.setdefault(member.view(), []).append(member)
     return list(views.values())
@@ -143,9 +143,9 @@ def overlapping(starts: array[int], sizes: array[int]) -> set[int]:
     return found
 
 
-def runs(members: Iterable[Member]) -> list[list[Member]]:
+def runs(members: Iterable[OverlapMember]) -> list[list[OverlapMember]]:
     """Sort members into lists whose spans overlap."""
-    found: list[list[Member]] = []
+    found: list[list[OverlapMember]] = []
     stop = -1
     for member in sorted(members, key=lambda member: member.start):
         if member.start < stop:
@@ -157,7 +157,7 @@ def runs(members: Iterable[Member]) -> list[list[Member]]:
     return found
 
 
-def share_elements(one: Sequence[Member], other: Member) -> bool:
+def share_elements(one: Sequence[OverlapMember], other: OverlapMember) -> bool:
     """Say whether a byte belongs to an element of ``other`` and of one in ``one``.
 
     The answer is exact where spans only interleave. The cost is proportional to the
@@ -191,12 +191,12 @@ def repeats(tensor: torch.Tensor) -> bool:
         return False
     if not steps[0][0]:
         return True
-    member = Member(tensor, "", 0)
+    member = OverlapMember(tensor, "", 0)
     places, _ = _places(member, member.start, member.itemsize).sort()
     return bool(places.diff().eq(0).any())
 
 
-def _places(member: Member, low: int, unit: int) -> torch.Tensor:
+def _places(member: OverlapMember, low: int, unit: int) -> torch.Tensor:
     """Return the units of memory that hold the elements, counted from ``low``."""
     places = torch.tensor([(member.start - low) // unit])
     width, tensor = member.itemsize // unit, member.tensor
@@ -266,12 +266,14 @@ class Group:
         "stop",
     )
 
-    def __init__(self, members: Iterable[Member], *, dense: bool = False) -> None:
+    def __init__(
+        self, members: Iterable[OverlapMember], *, dense: bool = False
+    ) -> None:
         self.members = sorted(members, key=attrgetter("number"))
         self.start = min(member.start for member in self.members)
         self.stop = max(member.stop for member in self.members)
         self.dense = dense
-        self.cover: Member | None = self.members[0]
+        self.cover: OverlapMember | None = self.members[0]
         if dense:
             self.align = self.cover.itemsize
             self.nbytes = self.cover.tensor.nbytes
@@ -300,7 +302,7 @@ class Group:
         """The number of the first member."""
         return self.members[0].number
 
-    def _is_covered_by(self, member: Member) -> bool:
+    def _is_covered_by(self, member: OverlapMember) -> bool:
         return (
             member.start == self.start
             and member.stop == self.stop
@@ -308,7 +310,7 @@ class Group:
             and member.code is not None
         )
 
-    def spec(self, member: Member, entry: int) -> TensorSpec | None:
+    def spec(self, member: OverlapMember, entry: int) -> TensorSpec | None:
         """Return how a member differs from its entry; None for a plain one."""
         tensor = member.tensor
         stride, offset, flags = tuple(tensor.stride()), 0, member.flags
@@ -339,7 +341,7 @@ class Group:
         parts = tuple(self._part(same[0]) for same in by_view(self.members))
         return Backing(first, self.start, nbytes, parts)
 
-    def _part(self, member: Member) -> Part:
+    def _part(self, member: OverlapMember) -> Part:
         offset = (member.start - self.start) // member.itemsize
         return Part(member.tensor, tuple(member.tensor.stride()), offset)
 
@@ -352,7 +354,7 @@ class Group:
         return reached < self.stop
 
 
-def group_members(members: Iterable[Member], *, writing: bool) -> list[Group]:
+def group_members(members: Iterable[OverlapMember], *, writing: bool) -> list[Group]:
     """Group members that overlap in memory, as far as one entry can hold them.
 
     Args:
@@ -365,7 +367,7 @@ def group_members(members: Iterable[Member], *, writing: bool) -> list[Group]:
             which its dense copy does not.
     """
     groups: list[Group] = []
-    by_device: dict[torch.device, list[Member]] = {}
+    by_device: dict[torch.device, list[OverlapMember]] = {}
     for member in members:
         if member.start == member.stop:
             groups.append(Group([member]))
@@ -380,7 +382,7 @@ def group_members(members: Iterable[Member], *, writing: bool) -> list[Group]:
     return groups
 
 
-def _split(run: list[Member]) -> list[Group]:
+def _split(run: list[OverlapMember]) -> list[Group]:
     groups: list[Group] = []
     waiting = [run]
     while waiting:
@@ -398,21 +400,25 @@ def _split(run: list[Member]) -> list[Group]:
     return groups
 
 
-def _widest(members: Iterable[Member]) -> Member:
+def _widest(members: Iterable[OverlapMember]) -> OverlapMember:
     return max(members, key=attrgetter("itemsize"))
 
 
-def _aligned(members: Iterable[Member]) -> tuple[list[Member], list[Member]]:
+def _aligned(
+    members: Iterable[OverlapMember],
+) -> tuple[list[OverlapMember], list[OverlapMember]]:
     """Split members: those aligned with the widest one's entry, and the others."""
     members = sorted(members, key=attrgetter("number"))
     origin = _widest(members).start
-    halves: tuple[list[Member], list[Member]] = ([], [])
+    halves: tuple[list[OverlapMember], list[OverlapMember]] = ([], [])
     for member in members:
         halves[(member.start - origin) % member.itemsize != 0].append(member)
     return halves
 
 
-def _filling(members: list[Member]) -> tuple[list[Member], list[list[Member]]]:
+def _filling(
+    members: list[OverlapMember],
+) -> tuple[list[OverlapMember], list[list[OverlapMember]]]:
     """Split members: those whose span is worth sending, and the sparse views."""
     views = by_view(members)
     span = max(m.stop for m in members) - min(m.start for m in members)

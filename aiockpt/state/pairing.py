@@ -53,14 +53,14 @@ def alike(manifest: Manifest, own: Survey) -> Backings:
         for mention in mentions(manifest.tree):
             check_numbers(mention.numbers, manifest.tensor_count)
             places.add(mention)
-        found = _Found(manifest, own)
+        found = _FoundMemory(manifest, own)
         for start in range(0, len(places.own), _SLICE):
             some = slice(start, start + _SLICE)
             found.add(places.theirs[some], places.own[some])
         return found.backings()
 
 
-class _Found:
+class _FoundMemory:
     """The memory that was found so far.
 
     Attributes:

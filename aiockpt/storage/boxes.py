@@ -40,13 +40,13 @@ from aiockpt.state.segment import Segment, check_memory
 from aiockpt.storage.placement import Placement, Turns
 from aiockpt.storage.read import OnBytes, Verify, placement_of
 
-__all__ = ["BoxSource", "LoadedSource", "Source", "compare"]
+__all__ = ["BoxSource", "LoadSource", "LoadedSource", "compare"]
 
 _GAP: Final = 64 << 10  # bytes; to read a smaller gap is faster than to skip it
 _WINDOW: Final = 64 << 20  # bytes that are compared at once
 
 
-class Source(Protocol):
+class LoadSource(Protocol):
     """What a load reads from: a data segment, and how its bytes are read."""
 
     @property
@@ -97,7 +97,7 @@ class BoxSource:
     """
 
     def __init__(
-        self, united: United, sources: Sequence[Source], *, limits: Limits
+        self, united: United, sources: Sequence[LoadSource], *, limits: Limits
     ) -> None:
         self.segment = Segment(united.manifest)
         self._pieces, self._copies = united.pieces, united.copies
@@ -115,7 +115,7 @@ class BoxSource:
             StorageError, IntegrityError: see `FileSource.read`.
             LimitExceededError: the host has too little memory.
         """
-        target = _Target(self.segment.arena, placement)
+        target = _Assembly(self.segment.arena, placement)
         spare = _Spread()
         with collector_paused():
             moves = self._moves(placement.ranges)
@@ -143,7 +143,7 @@ class BoxSource:
         return found
 
 
-class _Target:
+class _Assembly:
     """The memory of the tensors that are put together."""
 
     def __init__(self, arena: Arena, placement: Placement) -> None:
@@ -213,12 +213,12 @@ class _Move:
         self._size = itemsize(target.dtype)
         self.nbytes = self._box.count * self._size
         self._differ = (self.source.flags ^ target.flags) & (CONJ | NEG)
-        self.straight: _Row | None = None
+        self.straight: _PlacedRange | None = None
         shapes = self.source.shape, self.source.stride, target.shape
         if not self._differ and (found := joint(self._box, *shapes, self._size)):
             theirs, mine, nbytes = found
             start = self.source.start + theirs
-            self.straight = _Row(start, start + nbytes, target, mine)
+            self.straight = _PlacedRange(start, start + nbytes, target, mine)
 
     def runs(self) -> Iterator[ByteRuns]:
         """Yield where the bytes are in the source, in the order of its memory."""
@@ -232,20 +232,20 @@ class _Move:
         for each in byte_runs(first, sizes, shape, stride, self._size):
             yield replace(each, start=piece.start + each.start)
 
-    def copy(self, data: torch.Tensor, target: _Target) -> None:
+    def copy(self, data: torch.Tensor, target: _Assembly) -> None:
         """Copy the elements out of the bytes of the source's data segment."""
         piece = self.source
         first = piece.start + self._size * _dot(self._box.theirs, piece.stride)
         self._copy(data, first, piece.stride, target)
 
-    def copy_tensor(self, tensor: torch.Tensor, target: _Target) -> None:
+    def copy_tensor(self, tensor: torch.Tensor, target: _Assembly) -> None:
         """Copy the elements of a tensor in memory."""
         part = _part(physical(tensor), self._box.theirs, self._box.sizes)
         data = _bytes_of(part)
         self._copy(data, 0, dense_stride(self._box.sizes), target)
 
     def _copy(
-        self, data: torch.Tensor, first: int, stride: Sequence[int], target: _Target
+        self, data: torch.Tensor, first: int, stride: Sequence[int], target: _Assembly
     ) -> None:
         memory = torch.frombuffer(target.memory(self.target), dtype=torch.uint8)
         dense = dense_stride(self.target.shape)
@@ -323,7 +323,7 @@ def _part(
     return tensor
 
 
-class _Row(NamedTuple):
+class _PlacedRange(NamedTuple):
     """A range of a source, and where its bytes go.
 
     Attributes:
@@ -375,11 +375,13 @@ class _SourcePlan(Placement):
         spread: The ranges whose bytes arrive in spare memory, and are copied from it.
     """
 
-    def __init__(self, moves: Sequence[_Move], target: _Target, spare: _Spread) -> None:
+    def __init__(
+        self, moves: Sequence[_Move], target: _Assembly, spare: _Spread
+    ) -> None:
         self._target = target
         straight, self._late = _sorted_out(moves)
         self.spread: Ranges = _spread(self._late)
-        rows = [*straight, *(_Row(*each) for each in self.spread)]
+        rows = [*straight, *(_PlacedRange(*each) for each in self.spread)]
         self._rows = sorted(rows, key=attrgetter("start"))
         self._stops = [row.stop for row in self._rows]
         self.ranges = merged((row.start, row.stop) for row in self._rows)
@@ -422,7 +424,9 @@ class _SourcePlan(Placement):
             found.append(block[at - start :])
         return found
 
-    def _between(self, start: int, stop: int) -> Iterator[tuple[_Row, int, int]]:
+    def _between(
+        self, start: int, stop: int
+    ) -> Iterator[tuple[_PlacedRange, int, int]]:
         """Yield the rows that overlap a range, and the part of the range."""
         for at in range(bisect_right(self._stops, start), len(self._rows)):
             row = self._rows[at]
@@ -431,7 +435,7 @@ class _SourcePlan(Placement):
             yield row, max(row.start, start), min(row.stop, stop)
 
 
-def _sorted_out(moves: Sequence[_Move]) -> tuple[list[_Row], list[_Move]]:
+def _sorted_out(moves: Sequence[_Move]) -> tuple[list[_PlacedRange], list[_Move]]:
     """Return the ranges that go straight to their piece, and all other moves.
 
     A byte goes to one place only, so no two ranges overlap.
@@ -490,7 +494,7 @@ def _spread(moves: Iterable[_Move]) -> list[tuple[int, int]]:
 
 def compare(
     united: United,
-    sources: Sequence[Source],
+    sources: Sequence[LoadSource],
     known: Mapping[Claim, bool],
     *,
     limits: Limits,
@@ -561,7 +565,7 @@ def _are_alike(pieces: Sequence[Piece]) -> bool:
 
 
 def _digested(
-    source: Source,
+    source: LoadSource,
     pieces: Sequence[_Compared],
     bits: Callable[[int], torch.Tensor],
     verify: Verify,
@@ -630,7 +634,9 @@ def _digests(piece: Piece, manifest: Manifest) -> object:
     )
 
 
-def _bits(catalogue: Catalogue, sources: Sequence[Source], number: int) -> torch.Tensor:
+def _bits(
+    catalogue: Catalogue, sources: Sequence[LoadSource], number: int
+) -> torch.Tensor:
     """Return the elements of a piece as bytes."""
     at = catalogue.source_of(number)
     segment, local = sources[at].segment, number - catalogue.numbers_of(at).start

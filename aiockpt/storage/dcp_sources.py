@@ -117,7 +117,7 @@ def _sources(found: DcpCheckpoint, files: ExitStack, limits: Limits) -> DcpSourc
                 except NeedsCodeError as error:
                     left_out[value.path] = str(error)
             held = [
-                _Held(tensor, shard, elements_of(path, fd, tensor, shard))
+                _StoredShard(tensor, shard, elements_of(path, fd, tensor, shard))
                 for tensor, shard in stored.shards
             ]
             if held:
@@ -155,7 +155,7 @@ def _by_file(found: DcpCheckpoint) -> dict[Path, _Stored]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _StoredShard:
     """A shard of a tensor in a file, and where its elements lie."""
 
     tensor: DcpTensor
@@ -177,7 +177,7 @@ class _Held:
         return None
 
 
-def _manifest(path: Path, held: list[_Held], trees: _Trees) -> Manifest:
+def _manifest(path: Path, held: list[_StoredShard], trees: _Trees) -> Manifest:
     """Return the manifest of a file that holds some shards.
 
     Raises:
@@ -218,9 +218,9 @@ def _manifest(path: Path, held: list[_Held], trees: _Trees) -> Manifest:
     )
 
 
-def _groups(held: Sequence[_Held]) -> Iterator[list[_Held]]:
+def _groups(held: Sequence[_StoredShard]) -> Iterator[list[_StoredShard]]:
     """Yield the shards whose bytes overlap together; most of them are alone."""
-    group: list[_Held] = []
+    group: list[_StoredShard] = []
     stop = 0
     for each in held:
         if group and each.at.start >= stop:
@@ -231,7 +231,7 @@ def _groups(held: Sequence[_Held]) -> Iterator[list[_Held]]:
     yield group
 
 
-def _view(path: Path, held: _Held, entry: int, start: int) -> TensorSpec:
+def _view(path: Path, held: _StoredShard, entry: int, start: int) -> TensorSpec:
     dtype, sizes = held.tensor.dtype, held.shard.sizes
     offset, odd = divmod(held.at.start - start, DTYPES[dtype][0])
     if odd:
@@ -301,7 +301,7 @@ class _Trees:
         enforce("the number of items in lists", self._items, limit, "max_nodes")
         return [None] * len(like)
 
-    def encoded(self, numbered: Iterable[tuple[_Held, int]]) -> Node:
+    def encoded(self, numbered: Iterable[tuple[_StoredShard, int]]) -> Node:
         """Return the tree of a manifest, which has these tensors by number."""
         found: dict[str, _Leaf] = {}
         for held, number in numbered:

@@ -418,12 +418,12 @@ def _read_marker(path: Path) -> tuple[Commit, float] | None:
         raise StorageError(str(path), f"it is not a valid marker: {error}") from error
 
 
-class _Versioned(msgspec.Struct):
+class _VersionedMarker(msgspec.Struct):
     aiockpt: int
 
 
 def _decode(text: bytes) -> Commit:
-    version = msgspec.json.decode(text, type=_Versioned).aiockpt
+    version = msgspec.json.decode(text, type=_VersionedMarker).aiockpt
     if version not in _VERSIONS:
         known = " and ".join(map(str, _VERSIONS))
         detail = f"format version {version}; this library knows versions {known}"

@@ -151,7 +151,7 @@ class FileSource:
         with named(self._path), ExitStack() as stack:
             if unverified:
                 stack.enter_context(unchanged(self._path, self._fd))
-            _Reading(self._path, self._fd, self._manifest, placement, on_bytes).run(
+            _FileReading(self._path, self._fd, self._manifest, placement, on_bytes).run(
                 spans
             )
 
@@ -232,7 +232,7 @@ def _spans(manifest: Manifest, ranges: Ranges, verify: Verify) -> Iterator[_Span
             last = chunk
 
 
-class _Reading:
+class _FileReading:
     """One call of `FileSource.read`."""
 
     def __init__(

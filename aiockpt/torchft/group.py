@@ -13,7 +13,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 import aiockpt
 from aiockpt.format.limits import Limits
 from aiockpt.memory.device import settle
-from aiockpt.pg.messages import Group
+from aiockpt.pg.messages import GroupLike
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import ready_for_threads
 from aiockpt.transport import Timeout, refuse_unknown, seconds
@@ -57,7 +57,7 @@ class PGTransport(CheckpointTransport[T]):
 
     def __init__(
         self,
-        pg: Group,
+        pg: GroupLike,
         timeout: Timeout,
         device: torch.device,
         state_dict: Callable[[], T] | None = None,

@@ -108,7 +108,7 @@ async def receive(
         step = exact_step(step)
         with failing_here(f"receiving step {step}"):
             async with source:
-                known = _Known()
+                known = _PlanInputs()
                 if into is None and options.template is not None:
                     into = options.template()
                     # It may have enqueued work, on another task's stream.
@@ -195,7 +195,7 @@ class _Report(Meter):
 
 
 @dataclass(slots=True)
-class _Known:
+class _PlanInputs:
     """The large inputs of a plan; `_make_room` takes them out to free them."""
 
     template: Template | None = None
@@ -210,14 +210,14 @@ class _Room(NamedTuple):
     delta: Delta | None
 
 
-def _describe(options: ReceiveOptions, into: object | None) -> _Known:
+def _describe(options: ReceiveOptions, into: object | None) -> _PlanInputs:
     """Describe the template and the state dict that the receiver has."""
     terms, template = options.terms, None
     if into is not None and options.is_whole:
         watched = options.into is not None
         template = Template(into, limits=terms.limits, watched=watched)
     if options.have is None:
-        return _Known(template)
+        return _PlanInputs(template)
     try:
         held = survey(
             options.have,
@@ -229,8 +229,8 @@ def _describe(options: ReceiveOptions, into: object | None) -> _Known:
     except UnsupportedLeafError:
         if options.have is not options.into:
             raise
-        return _Known(template)  # it is filled, and what it has is not looked at
-    return _Known(template, held)
+        return _PlanInputs(template)  # it is filled, and what it has is not looked at
+    return _PlanInputs(template, held)
 
 
 def _make_room(
@@ -238,7 +238,7 @@ def _make_room(
     options: ReceiveOptions,
     bridge: Bridge,
     report: Meter,
-    known: _Known,
+    known: _PlanInputs,
 ) -> _Room:
     """Plan the destination of the checkpoint, and what the receiver may have of it."""
     # Free what is no longer needed before the peak of memory use.

@@ -23,7 +23,7 @@ from aiockpt.memory.arena import Arena
 from aiockpt.pg.device import (
     ROW_BYTES,
     DeviceChannel,
-    Segment,
+    MixedSegment,
     decode_placement,
     encode_placement,
     fold,
@@ -156,13 +156,13 @@ class TestMixed:
     ) -> None:
         """It crosses in messages of 4 MiB at most, of which few are under way."""
         buffers: list[int] = []
-        buffer = Segment.buffer
+        buffer = MixedSegment.buffer
 
-        def counted(segment: Segment, nbytes: int) -> torch.Tensor:
+        def counted(segment: MixedSegment, nbytes: int) -> torch.Tensor:
             buffers.append(nbytes)
             return buffer(segment, nbytes)
 
-        monkeypatch.setattr(Segment, "buffer", counted)
+        monkeypatch.setattr(MixedSegment, "buffer", counted)
         state = {"w": torch.ones(10 * MIB)}
         async with device_transports(
             monkeypatch, ours, theirs, chunk_bytes=8 * MIB

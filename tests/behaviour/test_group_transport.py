@@ -31,8 +31,8 @@ from aiockpt.errors import (
 )
 from aiockpt.events import add_hook
 from aiockpt.memory.arena import Arena
-from aiockpt.pg.conversation import FRAME_BYTES, Frame, Kind
-from aiockpt.pg.messages import _FORWARD, MESSAGE_BYTES, Channel
+from aiockpt.pg.conversation import FRAME_BYTES, ControlMessage, Kind
+from aiockpt.pg.messages import _FORWARD, MESSAGE_BYTES, RankChannel
 from aiockpt.testing import assert_same
 from aiockpt.testing.conformance.transports import TURNS, cancelled_after, sample
 from tests.support.groups import (
@@ -276,7 +276,7 @@ async def test_a_state_that_changes_between_two_messages_is_noticed(
     state = {name: torch.zeros(MESSAGE_BYTES // 4) for name in "abc"}
     left: list[int] = []
 
-    def change(_: Channel, message: torch.Tensor) -> None:
+    def change(_: RankChannel, message: torch.Tensor) -> None:
         left.append(message.nbytes)
         if len(left) == 2:
             state["c"].add_(1)
@@ -284,7 +284,7 @@ async def test_a_state_that_changes_between_two_messages_is_noticed(
     async with transports() as (sender, receiver):
         into = {name: torch.zeros_like(each) for name, each in state.items()}
         with monkeypatch.context() as patch:
-            patch.setattr(Channel, "sent_ahead", 1)
+            patch.setattr(RankChannel, "sent_ahead", 1)
             watch_leaving(patch, change)
             sent, got = await both(sender, receiver, state, into=into)
         assert isinstance(got, IntegrityError)
@@ -298,21 +298,21 @@ async def test_a_failure_that_nobody_has_thought_of_is_told(
     monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """No memory to stage in, or for a header; the group is well afterwards."""
-    encode = Frame.encode
+    encode = ControlMessage.encode
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    def lie(frame: Frame) -> bytearray:
+    def lie(frame: ControlMessage) -> bytearray:
         offer = frame.kind is Kind.OFFER
-        return encode(Frame(frame.kind, frame.step, 2**62) if offer else frame)
+        return encode(ControlMessage(frame.kind, frame.step, 2**62) if offer else frame)
 
     async with transports(limits=Limits(max_header_bytes=2**63)) as (sender, receiver):
         with monkeypatch.context() as patch:
             if fault == "staging":
                 patch.setattr(Arena, "__init__", fail)
             else:
-                patch.setattr(Frame, "encode", lie)
+                patch.setattr(ControlMessage, "encode", lie)
             sent, got = await both(sender, receiver, weights())
         if fault == "staging":
             assert isinstance(sent, StagingError)
@@ -351,7 +351,7 @@ async def test_a_large_tensor_is_sent_from_its_memory_and_verified_meanwhile(
     left: list[int] = []
     told: list[bool] = []
 
-    def hold_the_last_one(_: Channel, message: torch.Tensor) -> None:
+    def hold_the_last_one(_: RankChannel, message: torch.Tensor) -> None:
         left.append(message.data_ptr())
         if len(left) == 4:
             told.append(seen.wait(deadline))
@@ -586,9 +586,9 @@ async def test_a_first_word_that_fails_is_known_to_both_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though the peer may have heard it, and waits for the next one."""
-    send = Channel.send
+    send = RankChannel.send
 
-    def fail(channel: Channel, *arguments: Any) -> None:
+    def fail(channel: RankChannel, *arguments: Any) -> None:
         send(channel, *arguments)
         raise ProcessGroupError("on purpose", rank=channel.rank)
 
@@ -596,7 +596,7 @@ async def test_a_first_word_that_fails_is_known_to_both_at_once(
         sending = asyncio.create_task(sender.send_checkpoint([1], 1, weights()))
         async with asyncio.timeout(PROMPT):
             with monkeypatch.context() as patched:
-                patched.setattr(Channel, "send", fail)
+                patched.setattr(RankChannel, "send", fail)
                 with pytest.raises(ProcessGroupError):
                     await receiver.recv_checkpoint(0, "", 1)
             with pytest.raises(ProcessGroupError):
@@ -663,7 +663,9 @@ async def test_events_have_the_ranks() -> None:
 
 
 @LEFT
-@pytest.mark.parametrize("said", [b"\0" * FRAME_BYTES, Frame(Kind.DONE, 1).encode()])
+@pytest.mark.parametrize(
+    "said", [b"\0" * FRAME_BYTES, ControlMessage(Kind.DONE, 1).encode()]
+)
 async def test_a_peer_that_talks_nonsense_breaks_the_group(said: bytes) -> None:
     """Nobody knows what would come next."""
     theirs, ours = await gloo_groups(2)

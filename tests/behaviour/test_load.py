@@ -730,7 +730,7 @@ class TestPeer:
 
         async def main() -> None:
             async with Deadline(60, stop="here") as deadline:
-                meter, renewed = peers._Meter(None, deadline), []
+                meter, renewed = peers._ByteReporter(None, deadline), []
                 for step, nbytes in ((1, 900), (1, 500), (2, 100), (2, 50)):
                     meter.begin(step)
                     before = deadline.when

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from aiockpt import PGTransport
-from aiockpt.pg.messages import Channel
+from aiockpt.pg.messages import RankChannel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -107,34 +107,34 @@ async def both(
 
 def flip_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the last bit of every message of a data segment change on its way."""
-    segment, post = Channel.send_segment, Channel._post_send
-    flipping: set[Channel] = set()
+    segment, post = RankChannel.send_segment, RankChannel._post_send
+    flipping: set[RankChannel] = set()
 
-    def send_segment(channel: Channel, *arguments: Any) -> None:
+    def send_segment(channel: RankChannel, *arguments: Any) -> None:
         flipping.add(channel)
         segment(channel, *arguments)
         flipping.discard(channel)
 
-    def post_send(channel: Channel, tensor: torch.Tensor, tag: int = 0) -> Any:
+    def post_send(channel: RankChannel, tensor: torch.Tensor, tag: int = 0) -> Any:
         if channel in flipping:
             tensor = tensor.clone()
             tensor[-1] ^= 128
         return post(channel, tensor, tag)
 
-    monkeypatch.setattr(Channel, "send_segment", send_segment)
-    monkeypatch.setattr(Channel, "_post_send", post_send)
+    monkeypatch.setattr(RankChannel, "send_segment", send_segment)
+    monkeypatch.setattr(RankChannel, "_post_send", post_send)
 
 
 def watch_leaving(
     monkeypatch: pytest.MonkeyPatch,
-    watch: Callable[[Channel, torch.Tensor], object],
-    kind: type[Channel] = Channel,
+    watch: Callable[[RankChannel, torch.Tensor], object],
+    kind: type[RankChannel] = RankChannel,
 ) -> None:
     """Call ``watch`` with every message of a data segment before it is sent."""
     take = kind._take
 
     def watched(
-        channel: Channel, memory: Any, start: int, stop: int
+        channel: RankChannel, memory: Any, start: int, stop: int
     ) -> tuple[torch.Tensor, int]:
         data, copied = take(channel, memory, start, stop)
         watch(channel, data)

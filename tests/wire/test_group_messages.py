@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from aiockpt.errors import ProcessGroupError, RemoteProtocolError
 from aiockpt.format.chunks import ChunkGrid
-from aiockpt.pg.conversation import FRAME_BYTES, Frame, Kind
+from aiockpt.pg.conversation import FRAME_BYTES, ControlMessage, Kind
 from aiockpt.pg.messages import (
     COPIED_BYTES,
     COPIES,
     LARGE_BYTES,
     MESSAGE_BYTES,
     TOGETHER_BYTES,
-    Channel,
     HostDigests,
     HostIncoming,
+    RankChannel,
     gathered,
     plan_messages,
 )
@@ -148,7 +148,7 @@ def test_copies_under_way_are_bounded(
     group, pieces = Counting(), Pieces([entry] * 4 * most)
     size = 4 * most * entry
     messages = [(at, at + message) for at in range(0, size, message)]
-    channel = Channel(group, 1, sending=sending)
+    channel = RankChannel(group, 1, sending=sending)
     move = channel.send_segment if sending else channel.receive_segment
     move(time.monotonic() + 60, pieces, messages, HostDigests(ChunkGrid(size, 1 << 20)))
     assert group.most == most
@@ -159,7 +159,7 @@ def test_a_thread_left_behind_writes_and_tells_nothing() -> None:
     told: list[int] = []
     memory, digests = Pieces([4, 4]), HostDigests(ChunkGrid(8, 8), told.append)
     group = Counting()
-    channel = Channel(group, 0, sending=False)
+    channel = RankChannel(group, 0, sending=False)
     group.on_wait = channel.abandon
     with pytest.raises(ProcessGroupError, match="given up"):
         channel.receive_segment(time.monotonic() + 60, memory, [(0, 8)], digests)
@@ -170,21 +170,27 @@ def test_a_thread_left_behind_writes_and_tells_nothing() -> None:
 @pytest.mark.parametrize("kind", Kind)
 def test_a_frame_survives(kind: Kind) -> None:
     """Every kind, with all that it can say."""
-    frame = Frame(kind, 2**63 - 1, 123456789, "why: …")
+    frame = ControlMessage(kind, 2**63 - 1, 123456789, "why: …")
     assert len(frame.encode()) == FRAME_BYTES
-    assert Frame.decode(frame.encode()) == frame
+    assert ControlMessage.decode(frame.encode()) == frame
 
 
 def test_a_failure_can_always_be_told() -> None:
     """A long text is cut, control characters go, and a senseless step is none."""
-    text = Frame.decode(Frame(Kind.FAILED, 1, text="ä" * 5000).encode()).text
+    text = ControlMessage.decode(
+        ControlMessage(Kind.FAILED, 1, text="ä" * 5000).encode()
+    ).text
     assert text.startswith("ä" * 400)
     assert len(text) < FRAME_BYTES
     lines = "first\nsecond\x1b[2J\x00"
-    text = Frame.decode(Frame(Kind.FAILED, 1, text=lines).encode()).text
+    text = ControlMessage.decode(
+        ControlMessage(Kind.FAILED, 1, text=lines).encode()
+    ).text
     assert not {"\n", "\x1b"}.intersection(text)
     for step in (-5, 2**63, 10**30):
-        assert Frame.decode(Frame(Kind.FAILED, step).encode()).step == -1
+        assert (
+            ControlMessage.decode(ControlMessage(Kind.FAILED, step).encode()).step == -1
+        )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +206,7 @@ def test_a_failure_can_always_be_told() -> None:
 )
 def test_nonsense_is_refused(at: int, value: bytes, words: str) -> None:
     """The error says what the peer did wrong."""
-    frame = Frame(Kind.OFFER, 1, 64).encode()
+    frame = ControlMessage(Kind.OFFER, 1, 64).encode()
     frame[at : at + len(value)] = value
     with pytest.raises(RemoteProtocolError, match=words):
-        Frame.decode(frame)
+        ControlMessage.decode(frame)

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from aiockpt.cli import main
-from aiockpt.cli.doctor import Finding, Settings, as_text, judge, read_settings
+from aiockpt.cli.doctor import Finding, HostSettings, as_text, judge, read_settings
 
 pytestmark = pytest.mark.torch_free
 
 MIB = 1 << 20
 LINES, COLUMNS = 24, 100
 
-WELL = Settings(
+WELL = HostSettings(
     cores=16,
     quota=None,
     memory=64 << 30,
@@ -31,7 +31,7 @@ WELL = Settings(
 )
 
 
-def found(name: str, settings: Settings = WELL) -> Finding:
+def found(name: str, settings: HostSettings = WELL) -> Finding:
     """Return what is said of one thing."""
     (finding,) = (each for each in judge(settings) if each.name == name)
     return finding

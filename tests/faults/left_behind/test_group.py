@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aiockpt.errors import ClosedError, ProcessGroupError, TransferTimeoutError
-from aiockpt.pg.messages import Channel
+from aiockpt.pg.messages import RankChannel
 from aiockpt.testing import assert_same
 from tests.support.groups import Transport, moved, transports, watch_leaving
 from tests.support.proofs import Cell, each_cell
@@ -41,7 +41,7 @@ class Dam:
         self._loop = asyncio.get_running_loop()
         watch_leaving(monkeypatch, self._watch)
 
-    def _watch(self, _: Channel, tensor: torch.Tensor) -> None:
+    def _watch(self, _: RankChannel, tensor: torch.Tensor) -> None:
         self._passed += 1
         if self._passed > COUNT // 2:
             self._loop.call_soon_threadsafe(self.reached.set)
