@@ -570,7 +570,8 @@ class RankValuesError(StateDictError):
 
     None of several values may be chosen silently. That of one rank may be wrong for
     all others, such as the state of a random number generator. ``kept`` says that the
-    load was to keep the template's values, and that the template has none there.
+    load was to keep the template's values, and that this cannot be: the template has
+    none there, or the value is a part of one that is made anew, such as a tuple.
     """
 
     def __init__(self, name: str, paths: Sequence[str], *, kept: bool = False) -> None:
@@ -585,7 +586,7 @@ class RankValuesError(StateDictError):
         more = f" and {len(self.paths) - 10} more" if len(self.paths) > 10 else ""
         why, keep = "", ', rank_values="keep" for those of the template,'
         if self.kept:
-            why, keep = ", and the template has none to keep,", ""
+            why, keep = ", and those of the template cannot be kept,", ""
         return (
             f"{self.name}: its ranks saved different values{why} at {shown}{more}: "
             f"pass rank_values=0 for those of rank 0{keep} or leave them out by select="

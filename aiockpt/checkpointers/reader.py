@@ -28,7 +28,6 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.limits import FILE_LIMITS, Limits
-from aiockpt.format.references import registered
 from aiockpt.memory.copies import mark_changed
 from aiockpt.memory.device import Marks, PortFor, completed, port_for
 from aiockpt.runtime.bridge import Bridge
@@ -39,7 +38,7 @@ from aiockpt.state.match import LAX, LOAD
 from aiockpt.state.reshard import Claim, Policy, RankValues, United, unite
 from aiockpt.state.segment import check_memory
 from aiockpt.state.selection import Select, listed
-from aiockpt.state.sharding import LAYOUTS
+from aiockpt.state.trees import has_distributed
 from aiockpt.storage.boxes import BoxSource, LoadedSource, LoadSource, compare
 from aiockpt.storage.directory import StrPath
 from aiockpt.storage.placement import PlannedPlacement
@@ -408,8 +407,7 @@ def _fitted(
 
 def _has_mesh(source: LoadSource) -> bool:
     """Say whether a source has parts of distributed tensors."""
-    tree = source.segment.manifest.tree
-    return any(tag in LAYOUTS for _, tag, _ in registered(tree))
+    return has_distributed(source.segment.manifest.tree)
 
 
 def unite_all(

@@ -41,7 +41,7 @@ from aiockpt.format.entries import Entries, Entry
 from aiockpt.format.limits import Limits, raise_if_cancelled
 from aiockpt.format.manifest import CONJ, NEG, Manifest, TensorSpec, dense_stride
 from aiockpt.format.paths import Node
-from aiockpt.format.references import check_numbers, mentions, registered, renumber
+from aiockpt.format.references import check_numbers, mentions, renumber
 from aiockpt.format.tree import fault_of
 from aiockpt.runtime.system import collector_paused, is_callers
 from aiockpt.state.catalogue import Catalogue, Piece
@@ -59,7 +59,6 @@ from aiockpt.state.mesh import (
 )
 from aiockpt.state.selection import Select, Selection, below, item
 from aiockpt.state.sharding import (
-    LAYOUTS,
     DTensorLayout,
     Layout,
     Partial,
@@ -68,6 +67,7 @@ from aiockpt.state.sharding import (
 from aiockpt.state.trees import (
     DICTS,
     HOLE,
+    has_distributed,
     is_distributed,
     items_of,
     keys_of,
@@ -410,10 +410,12 @@ class _Union:
         if is_distributed(mine) and kinds == {"tensor"}:
             return self._cut(held, mine, path)
         if (tag := self._leaf(held)) is not None:
-            return ["ext", tag, self._payload(held, mine, path)]
+            return ["ext", tag, self._payload(held, path)]
         if (made_of := self._structure(held, mine)) is not None:
             self._in_structure += 1
             count = len(_inside(held[0][1]))
+            if len(_items_in(mine) or ()) != count:
+                mine = _NEW  # the matcher takes the other one, with all of its items
             found = self._items(held, mine, path, count, chosen=True)
             self._in_structure -= 1
             return made_of(found)
@@ -536,8 +538,7 @@ class _Union:
         frames = {msgspec.json.encode(each.made_of([])) for each in found if each}
         if len(frames) > 1:
             return None
-        tags = (tag for node in nodes for _, tag, _ in registered(node))
-        return first.made_of if any(tag in LAYOUTS for tag in tags) else None
+        return first.made_of if any(map(has_distributed, nodes)) else None
 
     def _leaf(self, held: Held) -> str | None:
         """Return the tag of a registered leaf that has distributed tensors."""
@@ -545,16 +546,18 @@ class _Union:
         if {*map(tag_of, nodes)} != {"ext"} or any(map(structure_of, nodes)):
             return None
         first, *others = {node[1] for node in nodes}
-        inner = {tag for node in nodes for _, tag, _ in registered(node[2])}
-        return None if others or LAYOUTS.keys().isdisjoint(inner) else first
+        inner = any(has_distributed(node[2]) for node in nodes)
+        return first if inner and not others else None
 
-    def _payload(self, held: Held, mine: Any, path: str) -> Node:
-        """Return the payload of a registered leaf that has distributed tensors."""
+    def _payload(self, held: Held, path: str) -> Node:
+        """Return the payload of a registered leaf that has distributed tensors.
+
+        The leaf is made anew, so nothing of the template counts.
+        """
         payloads = [(source, node[2]) for source, node in held]  # type: ignore[index]
-        own = mine[2] if tag_of(mine) == "ext" else mine
         self._in_structure += 1
         self._in_leaf += 1
-        found = self._unite(payloads, own, path, chosen=True)
+        found = self._unite(payloads, _NEW, path, chosen=True)
         self._in_leaf -= 1
         self._in_structure -= 1
         return found
@@ -678,7 +681,6 @@ class _Union:
                 "the template has no place for it, and another number of ranks saved "
                 "it; pass full=True to load the full tensor"
             )
-            # A registered leaf is made anew: its tensors in the template do not count.
             detail += "" if self._in_leaf else ", or put a tensor there"
             raise DeviceMeshError(f"{rows[0][2]}", detail, path=path)
         layout = rows[0][2]

@@ -17,6 +17,7 @@ import msgspec
 from aiockpt.errors import LimitExceededError, RemoteProtocolError
 from aiockpt.format.limits import Limits
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE, Node, Step
+from aiockpt.format.references import registered
 from aiockpt.format.tree import decode_tree
 from aiockpt.state.flatten import ODD
 from aiockpt.state.leaves import registry
@@ -50,6 +51,17 @@ def tag_of(node: Node) -> str | None:
 def is_distributed(node: Any) -> bool:
     """Say whether a node is a distributed tensor."""
     return tag_of(node) == "ext" and len(node) == 3 and node[1] in LAYOUTS
+
+
+def has_distributed(root: Node) -> bool:
+    """Say whether a node is a distributed tensor, or has one, at whatever depth."""
+    todo = [root]
+    while todo:
+        for _, tag, payload in registered(todo.pop()):
+            if tag in LAYOUTS:
+                return True
+            todo.append(payload)
+    return False
 
 
 def number_of(node: Any, path: str) -> int:

@@ -416,7 +416,7 @@ class TestRankValues:
 
     def test_nothing_can_be_kept_without_a_template(self, four: Path) -> None:
         """So `keep` is an error there, and says so."""
-        with pytest.raises(errors.RankValuesError, match="none to keep") as caught:
+        with pytest.raises(errors.RankValuesError, match="cannot be kept") as caught:
             aiockpt.load(four, rank_values="keep")
         assert [*caught.value.paths] == ["mine.rank", "mine.rng"]
 
@@ -1149,6 +1149,37 @@ class TestTemplates:
         assert [*caught.value.paths] == ["[0].name"]
         (found,) = aiockpt.load(path, rank_values=1)
         assert_same(found, Settings("1", WHOLE, {}))
+
+    def test_shards_deep_in_registered_leaves(self, tmp_path: Path) -> None:
+        """They become full tensors in a leaf of a tuple, and in one of a leaf."""
+
+        def state_of(rank: int, world: int = 2) -> Any:
+            inner = Settings("i", cut(world), {"n": 1})
+            return {"t": (inner, 1), "l": Settings("o", WHOLE + 1, {"k": inner})}
+
+        inner = Settings("i", WHOLE, {"n": 1})
+        expected = {"t": (inner, 1), "l": Settings("o", WHOLE + 1, {"k": inner})}
+        path = assembled(tmp_path / "s", 2, state_of)
+        assert_same(aiockpt.load(path), expected)
+        found = aiockpt.load(path, rank=1)["t"][0]
+        assert torch.equal(found.weight, rows_of(WHOLE, 1, 2))
+        with as_rank(1, 2):
+            assert_same(aiockpt.load(path, full=True), expected)
+        alone = assembled(tmp_path / "one", 1, lambda rank: state_of(rank, 1))
+        assert_same(aiockpt.load(alone), expected)
+
+    @pytest.mark.parametrize("second", [torch.zeros(1), 7])
+    def test_a_longer_tuple_is_taken_whole(self, tmp_path: Path, second: Any) -> None:
+        """So none of its items is chosen in silence, though the template lacks it."""
+        path = assembled(tmp_path / "s", 2, lambda rank: {"x": (cut(2), second + rank)})
+        into = {"x": (0 * WHOLE,)}
+        with pytest.raises(errors.RankValuesError) as caught:
+            aiockpt.load(path, into=into)
+        assert [*caught.value.paths] == ["x[1]"]
+        with pytest.raises(errors.RankValuesError, match="cannot be kept"):
+            aiockpt.load(path, into=into, rank_values="keep")
+        found = aiockpt.load(path, into=into, rank_values=1)
+        assert_same(found, {"x": (WHOLE, second + 1)})
 
     def test_ties(self, tmp_path: Path) -> None:
         """What is one tensor stays one; what is one only here is refused."""
