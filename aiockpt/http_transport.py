@@ -35,10 +35,9 @@ from aiockpt.format.chunks import Algorithm
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.handlers import CheckpointService, ServerConfig
-from aiockpt.http.host import Front, RelayHost, Serving
+from aiockpt.http.host import Front, Serving
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, Steps, chase
-from aiockpt.http.membership import Membership
 from aiockpt.http.options import Auth, Receive, Server, Swarm
 from aiockpt.http.peers import Peers, origins_of
 from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_metadata
@@ -56,6 +55,8 @@ from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.runtime.system import copying_threads
 from aiockpt.state.selection import Select, listed
 from aiockpt.swarm.endpoint import SwarmEndpoint
+from aiockpt.swarm.membership import Membership, RelayHost
+from aiockpt.swarm.neighbours import Neighbours
 from aiockpt.transfer.deltas import check_available
 from aiockpt.transfer.destination import Terms
 from aiockpt.transfer.prepared import Prepared
@@ -960,7 +961,8 @@ class HTTPTransport(CheckpointTransport[T]):
             deadline.what = f"step {step} from {peers.name}"
             swarm = None
             if self._swarm is not None:
-                swarm = Membership(self._client, self._swarm, self._host)
+                member = Membership(self._client, self._swarm, self._host)
+                swarm = Neighbours(member)
             source = HttpSource(peers, self._bridge, attaching, swarm)
             return receive_from(source, step, options, self._bridge, deadline)
 

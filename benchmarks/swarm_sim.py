@@ -1,7 +1,7 @@
 """``python -m benchmarks.swarm_sim``: simulates a swarm of receivers.
 
 Each receiver has a `Planner`, and the tracker names members with the functions of
-`aiockpt.http.swarm`. So the simulator measures the decisions of the library and not a
+`aiockpt.swarm.policy`. So the simulator measures the decisions of the library and not a
 copy of them. Everything else is a model:
 
 * A host has an uplink and a downlink. Zones have a shared link to the other zones.
@@ -37,8 +37,8 @@ from aiockpt.http.peers import Peer
 from aiockpt.http.planner import Assignment, Dismiss, Planner, Rest, Stop
 from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import Patience
-from aiockpt.http.swarm import FIRST, LEASE, Member, heartbeat, neighbours
 from aiockpt.http.tuning import SlowAfter, Tuning
+from aiockpt.swarm.policy import FIRST, LEASE, Member, heartbeat, neighbours
 
 __all__ = ["CASES", "Case", "Outcome", "simulate"]
 

@@ -24,7 +24,7 @@ import aiohttp
 import torch
 
 from aiockpt import HTTPTransport, Server, Swarm
-from aiockpt.http.swarm import FIRST, LEASE
+from aiockpt.swarm.policy import FIRST, LEASE
 from benchmarks.measures import BenchmarkError
 from benchmarks.workers import Worker
 

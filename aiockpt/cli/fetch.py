@@ -15,7 +15,6 @@ from aiockpt.cli.text import ProgressBar, format_bytes, printable
 from aiockpt.errors import Advice, AiockptError, advice
 from aiockpt.events import Meter, Progress
 from aiockpt.http.download import Download
-from aiockpt.http.neighbours import Neighbours
 from aiockpt.storage.partfile import PartFile, check_target
 from aiockpt.transfer.source import PlainTarget
 
@@ -100,15 +99,13 @@ async def save(
     try:
         await peer.bridge.run(open_part)
         (part,) = opened
-        async with peer.reading(found) as (peers, swarm):
+        async with peer.reading(found) as (peers, extension):
             chunks = await missing(part)
             meter.at("fetch_chunk")
-            outline, filled, others = manifest.outline, PlainTarget(part), None
-            if swarm is not None:
-                swarm.fill(filled)
-                others = Neighbours(swarm)
-                for chunk in {*range(len(manifest.grid))}.difference(chunks):
-                    swarm.add(chunk)
+            outline, filled = manifest.outline, PlainTarget(part)
+            others = extension.others(filled)
+            for chunk in {*range(len(manifest.grid))}.difference(chunks):
+                others.verified(chunk)
             await Download(peers, outline, filled, chunks, meter.add, others).run()
         meter.at("write")
         await peer.bridge.run(partial(part.commit, replace=replace))

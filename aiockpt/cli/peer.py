@@ -30,20 +30,21 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.handlers import ServerConfig
-from aiockpt.http.host import RelayHost
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, LatestInfo, chase
-from aiockpt.http.membership import Membership
 from aiockpt.http.options import Auth, Receive, Server, Swarm
 from aiockpt.http.peers import Peers, distinct
 from aiockpt.http.protocol import Lease, Origin
 from aiockpt.http.retry import poll
 from aiockpt.http.server import CheckpointServer
+from aiockpt.http.source import ReceiveExtension
 from aiockpt.http.tokens import MAC_HEADER
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.storage.files import open_regular
 from aiockpt.swarm.endpoint import SwarmEndpoint
+from aiockpt.swarm.membership import Membership, RelayHost
+from aiockpt.swarm.neighbours import Neighbours
 
 __all__ = ["FoundCheckpoint", "SenderClient", "open_peer"]
 
@@ -63,10 +64,10 @@ class FoundCheckpoint(NamedTuple):
 
 
 class CommandReading(NamedTuple):
-    """Who has a checkpoint, and the part of this command in the sender's swarm."""
+    """Who has a checkpoint, and what takes part besides them: the sender's swarm."""
 
     peers: Peers
-    swarm: Membership | None
+    extension: ReceiveExtension
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,22 +149,20 @@ class SenderClient:
             peers = replace(found.peers, client=client, on_retry=self.deadline.note)
             stack.push_async_callback(peers.let_go)
             peers.keep(found.manifest.step)
-            swarm = None
+            extension = ReceiveExtension()
             if self.joins:
                 host = await stack.enter_async_context(aclosing(_host(self.bridge)))
-                swarm = Membership(client, Swarm(), host)
-                swarm.begin(found.manifest, found.headers)
-                await stack.enter_async_context(aclosing(swarm))
+                extension = Neighbours(Membership(client, Swarm(), host))
+            extension.receives(found.manifest, found.headers)
+            await stack.enter_async_context(aclosing(extension))
 
             async def end() -> None:
                 await peers.let_go()
-                if swarm is not None:
-                    await swarm.aclose()
-                    await swarm.said_goodbye()
+                await extension.leave(max(self.deadline.when - _now(), 0.0))
                 await peers.end_lease(found.manifest.step)
 
             try:
-                yield CommandReading(peers, swarm)
+                yield CommandReading(peers, extension)
             except AiockptError as error:
                 if Advice.LOST not in advice(error):
                     await end()

@@ -1,7 +1,4 @@
-"""Where a transport or a command serves: what it sends, and what it receives.
-
-What it receives, it serves on to a swarm, always from its own loop.
-"""
+"""Where a transport or a command serves what it sends."""
 
 from __future__ import annotations
 
@@ -11,12 +8,8 @@ from typing import Protocol
 
 from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.listen import Endpoint
-from aiockpt.http.membership import Membership
-from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Statistics
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.same_host import format_mark, identity
-from aiockpt.swarm.relay import Relay
 
 
 class Serving(Protocol):
@@ -80,72 +73,3 @@ class Front:
             await self._server.stop()
         finally:
             self._endpoint.close()  # a hung process keeps copies of the sockets
-
-
-class RelayHost(Front):
-    """Serves relays, too; a server process has none.
-
-    Args:
-        endpoint: The address.
-        server: Serves there once `start` was called, or an application does.
-        bridge: Resolves a host that is a name.
-
-    Attributes:
-        members: The receives that are in a swarm, until their sources know that they
-            left it. Some of them have returned.
-        has_warned: Whether it is known that others cannot reach this address.
-    """
-
-    def __init__(
-        self, endpoint: Endpoint, server: CheckpointServer, bridge: Bridge
-    ) -> None:
-        super().__init__(endpoint, server, bridge)
-        self._store = server.store
-        self.members: set[Membership] = set()
-        self.has_warned = False
-
-    async def enter(self, relay: Relay) -> str:
-        """Serve a relay; return the URL under which members reach it.
-
-        Of two relays of one snapshot, the second is read once the first has ended.
-
-        Raises:
-            AiockptError, OSError: the server cannot start.
-        """
-        await self.start()
-        self._store.share(relay)
-        return self.url()
-
-    async def mark(self, snapshot_id: str) -> str:
-        """Return this host's mark in the swarm of a snapshot; empty if unknown.
-
-        Only processes of this host can make it.
-        """
-        known = await self._bridge.run(identity)
-        return "" if known is None else format_mark(known, snapshot_id)
-
-    async def lend(self, relay: Relay) -> None:
-        """Serve copies only; once this returns, the memory may be changed."""
-        async with self._store.unread(relay):
-            relay.lend()
-
-    async def leave(self, relay: Relay) -> None:
-        """Serve a relay no more, also if `enter` failed or was cancelled."""
-        await self._store.unshare(relay)
-
-    async def end_lingering(self) -> None:
-        """Serve no receive that has returned; nothing reads its memory any more."""
-        for each in tuple(self.members):
-            if each.is_lingering:
-                await each.aclose()
-
-    async def say_goodbye(self) -> None:
-        """End what lingers; return when the sources of all that left know it."""
-        await self.end_lingering()
-        for each in tuple(self.members):
-            await each.said_goodbye()
-
-    async def aclose(self) -> None:
-        """Serve nothing any more, and wait until the sources know it. Idempotent."""
-        await self.say_goodbye()
-        await self.stop()

@@ -24,8 +24,8 @@ from aiockpt.errors import LocalProtocolError
 from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun, bits_of
 from aiockpt.http.peers import ALL, Peer
+from aiockpt.http.rarest import MemberRules, next_chunk, source_chunk
 from aiockpt.http.retry import Patience
-from aiockpt.http.swarm import MemberRules, next_chunk, source_chunk
 from aiockpt.http.tuning import PeerLimits, Tuning, Usual
 
 

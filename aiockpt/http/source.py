@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol
@@ -22,9 +21,7 @@ from aiockpt.errors import (
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
-from aiockpt.http.download import Download
-from aiockpt.http.membership import Membership
-from aiockpt.http.neighbours import Neighbours
+from aiockpt.http.download import Download, Others
 from aiockpt.http.peers import Peers
 from aiockpt.http.tokens import MAC_HEADER
 from aiockpt.memory.arena import Arena
@@ -97,6 +94,33 @@ class AttachOptions:
     verify: bool = True
 
 
+class ReceiveExtension:
+    """What takes part in a receive besides its peers: here, nothing.
+
+    A swarm replaces this: it serves what is received, and adds others that have it.
+    """
+
+    can_linger = False
+    """Whether `linger` may be called: the caller of the receive gets the memory."""
+
+    def receives(self, manifest: Manifest, headers: Mapping[str, str]) -> None:
+        """Learn what is received; ``headers`` authenticate the manifest."""
+
+    def others(self, target: Target) -> Others:
+        """Return what takes part in a download into ``target``."""
+        del target
+        return Others()
+
+    async def linger(self) -> None:
+        """Go on for a while without the receive. If cancelled, end at once."""
+
+    async def leave(self, patience: float) -> None:
+        """End, and wait for so many seconds until the source knows it. Idempotent."""
+
+    async def aclose(self) -> None:
+        """End; once this returns, nothing reads the memory. Idempotent."""
+
+
 class HttpSource:
     """One checkpoint of some peers, as a `aiockpt.transfer.source.Source`.
 
@@ -104,7 +128,7 @@ class HttpSource:
         peers: Who has it.
         bridge: Runs what blocks.
         attaching: Whether memory of this host is taken.
-        swarm: The part of the receive in a swarm. The source ends it, or has it linger.
+        extension: Takes part in the receive. The source ends it, or has it linger.
 
     Attributes:
         medium: How the bytes come.
@@ -117,11 +141,12 @@ class HttpSource:
         peers: Peers,
         bridge: Bridge,
         attaching: AttachOptions = AttachOptions(),
-        swarm: Membership | None = None,
+        extension: ReceiveExtension | None = None,
     ) -> None:
         self.name, self.medium, self.remark = peers.name, _HTTP, ""
         self.arena: Arena | None = None
-        self._peers, self._bridge, self._swarm = peers, bridge, swarm
+        self._peers, self._bridge = peers, bridge
+        self._extension = extension or ReceiveExtension()
         self._attaching = attaching
         self._step: int | None = None  # of which the manifest has come
         self._offer: str | None = None
@@ -142,15 +167,14 @@ class HttpSource:
         if error is not None:
             self._peers.explain(error)
         told = isinstance(error, AiockptError) and Advice.LOST not in advice(error)
-        swarm, self._swarm = self._swarm, None
+        extension, self._extension = self._extension, ReceiveExtension()
         try:
-            if swarm is not None:
-                if error is None and swarm.can_linger:
-                    await swarm.linger()
-                elif told:
-                    await self._leave(swarm)
-                else:
-                    await swarm.aclose()
+            if error is None and extension.can_linger:
+                await extension.linger()
+            elif told:
+                await extension.leave(self._patience())
+            else:
+                await extension.aclose()
             if told and self._step is not None:
                 await self.end(self._step)
         finally:
@@ -160,16 +184,13 @@ class HttpSource:
                 else:  # a device may still copy from it
                     self._attached.close()
 
-    async def _leave(self, swarm: Membership) -> None:
-        """Leave a swarm, before the lease ends: the sender may keep nothing after it.
+    def _patience(self) -> float:
+        """Return for how long the end of the extension is waited for.
 
-        This waits only for a part of the time that is left.
+        It comes before that of the lease: the sender may keep nothing after it.
         """
-        await swarm.aclose()
         left = self._peers.deadline - asyncio.get_running_loop().time()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(left, 0.0) / 4):
-                await swarm.said_goodbye()
+        return max(left, 0.0) / 4
 
     async def manifest(self, step: int) -> Manifest:
         """Return the manifest; learn whether there is memory to be had."""
@@ -182,9 +203,8 @@ class HttpSource:
         )
         self._offer = None if here is None else answer.offer
         self._step = step
-        if self._swarm is not None:
-            mac = {} if answer.mac is None else {MAC_HEADER: answer.mac}
-            self._swarm.begin(answer.manifest, mac)
+        mac = {} if answer.mac is None else {MAC_HEADER: answer.mac}
+        self._extension.receives(answer.manifest, mac)
         return answer.manifest
 
     async def map(self, outline: Outline, *, most: int | None) -> None:
@@ -239,10 +259,7 @@ class HttpSource:
             memory = self._attached
             left = await self._take(memory, outline, target, chunks, on_progress)
         if left:
-            others = None
-            if self._swarm is not None:
-                self._swarm.fill(target)
-                others = Neighbours(self._swarm)
+            others = self._extension.others(target)
             await Download(
                 self._peers, outline, target, left, on_progress, others
             ).run()
@@ -253,8 +270,8 @@ class HttpSource:
         From then on, memory that is not the caller's own is served to nobody.
         """
         await self._peers.let_go()
-        if self._swarm is not None and not self._swarm.can_linger:
-            await self._leave(self._swarm)
+        if not self._extension.can_linger:
+            await self._extension.leave(self._patience())
         if self.medium == _HTTP:
             await self._peers.end_lease(step)
 

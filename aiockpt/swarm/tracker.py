@@ -22,6 +22,7 @@ import msgspec
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.protocol import MEMBER_PATH, url_fault
+from aiockpt.http.rarest import next_chunk
 from aiockpt.http.security import (
     Scope,
     endpoint,
@@ -29,13 +30,6 @@ from aiockpt.http.security import (
     plain_address,
     scope_of,
     voter_of,
-)
-from aiockpt.http.swarm import (
-    LEASE,
-    Member,
-    heartbeat,
-    neighbours,
-    next_chunk,
 )
 from aiockpt.http.tuning import SlowAfter, Usual
 from aiockpt.runtime.deadlines import Deadlines
@@ -45,6 +39,7 @@ from aiockpt.swarm.messages import (
     AnnounceResponse,
     MemberInfo,
 )
+from aiockpt.swarm.policy import LEASE, Member, heartbeat, neighbours
 
 _SAMPLE: Final = 64  # members of which some are named
 _MOST: Final = 16_384  # members

@@ -30,7 +30,6 @@ from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
 from aiockpt.http.client import CheckpointClient, Request
 from aiockpt.http.download import Download
-from aiockpt.http.membership import Membership, watch
 from aiockpt.http.peers import Peer
 from aiockpt.http.protocol import Lease, Origin, parse_metadata
 from aiockpt.http.retry import HostLimitError
@@ -39,6 +38,7 @@ from aiockpt.local.server_process import ServerProcess
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.same_host import format_mark, identity
 from aiockpt.runtime.secrets import Token
+from aiockpt.swarm.membership import Membership, watch
 from aiockpt.swarm.messages import Announcement
 from aiockpt.swarm.relay import Relay
 from aiockpt.testing import Drip, Fault, assert_same
@@ -425,7 +425,7 @@ async def test_a_receive_does_not_wait_until_a_silent_sender_knows_the_last_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The goodbye of what lingered goes on beside it."""
-    monkeypatch.setattr("aiockpt.http.membership._FAREWELL", 600.0)
+    monkeypatch.setattr("aiockpt.swarm.membership._FAREWELL", 600.0)
     mute = Mute()
     async with (
         sending() as sender,
@@ -450,7 +450,7 @@ async def test_a_receive_that_has_everything_does_not_wait_for_a_silent_sender(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It says goodbye only for a part of the time that it has left."""
-    monkeypatch.setattr("aiockpt.http.membership._FAREWELL", 600.0)
+    monkeypatch.setattr("aiockpt.swarm.membership._FAREWELL", 600.0)
     mute = Mute()
 
     def fall_silent(progress: Progress) -> None:
@@ -891,7 +891,7 @@ async def test_members_that_failed_leave_room_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The source need not name a few of them; of the rest it may name each again."""
-    monkeypatch.setattr("aiockpt.http.membership._AWAY", 600.0)
+    monkeypatch.setattr("aiockpt.swarm.membership._AWAY", 600.0)
     request, known = CheckpointClient.request, list[int]()
 
     def record(self: CheckpointClient, said: Request, *args: Any) -> Any:

@@ -98,7 +98,7 @@ async def test_through_a_tunnel_nobody_is_told_of_another_hosts_loopback(
 ) -> None:
     """To the source, both ends of a tunnel look like its own host."""
     identities = iter([b"one", b"two"])
-    monkeypatch.setattr("aiockpt.http.host.identity", lambda: next(identities))
+    monkeypatch.setattr("aiockpt.swarm.membership.identity", lambda: next(identities))
     async with (
         told() as events,
         transport() as sender,
@@ -140,7 +140,7 @@ async def test_a_grant_that_lapses_loses_the_token_of_the_swarm(
     """Members refuse it soon, and go on serving each other."""
     monkeypatch.setattr("aiockpt.http.tokens.CLOCK_SKEW", 0.0)
     monkeypatch.setattr("aiockpt.swarm.tracker.heartbeat", lambda _: 0.5)
-    monkeypatch.setattr("aiockpt.http.membership._SHORTEST_LEASE", 0.3)
+    monkeypatch.setattr("aiockpt.swarm.membership._SHORTEST_LEASE", 0.3)
     async with (
         transport() as sender,
         transport(**JOINING) as one,

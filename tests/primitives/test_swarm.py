@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.http.swarm import Member, neighbours, next_chunk, source_chunk
+from aiockpt.http.rarest import next_chunk, source_chunk
+from aiockpt.swarm.policy import Member, neighbours
 from benchmarks.swarm_sim import Case, simulate
 
 pytestmark = [pytest.mark.torch_free]

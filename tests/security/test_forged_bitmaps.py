@@ -11,9 +11,9 @@ from aiohttp import web
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
-from aiockpt.http.membership import watch
 from aiockpt.http.peers import Peer
 from aiockpt.http.protocol import Origin
+from aiockpt.swarm.membership import watch
 from tests.support.proofs import proves
 from tests.support.servers import running
 from tests.support.transports import CHUNK, transport

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 import anyio
@@ -33,17 +33,19 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http import protocol as http
 from aiockpt.http.client import Answer, CheckpointClient, Request
+from aiockpt.http.host import Front
+from aiockpt.http.listen import Endpoint
 from aiockpt.http.options import Swarm
 from aiockpt.http.peers import Peer
 from aiockpt.http.security import Scope, endpoint, scope_of
-from aiockpt.http.swarm import FIRST, LEASE
+from aiockpt.http.server import CheckpointServer
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.same_host import format_mark, identity
 from aiockpt.runtime.secrets import Token
 from aiockpt.swarm import messages
+from aiockpt.swarm.policy import FIRST, LEASE
 from aiockpt.swarm.relay import Relay
 from aiockpt.transfer.source import Target
-
-if TYPE_CHECKING:  # it imports the server, of which a receive knows nothing
-    from aiockpt.http.host import RelayHost
 
 _MOST: Final = 24  # members that are asked at a time; the tracker names no more
 _LONGEST: Final = 64 << 10  # bytes of an answer to an announcement
@@ -190,6 +192,75 @@ class _Known:
         avoided = [name for until, _, name in self._avoided.values() if until > now]
         members = (each.member for each in self.members)
         return [*avoided[-_MOST_AVOIDED:], *members][-_LONGEST_LIST:]
+
+
+class RelayHost(Front):
+    """Serves what is received, too, always from its own loop.
+
+    Args:
+        endpoint: The address.
+        server: Serves there once `start` was called, or an application does.
+        bridge: Resolves a host that is a name.
+
+    Attributes:
+        members: The receives that are in a swarm, until their sources know that they
+            left it. Some of them have returned.
+        has_warned: Whether it is known that others cannot reach this address.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, server: CheckpointServer, bridge: Bridge
+    ) -> None:
+        super().__init__(endpoint, server, bridge)
+        self._store = server.store
+        self.members: set[Membership] = set()
+        self.has_warned = False
+
+    async def enter(self, relay: Relay) -> str:
+        """Serve a relay; return the URL under which members reach it.
+
+        Of two relays of one snapshot, the second is read once the first has ended.
+
+        Raises:
+            AiockptError, OSError: the server cannot start.
+        """
+        await self.start()
+        self._store.share(relay)
+        return self.url()
+
+    async def mark(self, snapshot_id: str) -> str:
+        """Return this host's mark in the swarm of a snapshot; empty if unknown.
+
+        Only processes of this host can make it.
+        """
+        known = await self._bridge.run(identity)
+        return "" if known is None else format_mark(known, snapshot_id)
+
+    async def lend(self, relay: Relay) -> None:
+        """Serve copies only; once this returns, the memory may be changed."""
+        async with self._store.unread(relay):
+            relay.lend()
+
+    async def leave(self, relay: Relay) -> None:
+        """Serve a relay no more, also if `enter` failed or was cancelled."""
+        await self._store.unshare(relay)
+
+    async def end_lingering(self) -> None:
+        """Serve no receive that has returned; nothing reads its memory any more."""
+        for each in tuple(self.members):
+            if each.is_lingering:
+                await each.aclose()
+
+    async def say_goodbye(self) -> None:
+        """End what lingers; return when the sources of all that left know it."""
+        await self.end_lingering()
+        for each in tuple(self.members):
+            await each.said_goodbye()
+
+    async def aclose(self) -> None:
+        """Serve nothing any more, and wait until the sources know it. Idempotent."""
+        await self.say_goodbye()
+        await self.stop()
 
 
 class Membership:

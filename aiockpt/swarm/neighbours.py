@@ -1,4 +1,4 @@
-"""Members of a swarm in a download: who they are, and which chunks they have.
+"""A receive in a swarm: who the other members are, and which chunks they have.
 
 `Neighbours` adds the members that the source names to the download, and watches what
 each of them has. It passes on what the download learns: answers of sources, verified
@@ -7,23 +7,28 @@ chunks, and members that were dropped.
 
 from __future__ import annotations
 
-from contextlib import aclosing
+import asyncio
+from collections.abc import Mapping
+from contextlib import aclosing, suppress
 from typing import Final
 
 import anyio
 
 from aiockpt.errors import AiockptError, ClosedError
+from aiockpt.format.manifest import Manifest
 from aiockpt.http.client import Answer
 from aiockpt.http.download import Download, Others
-from aiockpt.http.membership import Membership, watch
 from aiockpt.http.peers import Peer
+from aiockpt.http.source import ReceiveExtension
 from aiockpt.runtime.tasks import task_group
+from aiockpt.swarm.membership import Membership, watch
+from aiockpt.transfer.source import Target
 
 _LOOK: Final = 0.1  # seconds between two looks at which members are known
 
 
-class Neighbours(Others):
-    """The other members of a swarm, for one download.
+class Neighbours(ReceiveExtension, Others):
+    """The other members of a swarm, for one receive.
 
     Args:
         membership: The part of the receive in the swarm.
@@ -34,9 +39,42 @@ class Neighbours(Others):
         self._download: Download | None = None
         self._has_explained = False
 
+    # ------------------------------------------------------------------- the receive
+
+    @property
+    def can_linger(self) -> bool:  # type: ignore[override]
+        """Whether `linger` may be called: the caller of the receive gets the memory."""
+        return self._membership.can_linger
+
+    def receives(self, manifest: Manifest, headers: Mapping[str, str]) -> None:
+        """Learn what is received; ``headers`` authenticate the manifest."""
+        self._membership.begin(manifest, headers)
+
+    def others(self, target: Target) -> Neighbours:
+        """Learn where the chunks go, and take part in their download."""
+        self._membership.fill(target)
+        return self
+
+    async def linger(self) -> None:
+        """Serve for a while without the receive, whose caller gets the memory."""
+        await self._membership.linger()
+
+    async def leave(self, patience: float) -> None:
+        """Serve no more, and wait until the source knows it."""
+        await self._membership.aclose()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await self._membership.said_goodbye()
+
+    async def aclose(self) -> None:
+        """Serve no more; once this returns, nothing reads the memory."""
+        await self._membership.aclose()
+
+    # ------------------------------------------------------------------ each download
+
     def begin(self, download: Download) -> None:
         """Take part in a download, which begins now."""
-        self._download = download
+        self._download, self._has_explained = download, False
         download.planner.may_share = True
         for peer in download.sources:
             if peer.invitation is not None:

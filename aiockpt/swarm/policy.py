@@ -1,0 +1,94 @@
+"""Decides who serves whom in a swarm, and how often a member announces itself.
+
+The tracker, at the sender, names some members to each member. The decisions are plain
+functions, which the simulator runs, too (``benchmarks/swarm_sim.py``).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LEASE = 3
+"""Heartbeats of a member in one lease, so that two of them may be lost."""
+
+FIRST = 1 / 8
+"""Part of the usual time after which a member's second heartbeat comes.
+
+Each further one takes twice as long as the one before, up to the usual time.
+"""
+
+_ENOUGH = 12  # more neighbours cost requests, and no longer make a swarm faster
+_MORE = 4  # members that one with enough neighbours is told of at a time
+_PERIOD = 2.0  # seconds between two heartbeats of a member, at least
+_BUSIEST = 60.0  # heartbeats per second, at most; each takes about a millisecond
+
+
+class Member(NamedTuple):
+    """What the tracker knows of a member.
+
+    Attributes:
+        zone: Members of one zone have a fast network between them.
+        have: How many chunks it holds.
+        named: How often the tracker has named it to others.
+    """
+
+    zone: str
+    have: int
+    named: int
+
+
+def heartbeat(members: int) -> float:
+    """Return the seconds between two heartbeats of one of so many members.
+
+    A heartbeat is an announcement at the tracker, whose work is bounded.
+    """
+    return max(_PERIOD, members / _BUSIEST)
+
+
+def neighbours(
+    asker: Member,
+    others: Sequence[Member],
+    *,
+    known: int = 0,
+    chance: random.Random | None,
+) -> list[int]:
+    """Choose the members that the tracker names to a member.
+
+    It names as many as the asker lacks of 12 neighbours. Half of them are from the
+    asker's zone and half from elsewhere; where one side has too few, the other one
+    fills up. On both sides, those named least often come first. One or more has more
+    chunks than the asker, if there is such a member.
+
+    An asker with 12 neighbours learns of a few members that were named to fewer than 12
+    others, until it has 24. Otherwise nobody would fetch from those that join last, and
+    the source would have to send again what it gave to them.
+
+    Args:
+        asker: The member that asks.
+        others: The other members that it does not know.
+        known: How many it knows.
+        chance: Breaks ties. With None, the earlier member comes first.
+
+    Returns:
+        Indexes into ``others``, each once.
+    """
+    order = list(range(len(others)))
+    if chance is not None:
+        chance.shuffle(order)
+    order.sort(key=lambda at: others[at].named)
+    most = _ENOUGH - known
+    if most < 1:
+        order = [at for at in order if others[at].named < _ENOUGH]
+        most = max(min(_MORE, 2 * _ENOUGH - known), 0)
+    near = [at for at in order if others[at].zone == asker.zone]
+    far = [at for at in order if others[at].zone != asker.zone]
+    of_near = max(min(len(near), most // 2), most - len(far))
+    near, far = near[:of_near], far[: most - min(of_near, len(near))]
+    ahead = [at for at in order if others[at].have > asker.have]
+    if most and ahead and not any(others[at].have > asker.have for at in near + far):
+        best = ahead[0]
+        side = near if others[best].zone == asker.zone else far
+        (side or near or far)[-1:] = [best]
+    return near + far
