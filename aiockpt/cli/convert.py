@@ -350,10 +350,16 @@ def _write_plain(path: Path, fd: int, state: dict[str, torch.Tensor]) -> None:
     )
 
     def fill(output: huggingface.Output, header: Bytes) -> None:
-        flat = (state[each.name].reshape(-1).view(torch.uint8) for each in tensors)
-        output.write([memoryview(header), *(each.numpy().data for each in flat)])
+        data = (_bytes_of(state[each.name]) for each in tensors)
+        output.write([memoryview(header), *data])
 
     huggingface.write_plain(path, fd, tensors, fill)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a dense tensor; torch calls one element so at any stride."""
+    flat = tensor.reshape(-1).as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
 
 
 _FORMS = {".pt": _write_torch, ".safetensors": _write_plain}

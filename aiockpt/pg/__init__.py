@@ -1,9 +1,9 @@
 """The process-group transport: checkpoints over gloo or NCCL, rank to rank.
 
 A send ends when its receivers have the checkpoint, so nothing is published here. The
-room uses `torch.distributed` only through `messages.Group`, and knows nothing of HTTP.
-The path begins at `transport.PGTransport`: `send_checkpoint` stages a snapshot and
-holds one conversation with each receiver. `recv_checkpoint` is the receive of every
+package uses `torch.distributed` only through `messages.GroupLike`, and knows nothing of
+HTTP. The path begins at `transport.PGTransport`: `send_checkpoint` stages a snapshot
+and holds one conversation with each receiver. `recv_checkpoint` is the receive of every
 transport, `transfer.receive`, whose source holds the other end of the conversation.
 
 ============ =================================================================

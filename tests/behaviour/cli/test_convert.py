@@ -119,6 +119,16 @@ class TestForms:
         assert checkpoint_at(tmp_path / "s-2").step == 77
         assert_same(load(tmp_path / "s-2", dict.fromkeys(state)), state)
 
+    def test_a_plain_file_of_one_element_at_a_stride(
+        self, cli: Commands, tmp_path: Path
+    ) -> None:
+        """Torch calls it dense at any stride."""
+        state = {"a": torch.arange(4.0)[2::2][:1], "b": torch.ones(1, 1).expand(1, 1)}
+        torch.save(state, tmp_path / "one.pt")
+        cli("convert", tmp_path / "one.pt", tmp_path / "one.safetensors")
+        found = load_file(tmp_path / "one.safetensors")
+        assert found["a"].tolist() == [2.0]
+
     def test_a_plain_file_has_all_values_for_other_readers(
         self, cli: Commands, tmp_path: Path
     ) -> None:
