@@ -90,8 +90,8 @@ class Rank:
     def _tensor(self, at: int) -> torch.Tensor:
         """Return a tensor whose elements count from its number on."""
         rows, columns = self._rows, min(_COLUMNS, self._rows)
-        full = torch.arange(at, at + rows * columns).view(rows, columns)
-        full = (full % _EXACT).float()
+        count = torch.arange(at, at + rows * columns, dtype=torch.int32)
+        full = count.bitwise_and_(_EXACT - 1).float().view(rows, columns)
         if self._layout in {"one", "new"}:
             return full
         sizes, placements = _placed(self._layout, at, self._world)
