@@ -38,7 +38,7 @@ from aiockpt.http.planner import Assignment, Dismiss, Planner, Rest, Stop
 from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import Patience
 from aiockpt.http.tuning import SlowAfter, Tuning
-from aiockpt.swarm.policy import FIRST, LEASE, Member, heartbeat, neighbours
+from aiockpt.swarm.policy import FIRST, LEASE, Candidate, heartbeat, neighbours
 
 __all__ = ["CASES", "Case", "Outcome", "simulate"]
 
@@ -615,8 +615,8 @@ class _Swarm:
 _ORIGIN = Origin("http://127.0.0.1:1/checkpoint/")  # nobody asks it
 
 
-def _record(member: _Host) -> Member:
-    return Member(str(member.zone), member.reported, member.named)
+def _record(member: _Host) -> Candidate:
+    return Candidate(str(member.zone), member.reported, member.named)
 
 
 def simulate(case: Case, seed: int) -> Outcome:

@@ -51,7 +51,7 @@ class _Body(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _AdmittedBody:
     """A place that a body has, and the pace at which its bytes arrived lately.
 
     ``due`` is when it is to have ended; it was promised by the pace, which may fall.
@@ -90,7 +90,7 @@ class Admission:
 
     def __init__(self, most: int) -> None:
         self._most = self._free = most
-        self._places: dict[_Place, None] = {}
+        self._places: dict[_AdmittedBody, None] = {}
         self._held = Counter[str]()  # by host
         # The host whose turn it is comes first.
         self._queues = OrderedDict[str, OrderedDict[_Waiter, float]]()
@@ -113,7 +113,7 @@ class Admission:
         """
         await self._enter(host, wait)
         now = asyncio.get_running_loop().time()
-        place = _Place(host, body, now, now)
+        place = _AdmittedBody(host, body, now, now)
         self._places[place] = None
         self._held[host] += 1
         try:

@@ -23,7 +23,7 @@ import aiohttp
 from aiohttp import ClientResponse, StreamReader
 
 from aiockpt.errors import LocalProtocolError
-from aiockpt.http.chunk_run import ChunkRun, Place
+from aiockpt.http.chunk_run import Arrived, ChunkRun
 from aiockpt.http.sockets import MIN_TURN_BYTES, Turn, duplicate
 from aiockpt.runtime.bridge import Bridge
 
@@ -175,9 +175,9 @@ class BodySink:
             self._buffers, self._ask, self._run = (), _no_buffers, None
             self._check_memory = _no_buffers
 
-    def _reached(self) -> Place:
+    def _reached(self) -> Arrived:
         if self._run is None:
-            return Place(None, self.filled, self.size)
+            return Arrived(None, self.filled, self.size)
         return self._run.place()
 
     def _flush(self) -> None:
@@ -337,14 +337,14 @@ async def read_body(
         writer.close()
 
 
-class _Connection(NamedTuple):
+class _TakenConnection(NamedTuple):
     """A connection's transport and the protocol that aiohttp gave it."""
 
     transport: asyncio.Transport
     protocol: asyncio.Protocol
 
 
-def _plain_connection(response: ClientResponse) -> _Connection | None:
+def _plain_connection(response: ClientResponse) -> _TakenConnection | None:
     """Return a response's connection; None if it is over, encrypted or unknown."""
     connection = response.connection
     if not (_KNOWN_AIOHTTP and _KNOWN_SYSTEM) or connection is None:
@@ -358,14 +358,14 @@ def _plain_connection(response: ClientResponse) -> _Connection | None:
         return None
     if transport.get_protocol() is not protocol:
         return None
-    return _Connection(transport, protocol)
+    return _TakenConnection(transport, protocol)
 
 
 class _DirectReader(asyncio.BufferedProtocol):
     """Takes the place of aiohttp's protocol for a block, while a body arrives."""
 
     def __init__(
-        self, writer: BodySink, connection: _Connection, threads: Bridge | None
+        self, writer: BodySink, connection: _TakenConnection, threads: Bridge | None
     ) -> None:
         self._writer = writer
         self._transport, self._protocol = connection

@@ -17,7 +17,7 @@ from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.manifest import Outline
 
 
-class Place(NamedTuple):
+class Arrived(NamedTuple):
     """How much has come of a chunk, or of a whole body, for an error."""
 
     chunk: int | None
@@ -134,12 +134,12 @@ class ChunkRun:
         self._next = self.position
         return self.position, self.stop
 
-    def place(self) -> Place:
+    def place(self) -> Arrived:
         """Return which chunk the run has reached, and how much of it came."""
         if not self._todo:
-            return Place(None, 0, 0)
+            return Arrived(None, 0, 0)
         start, stop = self._outline.grid.range(self._todo[0])
-        return Place(self._todo[0], self.position - start, stop - start)
+        return Arrived(self._todo[0], self.position - start, stop - start)
 
     def take(self, data: memoryview) -> bool:
         """Digest bytes that arrived directly behind those of the last call.

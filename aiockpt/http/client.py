@@ -39,7 +39,7 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http.body_reader import BodySink, read_body
-from aiockpt.http.chunk_run import Place
+from aiockpt.http.chunk_run import Arrived
 from aiockpt.http.options import Auth, Receive
 from aiockpt.http.problems import from_problem
 from aiockpt.http.protocol import JOINS, LEASE_HEADER, SWARM_HEADER, Origin
@@ -108,7 +108,7 @@ class Line(NamedTuple):
     remote: str = ""
 
 
-class Answer:
+class CheckedResponse:
     """An answer with the right status, whose body has not been read.
 
     Attributes:
@@ -304,7 +304,7 @@ class CheckpointClient:
     @asynccontextmanager
     async def request(
         self, request: Request, on_bytes: Callable[[int], None] = lambda _: None
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncIterator[CheckedResponse]:
         """Send a request; yield the answer, whose body the block reads.
 
         If cancelled, the connection is closed.
@@ -319,7 +319,7 @@ class CheckpointClient:
         """
         timer = _StallTimer(request, self.stall_timeout, on_bytes)
         async with timer, await self._send_headers(request) as response:
-            answer = Answer(request, response, timer, self._threads)
+            answer = CheckedResponse(request, response, timer, self._threads)
             with _translating(answer):
                 await self._check_status(request, response)
                 yield answer
@@ -629,7 +629,7 @@ def _host_limit(request: Request, error: BaseException) -> HostLimitError:
 
 
 @contextmanager
-def _translating(answer: Answer) -> Iterator[None]:
+def _translating(answer: CheckedResponse) -> Iterator[None]:
     """Raise the package's error for one of aiohttp, while a body is read."""
     request = answer.request
     try:
@@ -653,8 +653,8 @@ def _translating(answer: Answer) -> Iterator[None]:
         raise
 
 
-def _interrupted(answer: Answer) -> TransferInterruptedError:
-    place = Place(answer.request.chunk, 0, 0)
+def _interrupted(answer: CheckedResponse) -> TransferInterruptedError:
+    place = Arrived(answer.request.chunk, 0, 0)
     if answer.writer is not None:
         place = answer.writer.place
     chunk, received, expected = place

@@ -26,7 +26,7 @@ from aiockpt.errors import Advice, AiockptError, TransportError, advice
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun
-from aiockpt.http.client import Answer
+from aiockpt.http.client import CheckedResponse
 from aiockpt.http.manifests import fetch_manifest
 from aiockpt.http.peers import Peer, Peers, verdict
 from aiockpt.http.planner import Assignment, Dismiss, Planner, Rest, Stop
@@ -50,7 +50,7 @@ class Others:
     async def gather(self) -> None:
         """Add members, until this is cancelled: then everything has come."""
 
-    def hear(self, peer: Peer, answer: Answer) -> None:
+    def hear(self, peer: Peer, answer: CheckedResponse) -> None:
         """Learn from the head of an answer to a request for chunks."""
 
     def verified(self, chunk: int) -> None:
@@ -293,7 +293,7 @@ class Download:
             self._forget(lost)
             raise error
 
-    def _hear(self, mine: Assignment, answer: Answer) -> None:
+    def _hear(self, mine: Assignment, answer: CheckedResponse) -> None:
         """Learn that a peer answers."""
         mine.is_answered = True
         self._others.hear(mine.peer, answer)

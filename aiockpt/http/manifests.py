@@ -34,7 +34,7 @@ from aiockpt.format.header import LENGTH_BYTES, decode_header
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.body_reader import BodySink
-from aiockpt.http.client import Answer, CheckpointClient, Line, Request
+from aiockpt.http.client import CheckedResponse, CheckpointClient, Line, Request
 from aiockpt.http.protocol import (
     DELTA_BASE_HEADER,
     INCARNATION_HEADER,
@@ -283,7 +283,7 @@ async def _ask_latest(
     return None
 
 
-def _check_senders(answer: Answer) -> None:
+def _check_senders(answer: CheckedResponse) -> None:
     """Raise unless a sender gave an answer that has nothing else to check."""
     if INCARNATION_HEADER not in answer.headers and STEP_HEADER not in answer.headers:
         raise RemoteProtocolError(
@@ -296,7 +296,7 @@ def _has_restarted(known: str | None, incarnation: str | None) -> bool:
     return None not in (known, incarnation) and known != incarnation
 
 
-def _step_of(answer: Answer) -> int:
+def _step_of(answer: CheckedResponse) -> int:
     text = answer.headers.get(STEP_HEADER, "")
     known = re.fullmatch(r"0|[1-9][0-9]{0,18}", text)
     if known is None or int(text) > INT64_MAX:

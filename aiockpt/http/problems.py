@@ -200,7 +200,7 @@ _DOCUMENT: Final = msgspec.json.Decoder(_Document)
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _ErrorResponse:
     status: int
     url: str
     step: int | None
@@ -235,7 +235,7 @@ def from_problem(
     """
     document = _parse(body)
     retry_after = parse_retry_after(headers.get("Retry-After"))
-    answer = _Answer(status, url, step, snapshot_id, retry_after, document)
+    answer = _ErrorResponse(status, url, step, snapshot_id, retry_after, document)
     return _BUILDERS.get(status, _unexpected)(answer)
 
 
@@ -250,14 +250,14 @@ def _printable(text: str) -> str:
     return _CONTROL.sub(" ", text[:_MAX_DETAIL]).strip()
 
 
-def _step_not_found(answer: _Answer) -> AiockptError:
+def _step_not_found(answer: _ErrorResponse) -> AiockptError:
     if not answer.ours:
         return _unexpected(answer)
     serving = answer.document.serving
     return StepNotFoundError(answer.step, serving=serving, url=answer.url)
 
 
-def _changed(answer: _Answer) -> AiockptError:
+def _changed(answer: _ErrorResponse) -> AiockptError:
     expected, actual = answer.document.expected, answer.document.actual
     if answer.snapshot_id is None and not (answer.ours and isinstance(expected, str)):
         return _unexpected(answer)  # no snapshot was asked for
@@ -268,38 +268,38 @@ def _changed(answer: _Answer) -> AiockptError:
     )
 
 
-def _sender_failed(answer: _Answer) -> AiockptError:
+def _sender_failed(answer: _ErrorResponse) -> AiockptError:
     if not answer.ours:
         return _unexpected(answer)
     reason = _printable(answer.document.reason) or answer.detail
     return PeerFailedError(None, reason, url=answer.url)
 
 
-def _refused(answer: _Answer) -> AiockptError:
+def _refused(answer: _ErrorResponse) -> AiockptError:
     told = _printable(answer.document.detail) if answer.ours else ""
     why = f"HTTP {answer.status}" + (f", {told}" if told else "")
     return AuthenticationError(answer.url, why, by_sender=answer.ours)
 
 
-def _busy(answer: _Answer) -> AiockptError:
+def _busy(answer: _ErrorResponse) -> AiockptError:
     if answer.document.type == _TAG + _CLOSING:  # no sign of life: it does not return
         return PeerUnreachableError(answer.url, "its transport has shut down")
     proxy = None if answer.ours else answer.status
     return PeerBusy(answer.url, retry_after=answer.retry_after, proxy=proxy)
 
 
-def _bad_range(answer: _Answer) -> AiockptError:
+def _bad_range(answer: _ErrorResponse) -> AiockptError:
     why = f": {answer.detail}" if answer.detail else ""
     return RemoteProtocolError(
         f"{answer.url} has no range of what its manifest describes (HTTP 416){why}"
     )
 
 
-def _misdirected(answer: _Answer) -> AiockptError:
+def _misdirected(answer: _ErrorResponse) -> AiockptError:
     return HostNotAllowed(f"{answer.url} refuses this host name: {answer.detail}")
 
 
-def _unexpected(answer: _Answer) -> AiockptError:
+def _unexpected(answer: _ErrorResponse) -> AiockptError:
     why = f" ({answer.detail})" if answer.detail else ""
     hint = "" if answer.ours else "; is that an aiockpt server?"
     if 300 <= answer.status < 400:
@@ -307,7 +307,7 @@ def _unexpected(answer: _Answer) -> AiockptError:
     return RemoteProtocolError(f"{answer.url} answered HTTP {answer.status}{why}{hint}")
 
 
-_BUILDERS: dict[int, Callable[[_Answer], AiockptError]] = {
+_BUILDERS: dict[int, Callable[[_ErrorResponse], AiockptError]] = {
     401: _refused,
     403: _refused,
     404: _step_not_found,

@@ -21,7 +21,7 @@ from aiockpt.errors import (
 from aiockpt.format.manifest import Outline
 from aiockpt.http.body_reader import BodySink
 from aiockpt.http.chunk_run import ChunkRun
-from aiockpt.http.client import Answer, CheckpointClient, Request
+from aiockpt.http.client import CheckedResponse, CheckpointClient, Request
 from aiockpt.http.peers import Peer
 from aiockpt.http.planner import Assignment
 from aiockpt.http.protocol import (
@@ -100,7 +100,7 @@ class RangeFetcher:
         return self._target.patch is not None and not vain
 
     async def fetch(
-        self, assignment: Assignment, hear: Callable[[Answer], None]
+        self, assignment: Assignment, hear: Callable[[CheckedResponse], None]
     ) -> None:
         """Receive what one request brings of a run directly into the target.
 
@@ -186,7 +186,7 @@ class RangeFetcher:
         return start, min(ends), peer.delta_base
 
     async def _patch(
-        self, run: ChunkRun, deltas: memoryview, reach: range, answer: Answer
+        self, run: ChunkRun, deltas: memoryview, reach: range, answer: CheckedResponse
     ) -> None:
         """Apply deltas to the held chunks, until the first wrong digest."""
         size = self._outline.grid.chunk_bytes
@@ -231,7 +231,9 @@ class RangeFetcher:
                 at = await self._client.bridge.run(prepare, at, end)
 
 
-async def _read_deltas(answer: Answer, most: int, base: str | None) -> memoryview:
+async def _read_deltas(
+    answer: CheckedResponse, most: int, base: str | None
+) -> memoryview:
     """Return the body of a 226 answer, of at most ``most`` bytes, for its ``base``."""
     request = answer.request
     named = parse_etag(answer.headers.get(DELTA_BASE_HEADER))
@@ -248,7 +250,7 @@ def _size(outline: Outline, chunk: int) -> int:
     return stop - start
 
 
-def _check_range(answer: Answer, start: int, stop: int, size: int) -> None:
+def _check_range(answer: CheckedResponse, start: int, stop: int, size: int) -> None:
     """Raise unless an answer covers the requested ``[start, stop)`` of ``size``."""
     request = answer.request
     # The headers are no variable: a peer may repeat the request's token in them.
@@ -266,7 +268,7 @@ def _check_range(answer: Answer, start: int, stop: int, size: int) -> None:
         )
 
 
-def _check_length(answer: Answer, nbytes: int) -> None:
+def _check_length(answer: CheckedResponse, nbytes: int) -> None:
     if (length := answer.length()) != nbytes:
         raise RemoteProtocolError(
             f"{answer.request.url} sent Content-Length {length} for a range of "

@@ -32,7 +32,7 @@ from aiockpt.errors import (
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http import protocol as http
-from aiockpt.http.client import Answer, CheckpointClient, Request
+from aiockpt.http.client import CheckedResponse, CheckpointClient, Request
 from aiockpt.http.host import Front
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.options import Swarm
@@ -67,7 +67,7 @@ _NOTHINGS: Final = 100  # records without a chunk that a member may send, and
 _NOTHINGS_PER_SECOND: Final = 20.0
 
 
-class _Place(NamedTuple):
+class _Joined(NamedTuple):
     """Where a receive joined a swarm, and what it serves there, since when."""
 
     source: Peer
@@ -146,7 +146,7 @@ class _Known:
         self._credit, self._since = _MOST_NEW, _now()  # for members that are new
         self._has_refused = False
 
-    def learn(self, place: _Place, named: tuple[messages.MemberInfo, ...]) -> None:
+    def learn(self, place: _Joined, named: tuple[messages.MemberInfo, ...]) -> None:
         """Take the members that are not known yet, as far as more are needed.
 
         A source that has started again has new ids for those that are known. However
@@ -278,7 +278,7 @@ class Membership:
         self._client, self._options, self._host = client, options, host
         self._known = _Known()
         self._relay: Relay | None = None  # None before the manifest, and at the end
-        self._place: _Place | None = None  # None before the join
+        self._place: _Joined | None = None  # None before the join
         self._task: asyncio.Task[None] | None = None  # from the join on
         self._mark = ""  # of this host, if the source is at a loopback address
         self._lingers = self._leaves = False
@@ -317,7 +317,7 @@ class Membership:
         if self._relay is not None:
             self._relay.add(chunk)
 
-    def hear(self, source: Peer, answer: Answer) -> None:
+    def hear(self, source: Peer, answer: CheckedResponse) -> None:
         """Join the swarm if the source's answer has an invitation."""
         source.line, headers = answer.line or source.line, answer.headers
         named = http.parse_next_chunk(headers.get(http.NEXT_CHUNK_HEADER))
@@ -332,7 +332,7 @@ class Membership:
         if self._place is not None or self._relay is None:
             return
         self._relay.token = token
-        self._place = _Place(source, self._relay, _now())
+        self._place = _Joined(source, self._relay, _now())
         self._task = asyncio.get_running_loop().create_task(self._run(self._place))
         self._task.add_done_callback(self._end)
         self._host.members.add(self)
@@ -409,7 +409,7 @@ class Membership:
 
     # ----------------------------------------------------------------- the task
 
-    async def _run(self, place: _Place) -> None:
+    async def _run(self, place: _Joined) -> None:
         """Serve and announce the relay, until the time to linger has passed."""
         relay, url = place.relay, None
         try:
@@ -437,7 +437,7 @@ class Membership:
         if error is not None and self._place is not None:
             self._place.tell(f"in no swarm: {error!r}", level=logging.ERROR)
 
-    async def _announce_always(self, place: _Place, url: str) -> None:
+    async def _announce_always(self, place: _Joined, url: str) -> None:
         part, lease, knows, relay = FIRST, _AGAIN, True, place.relay
         place.tell(f"serves the swarm at {url}")
         while self._until > _now() and not relay.ended:
@@ -464,7 +464,7 @@ class Membership:
                     break
                 await relay.changes.wait(left if left < math.inf else None)
 
-    async def _announce(self, place: _Place, url: str) -> float:
+    async def _announce(self, place: _Joined, url: str) -> float:
         """Tell the source what is served; return the seconds of the lease."""
         known, relay, line = self._known, place.relay, place.source.line
         bad = tuple(known.complaints[:_MOST_BAD])
@@ -505,7 +505,7 @@ class Membership:
             source.next = found.next
         return min(max(found.lease, _SHORTEST_LEASE), _LONGEST_LEASE)
 
-    async def _say_goodbye(self, place: _Place, url: str) -> None:
+    async def _say_goodbye(self, place: _Joined, url: str) -> None:
         """Tell the source what it does not know yet, and that the member leaves."""
         request = place.request("DELETE", status=HTTPStatus.NO_CONTENT)
         with suppress(AiockptError, TimeoutError):
@@ -517,7 +517,7 @@ class Membership:
                 pass
 
 
-def _why_not(place: _Place, url: str) -> str | None:
+def _why_not(place: _Joined, url: str) -> str | None:
     """Return why a receiver that serves at this URL joins no swarm."""
     if not place.is_private(url):
         return "the source speaks TLS, and this receiver does not"

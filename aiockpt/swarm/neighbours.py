@@ -16,7 +16,7 @@ import anyio
 
 from aiockpt.errors import AiockptError, ClosedError
 from aiockpt.format.manifest import Manifest
-from aiockpt.http.client import Answer
+from aiockpt.http.client import CheckedResponse
 from aiockpt.http.download import Download, Others
 from aiockpt.http.peers import Peer
 from aiockpt.http.source import ReceiveExtension
@@ -116,7 +116,7 @@ class Neighbours(ReceiveExtension, Others):
         except AiockptError as error:
             download.drop(peer, error)
 
-    def hear(self, peer: Peer, answer: Answer) -> None:
+    def hear(self, peer: Peer, answer: CheckedResponse) -> None:
         """Join the swarm if a source's answer has an invitation."""
         if not peer.member and self._download is not None:
             self._membership.hear(peer, answer)

@@ -25,7 +25,7 @@ _PERIOD = 2.0  # seconds between two heartbeats of a member, at least
 _BUSIEST = 60.0  # heartbeats per second, at most; each takes about a millisecond
 
 
-class Member(NamedTuple):
+class Candidate(NamedTuple):
     """What the tracker knows of a member.
 
     Attributes:
@@ -48,8 +48,8 @@ def heartbeat(members: int) -> float:
 
 
 def neighbours(
-    asker: Member,
-    others: Sequence[Member],
+    asker: Candidate,
+    others: Sequence[Candidate],
     *,
     known: int = 0,
     chance: random.Random | None,

@@ -39,7 +39,7 @@ from aiockpt.swarm.messages import (
     AnnounceResponse,
     MemberInfo,
 )
-from aiockpt.swarm.policy import LEASE, Member, heartbeat, neighbours
+from aiockpt.swarm.policy import LEASE, Candidate, heartbeat, neighbours
 
 _SAMPLE: Final = 64  # members of which some are named
 _MOST: Final = 16_384  # members
@@ -487,8 +487,8 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(_Member).decode
 
 
-def _seen(member: _Member) -> Member:
-    return Member(member.zone, member.have, member.named)
+def _seen(member: _Member) -> Candidate:
+    return Candidate(member.zone, member.have, member.named)
 
 
 def _bucket(url: str) -> int:

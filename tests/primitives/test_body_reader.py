@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http import body_reader
 from aiockpt.http.body_reader import BodySink, Buffers, read_body
-from aiockpt.http.chunk_run import Place
+from aiockpt.http.chunk_run import Arrived
 from aiockpt.runtime.bridge import Bridge
 from tests.support.rangepeer import io_threads, noise
 
@@ -174,8 +174,8 @@ class TestBodyWriter:
             def note(self) -> None:
                 pass
 
-            def place(self) -> Place:
-                return Place(None, 0, 0)
+            def place(self) -> Arrived:
+                return Arrived(None, 0, 0)
 
         fill = BodySink(
             cutting(memory, [100] * 500),

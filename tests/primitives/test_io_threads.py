@@ -20,7 +20,7 @@ from aiohttp import ClientSession
 
 from aiockpt.http import body_reader, sockets
 from aiockpt.http.body_reader import BodySink, read_body
-from aiockpt.http.chunk_run import Place
+from aiockpt.http.chunk_run import Arrived
 from aiockpt.http.listen import open_sockets
 from aiockpt.http.sockets import Turn
 from tests.support.rangepeer import io_threads, noise
@@ -180,7 +180,7 @@ class Witness:
             raise ZeroDivisionError
 
     def place(self):
-        return Place(None, 0, 0)
+        return Arrived(None, 0, 0)
 
 
 class TestReceiving:

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.http.rarest import next_chunk, source_chunk
-from aiockpt.swarm.policy import Member, neighbours
+from aiockpt.swarm.policy import Candidate, neighbours
 from benchmarks.swarm_sim import Case, simulate
 
 pytestmark = [pytest.mark.torch_free]
 
 members = st.builds(
-    Member,
+    Candidate,
     zone=st.sampled_from("abc"),
     have=st.integers(0, 5),
     named=st.integers(0, 5),
@@ -48,7 +48,7 @@ def rarest(wanted: int, rivals: Sequence[int]) -> set[int]:
 
 @given(members, swarms, st.integers(0, 12), seeds)
 def test_each_member_is_named_once_and_as_many_as_there_are(
-    asker: Member, others: list[Member], most: int, seed: int
+    asker: Candidate, others: list[Candidate], most: int, seed: int
 ) -> None:
     """The tracker names as many members as the asker lacks, none twice."""
     named = neighbours(asker, others, known=12 - most, chance=random.Random(seed))
@@ -59,7 +59,7 @@ def test_each_member_is_named_once_and_as_many_as_there_are(
 
 @given(members, swarms, st.integers(3, 12), seeds)
 def test_both_the_own_zone_and_the_others_have_their_part(
-    asker: Member, others: list[Member], most: int, seed: int
+    asker: Candidate, others: list[Candidate], most: int, seed: int
 ) -> None:
     """Half are from the own zone and two from elsewhere, if there are so many."""
     zones = [other.zone == asker.zone for other in others]
@@ -71,7 +71,7 @@ def test_both_the_own_zone_and_the_others_have_their_part(
 
 @given(members, swarms, st.integers(1, 12), seeds)
 def test_one_is_ahead_of_the_asker(
-    asker: Member, others: list[Member], most: int, seed: int
+    asker: Candidate, others: list[Candidate], most: int, seed: int
 ) -> None:
     """The asker can receive something, if anybody has more than it."""
     named = neighbours(asker, others, known=12 - most, chance=random.Random(seed))
@@ -81,10 +81,10 @@ def test_one_is_ahead_of_the_asker(
 
 @given(swarms, st.integers(1, 12), seeds)
 def test_the_least_often_named_of_a_side_come_first(
-    others: list[Member], most: int, seed: int
+    others: list[Candidate], most: int, seed: int
 ) -> None:
     """Nobody is passed over for a member that was named more often."""
-    asker = Member("a", have=9, named=0)  # nobody is ahead, so nobody is preferred
+    asker = Candidate("a", have=9, named=0)  # nobody is ahead, so nobody is preferred
     named = neighbours(asker, others, known=12 - most, chance=random.Random(seed))
     for near in (True, False):
         side = [at for at, other in enumerate(others) if (other.zone == "a") == near]
@@ -107,22 +107,22 @@ def test_the_least_often_named_of_a_side_come_first(
 )
 def test_a_table_of_four_neighbours(others: str, named: str) -> None:
     """A member is written as its zone and what it has; the asker is in a with 3."""
-    swarm = [Member(text[0], int(text[1]), 0) for text in others.split()]
-    found = neighbours(Member("a", 3, 0), swarm, known=8, chance=None)
+    swarm = [Candidate(text[0], int(text[1]), 0) for text in others.split()]
+    found = neighbours(Candidate("a", 3, 0), swarm, known=8, chance=None)
     assert sorted(others.split()[at] for at in found) == named.split()
 
 
 def test_a_single_neighbour_is_the_one_ahead() -> None:
     """Being ahead counts more than the zone and the number of namings."""
-    others = [Member("b", 0, 0), Member("a", 1, 7), Member("b", 0, 0)]
-    assert neighbours(Member("a", 0, 0), others, known=11, chance=None) == [1]
+    others = [Candidate("b", 0, 0), Candidate("a", 1, 7), Candidate("b", 0, 0)]
+    assert neighbours(Candidate("a", 0, 0), others, known=11, chance=None) == [1]
 
 
 def test_equal_members_are_named_equally_often() -> None:
     """Ties are random, so that no member becomes a hub."""
     chance = random.Random(3)
-    others = [Member("a", 0, 0)] * 24
-    asker = Member("a", 0, 0)
+    others = [Candidate("a", 0, 0)] * 24
+    asker = Candidate("a", 0, 0)
     count = Counter[int]()
     for _ in range(1000):
         count.update(neighbours(asker, others, chance=chance))
@@ -133,10 +133,10 @@ def test_equal_members_are_named_equally_often() -> None:
 
 @given(members, st.lists(st.integers(0, 20), max_size=40), st.integers(12, 30), seeds)
 def test_one_that_knows_enough_learns_of_those_that_few_know(
-    asker: Member, counts: list[int], known: int, seed: int
+    asker: Candidate, counts: list[int], known: int, seed: int
 ) -> None:
     """A few at a time, so that somebody fetches from those that join last."""
-    others = [Member("a", 9, count) for count in counts]
+    others = [Candidate("a", 9, count) for count in counts]
     named = neighbours(asker, others, known=known, chance=random.Random(seed))
     few = sorted(count for count in counts if count < 12)
     assert [counts[at] for at in named] == few[: max(min(4, 24 - known), 0)]
@@ -144,8 +144,8 @@ def test_one_that_knows_enough_learns_of_those_that_few_know(
 
 def test_without_chance_the_earlier_member_comes_first() -> None:
     """A caller that needs no random ties gets none."""
-    others = [Member("a", 0, 0)] * 5
-    assert neighbours(Member("a", 0, 0), others, known=9, chance=None) == [0, 1, 2]
+    others = [Candidate("a", 0, 0)] * 5
+    assert neighbours(Candidate("a", 0, 0), others, known=9, chance=None) == [0, 1, 2]
 
 
 # ----------------------------------------------------------------------- next_chunk

@@ -1,0 +1,25 @@
+"""Each class of the package has a name of its own: a name says which one is meant."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "aiockpt"
+
+ADAPTERS = {"HTTPTransport", "PGTransport"}
+"""torchft's users find its own names in `aiockpt.torchft`."""
+
+
+def test_each_class_has_a_name_of_its_own() -> None:
+    """An underscore makes no other name."""
+    homes = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name.lstrip("_")].append(f"{path.relative_to(PACKAGE)}")
+    assert len(homes) > 300
+    twice = {name: found for name, found in homes.items() if len(found) > 1}
+    assert twice.keys() == ADAPTERS, twice
+    assert all("torchft/" in " ".join(twice[name]) for name in ADAPTERS)
