@@ -503,8 +503,9 @@ def compare(
 ) -> dict[Claim, bool]:
     """Say which of the claims that are not known hold.
 
-    Chunks of equal digests at the same bytes are equal. Everything else is read, a few
-    bytes at a time, and its digests are compared.
+    Chunks of equal digests at the same bytes are equal. Everything else is read in
+    windows of 64 MiB, and its digests are compared. A piece whose elements lie in
+    another order than those of its replica is read whole.
 
     Raises:
         StorageError, IntegrityError: see `FileSource.read`.
