@@ -29,6 +29,7 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
+from aiockpt.http.download import ReceiveExtension
 from aiockpt.http.handlers import ServerConfig
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, LatestInfo, chase
@@ -37,7 +38,6 @@ from aiockpt.http.peers import Peers, distinct
 from aiockpt.http.protocol import Lease, Origin
 from aiockpt.http.retry import poll
 from aiockpt.http.server import CheckpointServer
-from aiockpt.http.source import ReceiveExtension
 from aiockpt.http.tokens import MAC_HEADER
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from math import inf
 
@@ -24,7 +24,7 @@ from anyio.abc import TaskGroup
 
 from aiockpt.errors import Advice, AiockptError, TransportError, advice
 from aiockpt.events import TransferEvent, emit
-from aiockpt.format.manifest import Outline
+from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.client import CheckedResponse
 from aiockpt.http.manifests import fetch_manifest
@@ -61,6 +61,33 @@ class Others:
 
     def explain(self, error: AiockptError) -> None:
         """Add to the error of a download that fails what nobody has."""
+
+
+class ReceiveExtension:
+    """What takes part in a receive besides its peers: here, nothing.
+
+    A swarm replaces this: it serves what is received, and adds others that have it.
+    """
+
+    can_linger = False
+    """Whether `linger` may be called: the caller of the receive gets the memory."""
+
+    def receives(self, manifest: Manifest, headers: Mapping[str, str]) -> None:
+        """Learn what is received; ``headers`` authenticate the manifest."""
+
+    def others(self, target: Target) -> Others:
+        """Return what takes part in a download into ``target``."""
+        del target
+        return Others()
+
+    async def linger(self) -> None:
+        """Go on for a while without the receive. If cancelled, end at once."""
+
+    async def leave(self, patience: float) -> None:
+        """End, and wait for so many seconds until the source knows it. Idempotent."""
+
+    async def aclose(self) -> None:
+        """End; once this returns, nothing reads the memory. Idempotent."""
 
 
 class Download:

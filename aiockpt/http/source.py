@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol
@@ -21,7 +21,7 @@ from aiockpt.errors import (
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
-from aiockpt.http.download import Download, Others
+from aiockpt.http.download import Download, ReceiveExtension
 from aiockpt.http.peers import Peers
 from aiockpt.http.tokens import MAC_HEADER
 from aiockpt.memory.arena import Arena
@@ -92,33 +92,6 @@ class AttachOptions:
     keep: bool = False
     through: bool = False
     verify: bool = True
-
-
-class ReceiveExtension:
-    """What takes part in a receive besides its peers: here, nothing.
-
-    A swarm replaces this: it serves what is received, and adds others that have it.
-    """
-
-    can_linger = False
-    """Whether `linger` may be called: the caller of the receive gets the memory."""
-
-    def receives(self, manifest: Manifest, headers: Mapping[str, str]) -> None:
-        """Learn what is received; ``headers`` authenticate the manifest."""
-
-    def others(self, target: Target) -> Others:
-        """Return what takes part in a download into ``target``."""
-        del target
-        return Others()
-
-    async def linger(self) -> None:
-        """Go on for a while without the receive. If cancelled, end at once."""
-
-    async def leave(self, patience: float) -> None:
-        """End, and wait for so many seconds until the source knows it. Idempotent."""
-
-    async def aclose(self) -> None:
-        """End; once this returns, nothing reads the memory. Idempotent."""
 
 
 class HttpSource:

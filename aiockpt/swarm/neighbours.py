@@ -17,9 +17,8 @@ import anyio
 from aiockpt.errors import AiockptError, ClosedError
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.client import CheckedResponse
-from aiockpt.http.download import Download, Others
+from aiockpt.http.download import Download, Others, ReceiveExtension
 from aiockpt.http.peers import Peer
-from aiockpt.http.source import ReceiveExtension
 from aiockpt.runtime.tasks import task_group
 from aiockpt.swarm.membership import Membership, watch
 from aiockpt.transfer.source import Target

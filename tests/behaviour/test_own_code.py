@@ -178,8 +178,8 @@ def test_a_signal_in_a_synchronous_save(tmp_path, interrupted) -> None:
         state = {f"{each}": torch.full((8,), each) for each in range(2_000)}
         for moment in range(1, 40, 8):  # from the first look to the last byte
             # Again later: an exception in a finalizer reaches nobody.
-            signal.setitimer(signal.ITIMER_REAL, moment / 1000, 5.0)
             with pytest.raises(interrupted, match="the job's own"):  # noqa: PT012
+                signal.setitimer(signal.ITIMER_REAL, moment / 1000, 5.0)
                 made.save(state, tmp_path / "a")
                 signal.pause()  # it was quick
             signal.setitimer(signal.ITIMER_REAL, 0)
