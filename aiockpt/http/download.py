@@ -69,8 +69,10 @@ class ReceiveExtension:
     A swarm replaces this: it serves what is received, and adds others that have it.
     """
 
-    can_linger = False
-    """Whether `linger` may be called: the caller of the receive gets the memory."""
+    @property
+    def can_linger(self) -> bool:
+        """Whether `linger` may be called: the caller of the receive gets the memory."""
+        return False
 
     def receives(self, manifest: Manifest, headers: Mapping[str, str]) -> None:
         """Learn what is received; ``headers`` authenticate the manifest."""

@@ -41,7 +41,7 @@ class Neighbours(ReceiveExtension, Others):
     # ------------------------------------------------------------------- the receive
 
     @property
-    def can_linger(self) -> bool:  # type: ignore[override]
+    def can_linger(self) -> bool:
         """Whether `linger` may be called: the caller of the receive gets the memory."""
         return self._membership.can_linger
 
