@@ -86,10 +86,15 @@ WRITES: dict[str, Callable[[Path], Coroutine[None, None, None]]] = {
 @pytest.mark.parametrize("verb", WRITES)
 async def test_saves_and_sends_shorten_it(verb: str, tmp_path: Path) -> None:
     """Until training may go on, and not longer."""
-    with watched() as seen:
-        await WRITES[verb](tmp_path / "1")
+    seen = set[float]()
+    for attempt in range(20):  # a busy host may not run the watching thread meanwhile
+        with watched() as during:
+            await WRITES[verb](tmp_path / str(attempt))
+        assert now() == PROGRAMS
+        seen |= during
+        if SHORT in seen:
+            break
     assert SHORT in seen
-    assert now() == PROGRAMS
 
 
 @pytest.mark.asyncio
@@ -115,19 +120,34 @@ async def test_failed_loads_restore_it(tmp_path: Path) -> None:
     assert now() == PROGRAMS
 
 
-@pytest.mark.asyncio
-async def test_receives_and_applies_shorten_it() -> None:
-    """Between the two, the interval is the program's."""
+async def receive_and_apply() -> tuple[set[float], set[float]]:
+    """Return the intervals that were seen during a receive, and during its apply."""
     async with pair() as (sender, receiver):
         await sender.send_checkpoint(step=1, state_dict=state())
-        with watched() as seen:
+        with watched() as received:
             prepared = await receiver.prepare(sender.metadata(), 1, into=state())
-        assert SHORT in seen
         assert now() == PROGRAMS
-        with watched() as seen:
+        with watched() as applied:
             await prepared.apply_async()
-    assert SHORT in seen
-    assert now() == PROGRAMS
+        assert now() == PROGRAMS
+    return received, applied
+
+
+@pytest.mark.asyncio
+async def test_receives_and_applies_shorten_it() -> None:
+    """Between the two, the interval is the program's.
+
+    Both take milliseconds, in which a busy host may not run the watching thread at all.
+    """
+    while_received, while_applied = set[float](), set[float]()
+    for _ in range(20):
+        received, applied = await receive_and_apply()
+        while_received |= received
+        while_applied |= applied
+        if SHORT in while_received & while_applied:
+            break
+    assert SHORT in while_received
+    assert SHORT in while_applied
 
 
 def test_it_stays_beside_no_python() -> None:
