@@ -210,7 +210,7 @@ def _adopted(path: Path, header: ForeignHeader) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The bytes that a thread reads at once: a whole chunk if it is verified."""
+    """The bytes that a thread reads at once: whole chunks if they are verified."""
 
     start: int
     stop: int
@@ -225,11 +225,14 @@ def _spans(manifest: Manifest, ranges: Ranges, verify: Verify) -> Iterator[_Span
                 yield _Span(at, min(at + _SPAN, stop))
         return
     grid, last = manifest.grid, -1
+    together = max(_BLOCK // grid.chunk_bytes, 1)  # small chunks, read as one block
     for start, stop in ranges:
-        for chunk in range(grid.index_of(start), grid.index_of(stop - 1) + 1):
-            if chunk != last:
-                yield _Span(*grid.range(chunk), verified=True)
-            last = chunk
+        chunk = max(grid.index_of(start), last + 1)
+        last = max(grid.index_of(stop - 1), last)
+        while chunk <= last:
+            end = min(chunk - chunk % together + together, last + 1)
+            yield _Span(grid.range(chunk)[0], grid.range(end - 1)[1], verified=True)
+            chunk = end
 
 
 class _FileReading:
