@@ -52,6 +52,7 @@ class Rank:
         warnings.simplefilter("ignore")
         self._world, self._layout, self._rows = 1, "one", 0
         self._state: dict[str, Any] = {}
+        self._full = self._count = torch.empty(0)
         self._manager: Any = None
         self._checked: set[str] = set()
 
@@ -90,10 +91,15 @@ class Rank:
     def _tensor(self, at: int) -> torch.Tensor:
         """Return a tensor whose elements count from its number on."""
         rows, columns = self._rows, min(_COLUMNS, self._rows)
-        count = torch.arange(at, at + rows * columns, dtype=torch.int32)
-        full = count.bitwise_and_(_EXACT - 1).float().view(rows, columns)
+        if self._full.shape != (rows, columns):
+            self._full = torch.empty(rows, columns)
+            self._count = torch.empty(rows, columns, dtype=torch.int32)
+        # New memory for each full tensor would leave holes between the parts.
+        full, count = self._full, self._count
+        torch.arange(at, at + rows * columns, out=count.view(-1))
+        full.copy_(count.bitwise_and_(_EXACT - 1))
         if self._layout in {"one", "new"}:
-            return full
+            return full.clone()
         sizes, placements = _placed(self._layout, at, self._world)
         mesh = init_device_mesh("cpu", sizes)
         local = full
