@@ -46,8 +46,8 @@ SOAK = "tests/faults/test_soak.py"
 GPU_WHEELS = Path("build/gpu-wheels")
 MOST_WHEELS = 20 << 20
 
-# What `quick` runs if no room is named, what it runs only if that is named, and the
-# rooms that tests import whatever they are about.
+# What `quick` runs if no package is named, what it runs only if that is named, and
+# the packages that tests import whatever they are about.
 QUICK = ("exports", "format", "wire")
 SLOW = ("cuda", "faults", "properties", "torchft")
 EVERYWHERE = ("errors", "events", "testing")
@@ -152,43 +152,44 @@ def run_lint(session: nox.Session) -> None:
     run(session, "ruff", "format", "--check", "--diff", ".")
 
 
-def rooms_of(module: Path) -> set[str]:
-    """Return the rooms that a test module imports most, and the words of its path."""
-    rooms = "|".join(path.stem for path in Path("aiockpt").iterdir())
+def packages_of(module: Path) -> set[str]:
+    """Return the packages that a test module imports most, and its path's words."""
+    packages = "|".join(path.stem for path in Path("aiockpt").iterdir())
     found = re.findall(
-        rf"^ *(?:from|import) aiockpt\.({rooms})\b", module.read_text(), re.MULTILINE
+        rf"^ *(?:from|import) aiockpt\.({packages})\b", module.read_text(), re.MULTILINE
     )
-    counts = Counter(room for room in found if room not in EVERYWHERE)
+    counts = Counter(name for name in found if name not in EVERYWHERE)
     most = max(counts.values(), default=0)
     words = set(re.split(r"[/_.]", module.as_posix()))
-    return words | {room for room, count in counts.items() if count == most}
+    return words | {name for name, count in counts.items() if count == most}
 
 
-def tests_of(*rooms: str) -> list[str]:
-    """Return the test modules of some rooms or directories."""
-    slow = {name for name in SLOW if name not in rooms}
+def tests_of(*packages: str) -> list[str]:
+    """Return the test modules of some packages or directories."""
+    slow = {name for name in SLOW if name not in packages}
     return [
         str(module)
         for module in sorted(Path("tests").rglob("test_*.py"))
-        if not slow.intersection(module.parts) and rooms_of(module).intersection(rooms)
+        if not slow.intersection(module.parts)
+        and packages_of(module).intersection(packages)
     ]
 
 
 @shared
 def quick(session: nox.Session) -> None:
-    """Lint and the fast tests, in a minute; `-- http` runs the tests of that room."""
+    """Lint and the fast tests, in a minute; `-- http` runs the tests of a package."""
     run_lint(session)
-    rooms = [arg for arg in session.posargs if re.fullmatch(r"\w+", arg)]
-    options = [arg for arg in session.posargs if arg not in rooms]
-    chosen = tests_of(*(rooms or QUICK))
+    packages = [arg for arg in session.posargs if re.fullmatch(r"\w+", arg)]
+    options = [arg for arg in session.posargs if arg not in packages]
+    chosen = tests_of(*(packages or QUICK))
     if not chosen:
-        session.error(f"no test module is about {' or '.join(rooms)}")
+        session.error(f"no test module is about {' or '.join(packages)}")
     run(session, "pytest", "-q", *PARALLEL, *chosen, *options, env=ONE_THREAD)
 
 
 @shared
 def lint(session: nox.Session) -> None:
-    """Format, style, banned names, and the walls between the rooms."""
+    """Check format, style, banned names, and the layers of the packages."""
     run_lint(session)
 
 

@@ -63,7 +63,7 @@ TORCH_FREE = (
     "primitives/test_rwlock.py",
     "primitives/test_bridge",
 )
-"""Rooms whose tests need no torch; other modules say so by a ``torch_free`` mark."""
+"""Modules whose tests need no torch; other modules say so by a ``torch_free`` mark."""
 
 LOGS_ERRORS = {
     "test_a_progress_that_raises_disturbs_nothing",
@@ -89,7 +89,7 @@ def pytest_report_header() -> list[str]:
     """Say which package is tested, and how much of it."""
     lines = [f"aiockpt: {Path(aiockpt.__file__).parent}"]
     if not HAS_TORCH:
-        lines.append("torch is not installed: only the torch-free rooms are tested")
+        lines.append("torch is not installed: only the torch-free modules are tested")
     elif not HAS_TORCHFT:
         lines.append("torchft is not installed: tests/torchft runs in `nox -s torchft`")
     if not HAS_VLLM:

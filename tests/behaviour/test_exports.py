@@ -82,7 +82,7 @@ def test_type_checkers_and_the_lazy_table_see_the_same_names() -> None:
 
 
 def test_the_checkpointers_have_a_face_of_their_own() -> None:
-    """The room shows what the root does not; nothing loads before its use."""
+    """The package exports what the root does not, and loads a name at its first use."""
     assert declared_to_type_checkers(checkpointers) == checkpointers._HOMES
     assert checkpointers.__all__ == sorted(checkpointers._HOMES)
     if find_spec("torch") is None:
@@ -123,7 +123,7 @@ LIGHT = ("CheckpointTransport", "Limits", "Progress")
     [
         "import aiockpt.errors, aiockpt.cli, aiockpt.format, aiockpt.events",
         *(f"import aiockpt; aiockpt.{name}" for name in LIGHT),
-        *(f"import aiockpt; aiockpt.{room}.__all__" for room in ("http", "testing")),
+        *(f"import aiockpt; aiockpt.{name}.__all__" for name in ("http", "testing")),
         "import aiockpt.checkpointers",
     ],
 )
@@ -166,7 +166,7 @@ def printed_by(program: str) -> str:
 def test_what_needs_an_extra_says_how_to_install_it(
     missing: str, statement: str, said: str
 ) -> None:
-    """As the kind of error that a missing module is."""
+    """The error is a ModuleNotFoundError that names the extra."""
     program = (
         f"import sys; sys.modules[{missing!r}] = None\ntry: {statement}\n"
         "except ModuleNotFoundError as error: print(error.name, error)\n"
