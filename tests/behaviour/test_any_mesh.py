@@ -130,14 +130,14 @@ def test_every_mesh_loads_every_other(saved: Path, case: Case) -> None:
 
 @pytest.mark.parametrize("way", [*WAYS, "process"])
 def test_every_checkpointer_loads_any_mesh(saved: Path, way: str) -> None:
-    """Also without a process group, and with a process that writes."""
+    """Every checkpointer does so, with and without a process group."""
     whole = known(saved / "tp_fsdp")
     check(loaded(way, saved / "tp_fsdp", zeroed(whole)), whole)
 
 
 @pytest.mark.parametrize("kind", DCP)
 def test_one_process_loads_what_dcp_saved(saved: Path, kind: str) -> None:
-    """Into plain tensors, and anew; a rank's own values are as torch saved them."""
+    """One process loads it into plain tensors and anew, with the values of a rank."""
     whole = known(saved / kind)
     template = zeroed(whole)
     template.pop("sharded", None)
@@ -150,10 +150,10 @@ def test_one_process_loads_what_dcp_saved(saved: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SAVED)
 class TestOneProcess:
-    """Without a process group, it gets full tensors."""
+    """A process without a process group gets full tensors."""
 
     def test_with_a_template(self, saved: Path, kind: str) -> None:
-        """Plain tensors are filled in place."""
+        """The plain tensors of a template are filled in place."""
         whole = known(saved / kind)
         template = zeroed(whole)
         homes = {name: each.data_ptr() for name, each in template["cut"].items()}
@@ -273,7 +273,7 @@ class TestRankValues:
     def test_what_all_files_have_is_loaded(
         self, tmp_path: Path, what: str, number: int
     ) -> None:
-        """By one process, by another number of ranks, anew and into a template."""
+        """Any number of ranks loads it, with and without a template."""
         state = self.SAME[what]
         path = by_ranks(tmp_path / "s", *[state] * 3)
         reader = CheckpointReader(RankInfo(number - 1, number))
@@ -313,7 +313,7 @@ class TestRankValues:
 
     @pytest.mark.parametrize("what", DIFFERENT)
     def test_what_differs_is_listed(self, tmp_path: Path, what: str) -> None:
-        """By its path, before a byte is read into anything."""
+        """The error lists its paths before a byte is read into anything."""
         one, other, paths = self.DIFFERENT[what]
         # The third is like the first: not the neighbours alone are compared.
         path = by_ranks(tmp_path / "s", {**one, "z": 5}, {**other, "z": 5}, one)
@@ -326,7 +326,7 @@ class TestRankValues:
             assert_same(found, {**state, "z": 5})
 
     def test_a_template_stays_as_it_is(self, four: Path) -> None:
-        """Until what differs is chosen."""
+        """The template is unchanged until the caller chooses a value."""
         seen: list[int] = []
         with as_rank(1, 2):
             template = {"w": cut(2, whole=0 * WHOLE), "n": 0, "mine": zeroed(own(0))}
@@ -366,7 +366,7 @@ class TestRankValues:
             assert_same(into, {"w": WHOLE, "mine": own(rank)})
 
     def test_what_only_another_rank_has(self, tmp_path: Path) -> None:
-        """As many ranks take it from there if they ask for it, and not otherwise."""
+        """As many ranks take it only if the template or `select` asks for it."""
         path = by_ranks(tmp_path / "s", {"a": 0}, {"a": 1, "b": 5})
         load = CheckpointReader(RankInfo(0, 2)).read
         assert load(path)[0] == {"a": 0}
@@ -402,7 +402,7 @@ class TestRankValues:
         assert not into["w"].any()
 
     def test_every_verb_takes_the_choice(self, four: Path) -> None:
-        """It has one name everywhere."""
+        """Every verb that loads has the option by one name."""
         options: dict[str, Any] = {"rank_values": 2, "full": True}
         expected = {"w": WHOLE, "b": WHOLE, "n": 1, "mine": own(2)}
         with aiockpt.make_sync_checkpointer() as sync:
@@ -415,7 +415,7 @@ class TestRankValues:
         assert missing == []
 
     def test_nothing_can_be_kept_without_a_template(self, four: Path) -> None:
-        """So `keep` is an error there, and says so."""
+        """`keep` is an error without a template, and the message says so."""
         with pytest.raises(errors.RankValuesError, match="cannot be kept") as caught:
             aiockpt.load(four, rank_values="keep")
         assert [*caught.value.paths] == ["mine.rank", "mine.rng"]
@@ -436,7 +436,7 @@ class TestRankValues:
         assert_same(into, states[1])
 
     def test_large_tensors_are_compared_by_their_bytes(self, tmp_path: Path) -> None:
-        """Not only where chunks of the files lie at the same place."""
+        """Tensors are compared also if their chunks begin at different bytes."""
         # The first entries have other sizes, so the chunks of `b` differ.
         big = torch.arange(100_000.0)
         states = [
@@ -618,7 +618,7 @@ class TestTreesThatDiffer:
         assert aiockpt.load(path, select=["n"]) == {"n": 1}
 
     def test_two_meshes_that_agree(self, tmp_path: Path) -> None:
-        """As the first and the last stage do about tied embeddings."""
+        """Two meshes may hold one tensor, as stages do with tied embeddings."""
         path = self.stages(tmp_path / "s", WHOLE, Shard(0))
         assert_same(aiockpt.load(path), {"a": {"w": WHOLE}, "n": 1})
         for rank in range(3):
@@ -931,7 +931,7 @@ class TestTemplates:
                 assert columns[:, 1::2].eq(7).all()
 
     def test_a_rank_outside_of_the_mesh(self, tmp_path: Path) -> None:
-        """It saved nothing, or wants nothing."""
+        """A rank outside of the mesh saves nothing, or loads nothing."""
 
         def state_of(rank: int) -> Any:
             pair = DeviceMesh("cpu", [1, 2], _init_backend=False)
@@ -1062,7 +1062,7 @@ class TestTemplates:
         assert {*asked.values()} == {1}, asked
 
     def test_another_device(self, four: Path) -> None:
-        """`map_location` says where full tensors go."""
+        """`map_location` names the device of full tensors."""
         found = aiockpt.load(four, select=["w", "b"], map_location="meta")
         assert {each.device.type for each in found.values()} == {"meta"}
         assert {each.shape for each in found.values()} == {WHOLE.shape}
@@ -1170,7 +1170,7 @@ class TestTemplates:
 
     @pytest.mark.parametrize("second", [torch.zeros(1), 7])
     def test_a_longer_tuple_is_taken_whole(self, tmp_path: Path, second: Any) -> None:
-        """So none of its items is chosen in silence, though the template lacks it."""
+        """No item of a tuple that is longer than the template's is chosen."""
         path = assembled(tmp_path / "s", 2, lambda rank: {"x": (cut(2), second + rank)})
         into = {"x": (0 * WHOLE,)}
         with pytest.raises(errors.RankValuesError) as caught:
@@ -1257,7 +1257,7 @@ class TestTemplates:
                 assert torch.equal(own_one.to_local(), WHOLE[4:])
 
     def test_plain_tensors_fill_shards(self, tmp_path: Path) -> None:
-        """Of one rank's file, of several that agree, and of files of other tools."""
+        """Plain tensors of one file, of equal files, and of other tools fill shards."""
         one = by_ranks(tmp_path / "one", {"w": WHOLE})
         two = by_ranks(tmp_path / "two", {"w": WHOLE}, {"w": WHOLE})
         save_file({"w": WHOLE}, tmp_path / "x.safetensors")
@@ -1298,7 +1298,7 @@ class TestTemplates:
         assert (event.files, event.ranges) == (1, 1)
 
     def test_bytes_are_told(self, four: Path) -> None:
-        """What `on_bytes` raises ends the load."""
+        """An exception of `on_bytes` ends the load."""
         seen: list[int] = []
         aiockpt.load(four, select=["w"], on_bytes=seen.append)
         assert sum(seen) >= WHOLE.nbytes
@@ -1310,7 +1310,7 @@ class TestTemplates:
             aiockpt.load(four, select=["w"], on_bytes=enough)
 
     def test_nothing_is_verified_if_nobody_wants_it(self, four: Path) -> None:
-        """As on the same mesh."""
+        """`verify="none"` compares no digest, as on the same mesh."""
         assert_same(aiockpt.load(four, select=["w"], verify="none"), {"w": WHOLE})
 
 
@@ -1349,7 +1349,7 @@ class TestDamage:
     def test_a_file_of_another_checkpoint_of_the_same_size(
         self, four: Path, tmp_path: Path
     ) -> None:
-        """Nor does it help that it looks alike."""
+        """The load refuses it, though it looks alike."""
         state: dict[str, Any] = {"b": WHOLE, "n": 1, "mine": own(2)}
         other = assembled(
             tmp_path / "step-2", 4, lambda rank: {"w": cut(4, whole=WHOLE + 1), **state}

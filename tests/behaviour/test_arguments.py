@@ -43,7 +43,7 @@ class TestTimeouts:
         [(0, 0.0), (1.5, 1.5), (math.inf, math.inf), (timedelta(minutes=1), 60.0)],
     )
     def test_seconds_or_a_timedelta(self, timeout: Any, expected: float) -> None:
-        """As in torchft, and as everywhere else."""
+        """A deadline is given in seconds or as a timedelta, as in torchft."""
         assert seconds(timeout) == expected
         assert type(seconds(timeout)) is float
 
@@ -82,7 +82,7 @@ class TestTimeouts:
 
     @pytest.mark.asyncio
     async def test_a_send_that_is_late(self) -> None:
-        """It names its step, too."""
+        """The error of a late send names its step."""
         async with transport() as sender:
             with pytest.raises(TransferTimeoutError) as caught:
                 await sender.send_checkpoint([1], 7, weights(), timeout=0)
@@ -113,13 +113,13 @@ class TestSteps:
         [(0, 0), (2**63 - 1, 2**63 - 1), (True, 1), (Whole(), 5)],
     )
     def test_any_integer(self, step: object, expected: int) -> None:
-        """Those of other libraries become Python's."""
+        """Integers of other libraries become those of Python."""
         assert exact_step(step) == expected
         assert type(exact_step(step)) is int
 
     @pytest.mark.asyncio
     async def test_no_checkpointer_takes_another_value(self, tmp_path: Path) -> None:
-        """Before anything is staged or written."""
+        """A checkpointer refuses it before anything is staged or written."""
         async with (
             aclosing(CheckpointProcess(RankInfo(0, 1))) as process,
             make_async_checkpointer() as saver,
@@ -169,7 +169,7 @@ class TestOptions:
         ],
     )  # fmt: skip
     def test_an_impossible_one_is_named(self, option: str, value: Any) -> None:
-        """So that the caller finds it at once."""
+        """The error names an impossible deadline when it is passed."""
         with pytest.raises(ValueError, match=option):
             transport(**{option: value})
 
@@ -191,7 +191,7 @@ class TestStates:
     @pytest.mark.asyncio
     @pytest.mark.parametrize("nested", [False, True])
     async def test_a_module(self, nested: bool) -> None:
-        """At either end of a transfer."""
+        """The error names `module.state_dict()` at both ends of a transfer."""
         module = torch.nn.Linear(2, 2)
         state: Any = {"model": module} if nested else module
         async with pair() as (sender, receiver):
@@ -219,7 +219,7 @@ class TestStates:
 
     @pytest.mark.asyncio
     async def test_an_optimizer(self) -> None:
-        """So has an optimizer."""
+        """The error names `state_dict()` for an optimizer, too."""
         optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
         async with transport() as sender:
             with pytest.raises(UnsupportedLeafError) as caught:

@@ -167,7 +167,7 @@ async def test_a_hook_of_events_hears_of_the_copy_and_of_the_write(tmp_path) -> 
 
 
 async def test_nothing_that_blocks_is_called_on_the_loop(tmp_path, no_blocking) -> None:
-    """From the first save to the end."""
+    """The loop is never blocked, from the first save to the end."""
     async with make_async_checkpointer(
         checkpoint_writer_init_fn=configured_writer
     ) as made:
@@ -225,7 +225,7 @@ class TestStaging:
     async def test_nothing_is_written_before_everything_is_staged(
         self, tmp_path, config, copies
     ) -> None:
-        """Not even a file; and nothing is left of a save that is cancelled then."""
+        """No file exists before, and a save that is cancelled then leaves nothing."""
         async with make_async_checkpointer(config) as made:
             if isinstance(made._writer, CheckpointProcess):
                 await made._writer.ready()
@@ -397,7 +397,7 @@ class TestFailure:
         "cell AsyncCheckpointer.close, aclose: error",
     )
     async def test_it_is_told_once(self, tmp_path, config, allow_error_logs) -> None:
-        """By its handle each time; by close and the log if nobody asked the handle."""
+        """The handle raises it each time; otherwise `close` and the log tell it."""
         (tmp_path / "file").touch()
         made = make_async_checkpointer(config)
         seen = await made.save(state(), tmp_path / "file" / "a")
@@ -418,7 +418,7 @@ class TestFailure:
     async def test_what_can_never_be_saved_is_raised_at_once(
         self, tmp_path, config, make
     ) -> None:
-        """By the save itself; it counts as failed, and the next one works."""
+        """The save itself raises it and counts as failed, and the next one works."""
         bad, error, words = make()
         async with make_async_checkpointer(config) as made:
             with pytest.raises(error) as caught:
@@ -434,7 +434,7 @@ class TestFailure:
         "cell AsyncCheckpointer.close, aclose: error",
     )
     async def test_if_told_to_it_raises(self, tmp_path, config) -> None:
-        """At once, at the next save, or at the end, but for an error of the block."""
+        """`raise_on_failure` raises in the save, in the next one, or at the end."""
         (tmp_path / "file").touch()
         config = replace(config, raise_on_failure=True)
         made = make_async_checkpointer(config)
@@ -492,7 +492,7 @@ class TestEnd:
     async def test_leaving_the_block_writes_what_was_staged(
         self, tmp_path, config
     ) -> None:
-        """Also if an exception ends it."""
+        """The block writes it also if an exception ends the block."""
 
         async def broken() -> None:
             async with make_async_checkpointer(config) as made:
@@ -528,7 +528,7 @@ class TestEnd:
 
 
 class TestCancel:
-    """At every await; the checkpointer stays usable."""
+    """A save can be cancelled at every await, and the checkpointer stays usable."""
 
     async def test_save(self, tmp_path, config) -> None:
         """What was cancelled is not there at all, or wholly."""

@@ -85,7 +85,7 @@ class TestHandle:
     @pytest.mark.allow_error_logs
     @BOTH
     def test_a_failure_is_told_once(self, tmp_path, config) -> None:
-        """By the handle, else by close, which raises it if it was told to."""
+        """The handle tells it, or else `close`, which raises it if it was told to."""
         (tmp_path / "file").touch()
         made = aiockpt.make_background_checkpointer(config)
         seen = made.save(state(), tmp_path / "file" / "a")
@@ -189,7 +189,7 @@ def test_a_checkpoint_is_loaded_in_one_line(tmp_path) -> None:
 
 
 class TestProgramEnds:
-    """Without ``close``: what was handed over is written, and nothing is silent."""
+    """A program that ends without ``close`` still writes what was handed over."""
 
     SAVES = """
 import torch, aiockpt
@@ -216,7 +216,7 @@ made.save(dict(a=torch.ones(3_000_000)), "all/step-7")
 
     @pytest.mark.parametrize("process", [True, False])
     def test_a_save_is_written_all_the_same(self, tmp_path, *, process: bool) -> None:
-        """By the process, or by the thread, for which the program waits."""
+        """The process writes it, or the thread, for which the program waits."""
         program = self.SAVES.format(process=process, keep=0)
         assert self.run(tmp_path, program) == (0, "")
         wait_until(lambda: aiockpt.latest(tmp_path / "all"), "the write")
@@ -254,10 +254,10 @@ def said_by_us(records) -> list[str]:
 
 
 class TestLoopEnds:
-    """Without ``close``, beside a thread that writes."""
+    """A loop may end without ``close`` while a thread writes."""
 
     def test_it_waits_for_the_thread(self, tmp_path, gate, allow_error_logs) -> None:
-        """Also for what was not begun; a failure is told once, as what it is."""
+        """The program waits for saves that have not begun, and tells a failure once."""
         (tmp_path / "file").touch()
 
         async def main():
@@ -274,7 +274,7 @@ class TestLoopEnds:
         assert "file/2 is not saved: StorageError: " in said
 
     def test_it_is_closed_under_a_write(self, tmp_path, gate, allow_error_logs) -> None:
-        """By hand, without asyncio.run: the write goes on, or is told to fail."""
+        """Without asyncio.run, the write goes on or is told to fail."""
         (tmp_path / "file").touch()
         loop = asyncio.new_event_loop()
         made = make_async_checkpointer(THREAD, **by(gate))

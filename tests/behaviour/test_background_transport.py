@@ -115,7 +115,7 @@ def test_a_proxy_has_every_verb_with_its_signature(
     ],
 )
 def test_a_factory_has_the_arguments_of_the_original(proxy: Any, original: Any) -> None:
-    """``help`` shows every option by name."""
+    """`help` shows each option by its name."""
     here, there = inspect.signature(proxy), inspect.signature(original)
     assert here.parameters == there.parameters
 
@@ -158,7 +158,7 @@ def test_a_callback_may_ask_its_transport(
 
 
 def test_no_traceback_shows_the_token(receiver: Transport) -> None:
-    """Also with the local variables of all frames, as some reporters print them."""
+    """No frame's local variables show it, which some reporters print."""
     metadata = f"http://127.0.0.1:{free_port()}/#open-sesame-open-sesame"
     calls: list[Callable[[], object]] = [
         lambda: receiver.recv_checkpoint(0, metadata, 1, 0.05),
@@ -225,7 +225,7 @@ class TestIterators:
     def test_each_step_is_given_once(
         self, sender: Transport, receiver: Transport
     ) -> None:
-        """Until the block has enough."""
+        """Each step comes once until the block is left."""
         template, found = state(0), list[int]()
         sender.send_checkpoint(step=1, state_dict=state(1))
         for step, got in receiver.follow(sender.metadata(), into=template):
@@ -307,7 +307,7 @@ class TestIterators:
     def test_it_ends_with_its_transport(
         self, sender: Transport, receiver: Transport
     ) -> None:
-        """Whether it waits at this moment or is asked later."""
+        """The iterator ends whether it waits at this moment or is asked later."""
         steps = receiver.follow(sender.metadata())
         closer = once(waits(sender), receiver.shutdown)
         with pytest.raises(ClosedError):
@@ -393,7 +393,7 @@ def test_a_forked_child_is_told_to_make_its_own(
 
 
 def test_it_does_not_travel_to_another_process(sender: Transport) -> None:
-    """As with the callbacks of a trainer that starts its ranks."""
+    """Pickling fails with a message, as for a trainer that starts its ranks."""
     with pytest.raises(TypeError, match="BackgroundTransport belongs to"):
         pickle.dumps(sender)
 
@@ -460,7 +460,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_program_ends(way: str) -> None:
-    """At once, with its own status, and without a word of ours."""
+    """The program ends at once, with its own status and no output of ours."""
     more, status, said = WAYS[way]
     done = subprocess.run(
         [sys.executable, "-c", ENDS + more],

@@ -82,7 +82,7 @@ class TestInterrupting:
     """One point after another, the ones of its tasks too."""
 
     async def test_every_point_is_cancelled_once(self) -> None:
-        """And the last run is not."""
+        """Each run is cancelled at the next point, and the last one is not."""
         journal = Journal()
         seen = [struck async for struck in interruptions(journal.call)]
         assert [struck.at for struck in seen] == list(range(len(seen)))
@@ -97,7 +97,7 @@ class TestInterrupting:
         assert "no point" in said[-1]
 
     async def test_an_error_comes_out_of_what_was_waited_for(self) -> None:
-        """Only where that can fail: not of a turn of the loop."""
+        """The error comes only where the awaited call can fail."""
         journal = Journal()
         seen = [
             struck
@@ -135,14 +135,14 @@ class TestPeerProcess:
             assert await peer.line() == "0"
 
     async def test_its_children_go_with_it(self) -> None:
-        """They are of its group."""
+        """The tool ends the children, which are in its process group."""
         code = "import os, time\nprint(os.fork(), flush=True)\ntime.sleep(60)"
         async with PeerProcess(python(code)) as peer:
             child = int(await peer.line()) or int(await peer.line())
         await eventually(lambda: not is_running(child), "its end")
 
     async def test_its_end_is_told(self, tmp_path: Path) -> None:
-        """With its code, and what it wrote to stderr."""
+        """The report has its exit code, and what it wrote to stderr."""
         code = "import sys\nprint('word', file=sys.stderr)\nsys.exit(3)"
         async with PeerProcess(python(code), errors=tmp_path / "errors") as peer:
             with pytest.raises(EOFError, match="ended its output"):
@@ -153,7 +153,7 @@ class TestPeerProcess:
 
 @pytest.mark.asyncio
 class TestLag:
-    """Time passes, and nothing happens."""
+    """A lag lets time pass while the loop stands still."""
 
     async def test_the_loop_stands_still_again_and_again(self) -> None:
         """For as long as was said, and no longer than the block."""
@@ -167,7 +167,7 @@ class TestLag:
         assert lag.count == 3
 
     async def test_a_busy_interpreter_ends_with_the_block(self) -> None:
-        """And leaves Python's own interval."""
+        """The block restores Python's own switch interval."""
         interval = sys.getswitchinterval()
         with busy_interpreter(2, hold=0.02):
             assert sys.getswitchinterval() == pytest.approx(0.02)
@@ -176,12 +176,12 @@ class TestLag:
 
 
 class TestClocks:
-    """They jump; the machine's does not."""
+    """Clocks of processes jump, and that of the machine does not."""
 
     CLOCKS = "print([time.time(), time.monotonic()], flush=True)\n"
 
     def test_the_wall_clock_of_this_process_jumps(self) -> None:
-        """And comes back."""
+        """The clock of this process jumps, and comes back at the end."""
         before = time.time()
         with wall_clock_jumped(-3600):
             assert time.time() < before - 3000
@@ -209,7 +209,7 @@ class TestClocks:
         assert abs(then - monotonic) < 100
 
     def test_the_monotonic_clock_of_a_process_is_ahead(self) -> None:
-        """As if the host had run for longer."""
+        """The clock reads as if the host had run for longer."""
         command = monotonic_ahead(
             100_000, python("import time; print(time.monotonic())")
         )

@@ -281,7 +281,7 @@ async def test_targets_that_are_copied_are_compared(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("way", WHOLE)
 async def test_a_tensor_that_is_added_is_noticed(way: str, tmp_path: Path) -> None:
-    """The checkpoint has nothing for it."""
+    """The template may get no tensor that the checkpoint lacks."""
     template = state_of(1.0)
 
     def add(state: dict[str, Any]) -> None:
@@ -401,7 +401,7 @@ async def test_the_local_tensor_of_a_dtensor_is_compared(
 async def test_what_the_receiver_had_may_go_away(
     name: str, options: dict[str, Any]
 ) -> None:
-    """Only bytes are spared by it; what is gone comes from the sender."""
+    """If the reused memory is gone, its bytes come from the sender."""
     base, more = state_of(2.0), dict(options)
     if more:
         more["into"] = state_of(1.0)
@@ -419,7 +419,7 @@ async def test_what_the_receiver_had_may_go_away(
 async def test_live_memory_that_is_gone_is_not_served(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With ``zero_copy``: the receiver is told why."""
+    """With ``zero_copy``, the receiver gets an error that says why."""
     state = state_of(2.0)
     async with pair(zero_copy=True) as (sender, receiver):
         await sender.send_checkpoint(step=1, state_dict=state)

@@ -380,10 +380,10 @@ class TestReplacing:
 
 
 class TestRetention:
-    """Old ones go, but never all."""
+    """A save removes old checkpoints, but never all of them."""
 
     def test_the_last_few_stay(self, tmp_path) -> None:
-        """And those whose step is a round number, and what was just saved."""
+        """Steps that are multiples of ``keep_every`` stay, and the last save."""
         for step in range(1, 8):
             save(tmp_path / f"s-{step}", {"a": step}, keep_last=2, keep_every=3)
         assert names(tmp_path) == ["s-3", "s-6", "s-7"]
@@ -394,7 +394,7 @@ class TestRetention:
                 sync_checkpointer(**{option: 0})
 
     def test_after_a_rollback_the_old_branch_goes(self, tmp_path) -> None:
-        """From 300 to 200: its steps are higher, and it is older."""
+        """After a return from 300 to 200, step 300 counts as older than 210."""
         for step in (100, 200, 300):
             save(tmp_path / f"s-{step}", {"a": step}, keep_last=3)
         for step in (210, 220):
@@ -405,7 +405,7 @@ class TestRetention:
         assert newest.step == 220
 
     def test_what_others_put_there_stays(self, tmp_path) -> None:
-        """Where it is; a later save to that name is not refused."""
+        """Foreign files stay where they are, and a later save to that name works."""
         path = save(tmp_path / "s-1", {"a": 1})
         (path / "scores.json").write_text("{}")
         save(tmp_path / "s-2", {"a": 2}, keep_last=1)
@@ -426,7 +426,7 @@ class TestRetention:
         assert [each.step for each in retire(tmp_path, keep_last=1)] == [1]
 
     def test_one_that_was_just_replaced_stays(self, tmp_path, monkeypatch) -> None:
-        """Also where no lock says that."""
+        """A checkpoint that was just replaced stays, also if no lock says so."""
         for step in (1, 2):
             save(tmp_path / f"s-{step}", {"a": step})
         found = list_checkpoints(tmp_path)
@@ -498,7 +498,7 @@ class TestSweep:
 
     @pytest.mark.parametrize("until", ["opened", "kept", "marked"])
     def test_what_a_killed_process_has_left_is_removed(self, tmp_path, until) -> None:
-        """At once, as its lock says that it has died."""
+        """The next save removes it at once, since the lock says that its owner died."""
         program = (
             "import os, sys; from pathlib import Path\n"
             "from aiockpt.storage import commit\n"

@@ -90,11 +90,11 @@ def pid_of(made: CheckpointProcess) -> int:
 
 @pytest.mark.asyncio
 class TestWriting:
-    """What arrives on the disk."""
+    """The process writes checkpoints to the disk."""
 
     @proves("cell CheckpointProcess.write: success")
     async def test_what_was_staged_is_written(self, tmp_path, monkeypatch) -> None:
-        """To the trainer's directory, whatever becomes of the state dict."""
+        """The staged copy is written, though the state dict changes meanwhile."""
         live = state()
         stager = DefaultStager()
         async with process() as made:
@@ -269,7 +269,7 @@ class TestFuture:
 
 @pytest.mark.asyncio
 class TestChild:
-    """The process itself."""
+    """The child process starts, has limits, and is replaced."""
 
     @proves("cell CheckpointProcess.ready: success")
     @pytest.mark.usefixtures("fresh_interpreters")
@@ -329,14 +329,14 @@ class TestChild:
         ids=["function", "argument"],
     )
     async def test_what_cannot_be_pickled_is_refused_at_once(self, options) -> None:
-        """Not in the first save."""
+        """The constructor refuses it, not the first save."""
         with pytest.raises(LocalProtocolError, match="cannot be pickled"):
             CheckpointProcess(ALONE, **options)
 
     @proves("cell CheckpointProcess.ready: error")
     @pytest.mark.allow_error_logs
     async def test_a_failed_init_function_is_told(self, tmp_path) -> None:
-        """To each write, with its traceback; it is a RuntimeError, as in torch."""
+        """Each write raises it as a RuntimeError, with its traceback, as torch does."""
         async with process(subprocess_init_fn=refuse) as made:
             with pytest.raises(WorkerError, match="no such environment"):
                 await made.ready()
@@ -381,7 +381,7 @@ class TestChild:
             assert made.restarts == 0
 
     async def test_each_write_has_its_own_limit(self, tmp_path) -> None:
-        """Also when the trainer is gone, and several writes are left to the process."""
+        """Each of several writes has one, also when the trainer is gone."""
         async with process(
             {"write_timeout_secs": 2.5}, checkpoint_writer_init_fn=SlowWriter
         ) as made:
@@ -399,7 +399,7 @@ class TestDeath:
 
     @proves("cell CheckpointProcess.write: error")
     async def test_a_storage_error_arrives_as_one(self, tmp_path) -> None:
-        """With its path, and with the traceback of the other process."""
+        """The error arrives with its path and the traceback of the other process."""
         (tmp_path / "file").touch()
         async with process() as made:
             await made.ready()
@@ -524,7 +524,7 @@ class TestDeath:
 
 @pytest.mark.asyncio
 class TestEnd:
-    """After close nothing is left."""
+    """Nothing is left after `close`."""
 
     @proves(
         "cell CheckpointProcess.submit: success",

@@ -226,7 +226,7 @@ def test_several_files(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 def test_a_planner_that_does_not_nest(tmp_path: Path) -> None:
-    """Each path is a name then."""
+    """Such a planner makes each path one name."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     save({"a.b": torch.ones(2)}, tmp_path / "saved", planner=planner)
     found = read(tmp_path / "saved")
@@ -295,7 +295,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_lost_or_short_file(tmp_path: Path) -> None:
-    """Nothing is read of the others."""
+    """The load reads nothing of the other files."""
     state = {"w": torch.ones(100)}
     save(state, tmp_path / "saved")
     (file,) = (tmp_path / "saved").glob("*.distcp")

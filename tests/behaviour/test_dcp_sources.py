@@ -92,7 +92,7 @@ def test_an_optimizer(tmp_path: Path) -> None:
 
 
 def test_every_dtype(tmp_path: Path) -> None:
-    """Also those for which safetensors has no code, and strides of them."""
+    """Dtypes without a safetensors code are read, and strided tensors of them."""
     bits = torch.arange(64, dtype=torch.uint8)
     state: dict[str, Any] = {}
     for name, dtype in DTYPES.items():
@@ -112,7 +112,7 @@ def test_every_dtype(tmp_path: Path) -> None:
 
 
 def test_dense_elements_are_whole_entries(tmp_path: Path) -> None:
-    """So that they can be read straight into a template's tensors."""
+    """Whole entries can be read straight into a template's tensors."""
     state = {
         "a": torch.ones(3, 2),
         "b": {"c": torch.ones(2, dtype=torch.bfloat16), "one": torch.ones(1, 3).t()},
@@ -158,14 +158,14 @@ def test_several_files(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 def test_a_planner_that_does_not_nest(tmp_path: Path) -> None:
-    """Each path is a name then."""
+    """Such a planner makes each path one name."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     save({"a.b": torch.ones(2)}, tmp_path / "saved", planner=planner)
     assert_same(rebuilt(tmp_path / "saved"), {"a.b": torch.ones(2)})
 
 
 def test_no_tensors_at_all(tmp_path: Path) -> None:
-    """There is no source then."""
+    """A checkpoint without tensors has no source."""
     save({"a": {"b": 1}, "none": torch.ones(0)}, tmp_path / "saved")
     found = sources(tmp_path / "saved")
     assert found.files == []
@@ -196,7 +196,7 @@ def moved(name: str, to: str) -> Any:
 
 
 def test_tensors_that_share_an_archive(tmp_path: Path) -> None:
-    """As a writer could store equal ones: two names of one entry."""
+    """Two names may stand for one entry, as a writer could store equal ones."""
     save({"a": torch.arange(3.0), "b": torch.ones(3)}, tmp_path / "saved")
     rewritten(tmp_path / "saved", moved("b", "a"))
     assert len(manifest_of(sources(tmp_path / "saved")).entries) == 1

@@ -294,7 +294,7 @@ async def test_zero_copy_cannot_keep_a_base() -> None:
 
 
 async def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sender says so at once."""
+    """The constructor of a sender says so."""
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(MissingExtraError, match=r"aiockpt\[delta\]"):
         HTTPTransport(server=Server(keep_base=True))

@@ -311,7 +311,7 @@ class TestPlaces:
     """A local tensor belongs to one place in the mesh."""
 
     def test_no_process_group(self, mesh: DeviceMesh) -> None:
-        """The error says what to do."""
+        """The error says what to do without a process group."""
         manifest, _ = staged({"w": dtensor(mesh, Shard(0), Shard(1), shape=(4, 6))})
         dist.destroy_process_group()
         with pytest.raises(DeviceMeshError, match="init_process_group"):
@@ -414,7 +414,7 @@ class TestShardedTensor:
         assert got["step"] == 2
 
     def test_from_another_rank(self, state: dict[str, Any]) -> None:
-        """The two ranks change places."""
+        """Two ranks exchange what they hold."""
         manifest, segment = staged(state)
         tree: Any = copy.deepcopy(manifest.tree)
         items = tree[2][0][2][1]
@@ -445,7 +445,7 @@ class TestShardedTensor:
         ],
     )
     def test_malformed(self, state: dict[str, Any], item: str, node: Any) -> None:
-        """It is the peer's fault."""
+        """A malformed layout is an error of the peer."""
         manifest, segment = staged(state)
         tree: Any = copy.deepcopy(manifest.tree)
         tree[2][0][2][1][SHARDED.index(item)] = node

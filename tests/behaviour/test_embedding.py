@@ -339,7 +339,7 @@ class Handle:
 
 
 class TestPlaces:
-    """Where transports are mounted, and that they share nothing."""
+    """Transports can be mounted at several prefixes, and share nothing."""
 
     async def test_what_can_be_mounted_is_served(self):
         """An application needs ``mount`` and ``shutdown`` only, and gets it back."""
@@ -467,7 +467,7 @@ class TestReverseProxy:
     async def test_peers_find_the_transport_by_the_public_address(
         self, ask, tls, caplog
     ):
-        """Where TLS ends is nothing that they notice, if they trust the certificate."""
+        """A peer that trusts the certificate does not notice where TLS ends."""
         server, trust = certified()
         outer, inner = (
             server if tls in which else None for which in ("proxyboth", "both")

@@ -23,7 +23,7 @@ LINES = {
 
 
 def test_an_event_is_one_line_of_the_log(caplog) -> None:
-    """At its level, with what is known of it."""
+    """The line has the event's level and its known facts."""
     caplog.set_level(logging.DEBUG, "aiockpt")
     for line, event in LINES.items():
         emit(event)

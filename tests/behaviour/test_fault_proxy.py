@@ -151,7 +151,7 @@ async def test_black_hole_takes_everything_and_gives_nothing() -> None:
 
 
 async def test_peer_can_go_and_come_back_on_the_same_port() -> None:
-    """Nobody else gets the port meanwhile."""
+    """Nobody else gets the port in between."""
     async with proxied() as proxy:
         proxy.refuse()
         with pytest.raises(ConnectionRefusedError):

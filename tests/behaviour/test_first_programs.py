@@ -24,7 +24,7 @@ def local() -> aiockpt.HTTPTransport[Any]:
 
 @pytest.mark.asyncio
 async def test_a_send_and_a_receive_need_no_ranks() -> None:
-    """By keyword; and in the order of torchft's arguments."""
+    """Keywords suffice, and torchft's order of arguments works."""
     async with local() as sender, local() as receiver:
         await sender.send_checkpoint(step=100, state_dict=STATE)
         metadata = sender.metadata()
@@ -54,7 +54,7 @@ async def test_a_send_and_a_receive_need_no_ranks() -> None:
     ],
 )
 async def test_what_is_left_out_is_named(call: Any, missing: str) -> None:
-    """As Python itself would say it."""
+    """The error names a missing argument as Python would."""
     async with local() as transport:
         with pytest.raises(TypeError, match=f"needs {missing}="):
             await call(transport)
@@ -62,7 +62,7 @@ async def test_what_is_left_out_is_named(call: Any, missing: str) -> None:
 
 @pytest.mark.asyncio
 async def test_a_group_has_the_same_verbs() -> None:
-    """By keyword: to every other rank, and from rank 0."""
+    """By default a send goes to all other ranks, and a receive comes from rank 0."""
     async with transports(3) as (sender, *receivers):
         _, *found = await asyncio.gather(
             sender.send_checkpoint(step=100, state_dict=STATE),
@@ -78,7 +78,7 @@ async def test_a_group_has_the_same_verbs() -> None:
 
 @pytest.mark.asyncio
 async def test_a_group_that_does_not_know_this_rank() -> None:
-    """As one of torchft's: nobody can tell which ranks are the others."""
+    """The error asks for ranks, since torchft's groups do not know the others."""
 
     class Nameless:
         def size(self) -> int:
@@ -95,7 +95,7 @@ async def test_a_group_that_does_not_know_this_rank() -> None:
 
 
 def test_the_options_fit_on_a_screen() -> None:
-    """At most a dozen arguments, and a dozen fields of a record."""
+    """Each call has at most a dozen arguments, and each record a dozen fields."""
     assert len(inspect.signature(aiockpt.HTTPTransport).parameters) <= 12
     for record in (aiockpt.Server, aiockpt.Auth, aiockpt.Receive):
         assert len(fields(record)) <= 12

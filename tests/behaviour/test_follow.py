@@ -113,7 +113,7 @@ async def known(**options):
 
 
 class TestSteps:
-    """``transport.steps``."""
+    """`transport.steps` yields the numbers of new steps."""
 
     @proves("cell HTTPTransport.steps: success")
     async def test_every_step_that_is_awaited_is_given(self):
@@ -136,7 +136,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("after", [0, 7, 6])
     async def test_after_says_what_is_known(self, after):
-        """Nothing up to it is given."""
+        """The iterator gives only steps later than ``after``."""
         async with pair() as (sender, receiver):
             await publish(sender, 7)
             steps = receiver.steps(sender.metadata(), after)
@@ -164,7 +164,7 @@ class TestSteps:
 
     @proves("cell HTTPTransport.steps: timeout", "cell HTTPTransport.steps: cancel")
     async def test_a_deadline_or_a_cancel_loses_no_step(self):
-        """At any moment: a step is given, or it is still to come; nothing is held."""
+        """After a cancel at any moment, each step was given or is still to come."""
         async with pair() as (sender, receiver):
             steps = receiver.steps(sender.metadata())
             for step in range(1, 4):
@@ -256,7 +256,7 @@ class TestSteps:
                 await soon(steps)
 
     async def test_shutdown_ends_the_wait(self):
-        """And the pause before the next attempt, however long a peer asks for it."""
+        """A shutdown also ends the pause before the next attempt."""
         later = Answer(
             b"HTTP/1.1 503 Later\r\nRetry-After: 30\r\nContent-Length: 0\r\n\r\n"
         )
@@ -320,7 +320,7 @@ class TestSteps:
          (("http://h/", 2**63), ValueError), (("http://h/", 1.5), TypeError)],
     )  # fmt: skip
     async def test_misuse_is_told_at_once(self, arguments: Any, error):
-        """And not where the steps are awaited."""
+        """The call raises, before anything is awaited."""
         async with transport() as receiver:
             with pytest.raises(error):
                 receiver.steps(*arguments)
@@ -333,7 +333,7 @@ class TestFollow:
 
     @proves("cell HTTPTransport.follow: success")
     async def test_each_newer_step_is_received(self):
-        """Without a template, and with one, whose tensors are filled."""
+        """The steps arrive without a template, or in the template's tensors."""
         async with pair() as (sender, receiver):
             for into in (None, state_of(0)):
                 await publish(sender, 1)
@@ -515,7 +515,7 @@ class TestFollow:
     @proves("cell HTTPTransport.follow: the other one dies")
     @pytest.mark.parametrize("first", [90, 103, 102])
     async def test_a_restarted_sender_is_followed(self, first, caplog):
-        """From whatever step it goes on with, and no step comes twice."""
+        """The follower goes on from the sender's new step, and no step comes twice."""
         async with known() as (before, receiver):
             await publish(before, 102)
             follower = receiver.follow(before.metadata())
@@ -570,7 +570,7 @@ class TestFollow:
             assert "gone back" in returns[0].detail
 
     async def test_a_return_is_noticed_after_a_known_step(self):
-        """Also by a follower that begins after a step, and by one that is busy."""
+        """A busy follower notices it, and one that begins after a step."""
         async with pair() as (sender, receiver):
             await publish(sender, 10)
             follower = receiver.follow(sender.metadata(), after=10)
@@ -705,7 +705,7 @@ async def test_a_restart_before_the_manifest_is_noticed(follows):
 
 @pytest.mark.parametrize("jump", [7200.0, -7200.0])
 async def test_a_clock_that_jumps_neither_ends_nor_delays_a_follower(jump):
-    """While it waits for a step, in the middle of one, and between two."""
+    """The clock jumps during a wait, during a receive, and between two."""
     async with (
         pair() as (sender, receiver),
         aclosing(receiver.follow(sender.metadata())) as follower,

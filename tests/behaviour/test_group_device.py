@@ -133,7 +133,7 @@ class TestMixed:
     async def test_large_ones_are_sent_from_their_memory(
         self, ours: FakeBoard, theirs: FakeBoard, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """And received into it; small ones travel together, over one copy."""
+        """Large tensors need no copy at either end; small ones share one."""
         sent, received = watched(monkeypatch)
         state: dict[str, Any] = {
             "large": ours.put(torch.ones(MIB)),
@@ -345,7 +345,7 @@ async def test_what_is_under_way_is_kept_after_a_failure(
 
 
 class TestFolding:
-    """The digest that a device computes."""
+    """A device computes the digests of chunks."""
 
     @settings(max_examples=30)
     @given(st.integers(1, 3 * ROW_BYTES), st.integers(0, 5), st.integers(0))
@@ -367,7 +367,7 @@ class TestFolding:
     @pytest.mark.parametrize("bit", range(8))
     @pytest.mark.parametrize("at", [0, 3, 70_000, MIB - 1])
     def test_no_flipped_bit_escapes(self, bit: int, at: int) -> None:
-        """Two flipped signs neither."""
+        """The digest changes with any bit, and with two flipped signs."""
         data = torch.zeros(MIB, dtype=torch.uint8)
         before = fold(data, KEYS)
         for place in (at, at ^ 4):
@@ -377,7 +377,7 @@ class TestFolding:
 
 @given(st.sets(st.integers(0, 40)))
 def test_a_placement_survives_the_way(own: set[int]) -> None:
-    """A bit for each entry."""
+    """The message has one bit for each entry."""
     data = encode_placement(41, own)
     assert decode_placement(data, 41) == sorted(own)
     with pytest.raises(RemoteProtocolError, match="one bit for each tensor"):

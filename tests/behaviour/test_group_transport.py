@@ -185,7 +185,7 @@ async def refused(sender: Transport, ranks: list[int], step: int = 1) -> None:
 
 @proves("cell PGTransport.send_checkpoint: error")
 async def test_a_state_that_cannot_be_sent_is_told() -> None:
-    """To receivers that wait, and to one that comes later, also for an earlier step."""
+    """Receivers that wait are told, and those that come later."""
     async with transports(3) as (sender, waiting, late):
         receiving = asyncio.create_task(waiting.recv_checkpoint(0, "", 5))
         await asyncio.sleep(0.05)
@@ -208,7 +208,7 @@ async def test_a_state_that_cannot_be_sent_is_told() -> None:
 
 
 async def test_the_word_of_a_transport_outlives_it() -> None:
-    """With the group, on which another transport goes on."""
+    """A refusal stays in the group, where another transport delivers it."""
     groups = await gloo_groups(2)
     async with Transport(groups[0]) as sender:
         await refused(sender, [1])
@@ -388,7 +388,7 @@ async def test_both_directions_at_once() -> None:
 
 
 async def test_a_late_receiver_holds_up_no_other() -> None:
-    """Nor what is sent to the other one next."""
+    """The other receiver gets this step and later ones meanwhile."""
     async with transports(3) as (sender, first, second):
         sends = [
             asyncio.create_task(sender.send_checkpoint(ranks, step, weights(step)))
@@ -667,7 +667,7 @@ async def test_events_have_the_ranks() -> None:
     "said", [b"\0" * FRAME_BYTES, ControlMessage(Kind.DONE, 1).encode()]
 )
 async def test_a_peer_that_talks_nonsense_breaks_the_group(said: bytes) -> None:
-    """Nobody knows what would come next."""
+    """The group is broken, because the next message cannot be known."""
     theirs, ours = await gloo_groups(2)
     async with Transport(ours, timeout=2) as receiver:
         frame = torch.frombuffer(bytearray(said), dtype=torch.uint8)
@@ -689,7 +689,7 @@ async def configured(groups: list[Wrapped]) -> None:
 
 @LEFT
 async def test_a_group_need_not_know_its_rank_nor_be_ready() -> None:
-    """As torchft's groups; a new quorum takes a new transport."""
+    """torchft's groups do neither; a new quorum takes a new transport."""
     groups = [Wrapped() for _ in range(3)]
     async with transports(groups=groups) as (ours, *others):
         for _ in range(2):

@@ -92,7 +92,7 @@ async def test_what_has_not_changed_is_not_fetched(how: str, changed: int) -> No
 @pytest.mark.asyncio
 @hows
 async def test_a_change_of_anything_is_fetched(how: str) -> None:
-    """Of a view, of what lies in strides, of a value; the rest is as without it."""
+    """A changed view, strided tensor or value is fetched, and nothing else."""
     changes: list[Callable[[dict[str, Any]], object]] = [
         lambda state: None,
         lambda state: state["view"].fill_(1),
@@ -219,7 +219,7 @@ async def test_what_changes_meanwhile_is_fetched(how: str) -> None:
 @pytest.mark.asyncio
 @hows
 async def test_a_selection_fetches_what_is_neither_there(how: str) -> None:
-    """Of what is selected, only the chunks that differ."""
+    """A selected receive fetches only the selected chunks that differ."""
     have = chunked()
     have["w3"].zero_()
     have["w7"].zero_()
@@ -275,7 +275,7 @@ async def test_a_file_is_a_state_dict_that_is_mapped(mapped: Any) -> None:
 
 @pytest.mark.asyncio
 async def test_the_template_needs_to_be_there() -> None:
-    """``have=True`` says that it is."""
+    """``have=True`` needs a template."""
     async with pair() as (sender, receiver):
         with pytest.raises(LocalProtocolError, match="pass into="):
             await receive(sender, receiver, have=True)

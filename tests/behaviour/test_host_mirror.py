@@ -92,7 +92,7 @@ async def test_processes_of_a_host_fetch_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("swarm", [False, True])
 async def test_hosts_may_serve_each_other(tmp_path: Path, swarm: bool) -> None:
-    """With each full step, but only if they were asked to."""
+    """Hosts serve each full step to each other, if they were asked to."""
     events: list[TransferEvent] = []
     remove = add_hook(events.append)
     state = chunked(24)
@@ -250,7 +250,7 @@ async def test_a_refused_token_is_told(tmp_path: Path) -> None:
 async def test_a_proxy_that_refuses_for_a_while_is_told_and_outlived(
     tmp_path: Path,
 ) -> None:
-    """Only the sender knows its token; what stands before it may soon let us pass."""
+    """The mirror tells of it and tries again, since the sender did not refuse."""
     proxy = await asyncio.start_server(_refuse, "127.0.0.1", 0)
     port = proxy.sockets[0].getsockname()[1]
     metadata = f"http://127.0.0.1:{port}/checkpoint/#{'t' * 20}"
@@ -264,7 +264,7 @@ async def test_a_proxy_that_refuses_for_a_while_is_told_and_outlived(
 
 
 async def test_a_step_that_no_host_can_receive_is_told(tmp_path: Path) -> None:
-    """At once, in place of trying again and again; the next step is mirrored."""
+    """The waiter gets the error at once, and the next step is mirrored."""
     async with transport(same_host=False) as sender:
         with as_rank(0, 1):
             sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))

@@ -59,7 +59,7 @@ def test_two_stages_have_a_tensor_of_one_name(tmp_path: Path) -> None:
 
 
 def test_replicas_on_other_meshes_are_equal(tmp_path: Path) -> None:
-    """As of tensor parallelism in each replica of the data."""
+    """Replicas of the data may each have a mesh for tensor parallelism."""
 
     def state_of(rank: int) -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -151,7 +151,7 @@ def test_containers_that_differ(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("kind", [tuple, deque, lambda items: Pair(*items)])
 def test_structures_of_plain_tensors_fill_shards(tmp_path: Path, kind: Any) -> None:
-    """At any depth, as lists do."""
+    """Nested lists of local tensors fill shards at any depth."""
     path = assembled(tmp_path / "s", 1, lambda _: {"t": kind([ROWS, ROWS + 1])})
     for rank in range(2):
         with as_rank(rank, 2):
@@ -163,7 +163,7 @@ def test_structures_of_plain_tensors_fill_shards(tmp_path: Path, kind: Any) -> N
 
 
 def test_a_named_tuple_of_tensors_is_filled_in_place(tmp_path: Path) -> None:
-    """Also if it has nothing else."""
+    """A named tuple that has only tensors is filled, too."""
     path = assembled(tmp_path / "s", 1, lambda _: {"x": Pair(ROWS, ROWS + 1)})
     own = Pair(torch.zeros(4, 2), torch.zeros(4, 2))
     found = aiockpt.load(path, into={"x": own})
@@ -173,10 +173,10 @@ def test_a_named_tuple_of_tensors_is_filled_in_place(tmp_path: Path) -> None:
 
 
 class TestDottedNames:
-    """Other tools save flat names."""
+    """Other tools save flat names, which are paths of a template."""
 
     def test_a_template_of_dicts(self, tmp_path: Path) -> None:
-        """Its paths have the same names."""
+        """The paths of nested dicts match flat names."""
         file = tmp_path / "m.safetensors"
         save_file({"model.w.0": ROWS, "model.b": ROWS + 1, "c": ROWS + 2}, file)
         into: dict[str, Any] = {
@@ -189,7 +189,7 @@ class TestDottedNames:
         assert torch.equal(into["c"], ROWS + 2)
 
     def test_two_paths_of_one_name(self, tmp_path: Path) -> None:
-        """Neither is guessed."""
+        """The load refuses them instead of guessing one."""
         file = tmp_path / "m.safetensors"
         save_file({"model.w.b": ROWS, "x": ROWS + 1}, file)
         into: dict[str, Any] = {
@@ -236,7 +236,7 @@ class TestTiesOfOtherTools:
             assert torch.equal(cut.to_local(), ROWS[2:])
 
     def test_two_values_for_one_memory(self, tmp_path: Path) -> None:
-        """One of them would be lost."""
+        """The load refuses them, since one of them would be lost."""
         path = tmp_path / "m.safetensors"
         save_file({"e": ROWS, "h": ROWS + 1}, path)
         own = torch.zeros(4, 2)
@@ -246,7 +246,7 @@ class TestTiesOfOtherTools:
 
 
 def test_a_tensor_of_one_element_with_a_stride(tmp_path: Path) -> None:
-    """Torch calls it contiguous."""
+    """The load accepts it, since torch calls it contiguous."""
 
     def state_of(rank: int) -> Any:
         return {"w": torch.arange(8)[rank : rank + 4 : 4], "x": torch.zeros(3)}
@@ -281,7 +281,7 @@ def test_lists_of_other_lengths(tmp_path: Path) -> None:
 
 
 def test_a_lost_file_is_named(tmp_path: Path) -> None:
-    """Before anything is read."""
+    """The error names the file before anything is read."""
     path = assembled(tmp_path / "s", 3, lambda rank: {"rank": rank})
     (path / "checkpoint_1.safetensors").unlink()
     with pytest.raises(CheckpointNotFoundError, match=r"checkpoint_1\.safetensors"):
@@ -301,7 +301,7 @@ def test_an_empty_tensor_is_not_blamed(tmp_path: Path) -> None:
 
 
 def test_a_file_of_torch_tells_its_load(tmp_path: Path) -> None:
-    """As every other file does."""
+    """A file of torch emits the event of a load, as all files do."""
     torch.save({"a": 1}, tmp_path / "m.pt")
     events: list[TransferEvent] = []
     remove = add_hook(events.append)

@@ -30,7 +30,7 @@ def addresses(received: dict[str, torch.Tensor]) -> set[int]:
 
 @pytest.mark.parametrize("sources", [1, 3])
 async def test_memory_is_used_again_once_it_is_free(sources: int) -> None:
-    """Also where requests were cancelled, whose tracebacks would keep much."""
+    """Memory of cancelled requests is free, too, whatever their tracebacks keep."""
     async with AsyncExitStack() as stack:
         senders = [await stack.enter_async_context(transport()) for _ in range(sources)]
         receiver = await stack.enter_async_context(transport(keep_arena=True))
@@ -72,7 +72,7 @@ async def test_memory_in_use_is_left_alone(kept: str) -> None:
 
 @pytest.mark.parametrize("have", [None, True])
 async def test_a_template_is_filled_by_way_of_it(have: bool | None) -> None:
-    """Without direct, the bytes wait in memory that is kept, too."""
+    """Without `direct`, the bytes pass through memory that is kept, too."""
     async with pair(keep_arena=True) as (sender, receiver):
         template = state(0)
         warm: ArenaPool = receiver._warm  # type: ignore[assignment]
@@ -93,7 +93,7 @@ async def test_a_template_is_filled_by_way_of_it(have: bool | None) -> None:
 
 
 async def test_what_a_failed_receive_had_is_not_used_again() -> None:
-    """Somebody might still write to it."""
+    """The memory of a failed receive is dropped, since a thread may still write."""
     async with pair(keep_arena=True, reconnect_timeout=0) as (sender, receiver):
         await sender.send_checkpoint([1], 1, state(1))
         async with proxied(sender, otherwise=StallAfter(200_000)) as proxy:

@@ -195,7 +195,7 @@ def test_a_hook_gets_the_words_that_it_takes(tmp_path, config) -> None:
 
 
 def test_a_reader_of_ones_own_gets_more_words(saved) -> None:
-    """So does the reader below it, which then refuses nothing."""
+    """It gets the user's keywords, and the reader below it refuses none."""
     reader = Noting(ALONE)
     writer = CheckpointWriter(CheckpointWriterConfig(), ALONE)
     with SyncCheckpointer(writer, reader) as checkpointer:
@@ -212,7 +212,7 @@ class Plain:
 
 @pytest.mark.asyncio
 async def test_the_load_of_a_reader_of_ones_own_is_told(saved) -> None:
-    """By its event; nobody can count its bytes."""
+    """The load emits an event without a count of bytes."""
     told: list[TransferEvent] = []
     remove, plain = add_hook(told.append), cast("Any", Plain())
     try:

@@ -86,12 +86,12 @@ class TestWire:
             assert_same(await receive(sender, receiver), weights(count=7))
 
     async def test_a_tied_weight_travels_once(self) -> None:
-        """And is tied again on arrival."""
+        """The receiver ties the weights again."""
         weight = torch.ones(MIB // 4)
         assert await wire_bytes({"in": weight, "out": weight}) < 1.1 * MIB
 
     async def test_a_small_slice_travels_alone(self) -> None:
-        """Not with the storage that it is cut from."""
+        """A slice travels without the storage that it is cut from."""
         large = torch.zeros(16 * MIB // 4)
         slices = [large[n * 100_000 :][:10] for n in range(8)]
         columns = large.view(1024, -1)[:, ::512]
@@ -99,7 +99,7 @@ class TestWire:
 
 
 class TestMemory:
-    """What a transport holds on to."""
+    """A transport keeps only the memory that it needs."""
 
     @pytest.mark.parametrize("zero_copy", [False, True])
     async def test_nothing_is_kept_after_disallow(self, zero_copy: bool) -> None:
@@ -136,7 +136,7 @@ def _arenas() -> set[int]:
 
 
 class TestPeers:
-    """Slow, dead, many and early ones."""
+    """Slow, dead, many and early peers are served or given up."""
 
     async def test_a_slow_reader_that_progresses_is_served_to_the_end(self) -> None:
         """The stall timeout is no budget for the whole transfer."""
@@ -164,7 +164,7 @@ class TestPeers:
                 peer.close()
 
     async def test_readers_without_a_gap_do_not_starve_disallow(self) -> None:
-        """Nor does disallow break the server for those who come later."""
+        """`disallow_checkpoint` ends, and the server works for later receivers."""
         async with pair(grace=1) as (sender, receiver):
             await sender.send_checkpoint([], 1, weights(mib=8))
 
@@ -186,7 +186,7 @@ class TestPeers:
 
 
 class TestShutdown:
-    """The end."""
+    """Nothing goes on after `shutdown`."""
 
     @proves("cell HTTPTransport.shutdown: success")
     @proves("invariant 6")
@@ -203,7 +203,7 @@ class TestShutdown:
             socket.create_connection(("127.0.0.1", port), timeout=1)
 
     async def test_nothing_is_served_after_shutdown_without_wait(self) -> None:
-        """Also on a connection that was open."""
+        """An open connection gets no answer any more, either."""
         sender = transport(insecure=True)
         await sender.send_checkpoint([], 1, weights())
         async with Peer(port_of(sender), token=None) as peer:

@@ -101,7 +101,7 @@ def stop(_: int) -> None:
 
 
 class TestWhole:
-    """Without a template everything is loaded."""
+    """A load without a template returns everything."""
 
     @WAYS
     def test_what_was_saved_comes_back(self, tmp_path, way) -> None:
@@ -133,14 +133,14 @@ class TestWhole:
             load(pair, rank=2)
 
     def test_limits_are_kept(self, tmp_path) -> None:
-        """More than that is not read."""
+        """A file that exceeds a limit is not read."""
         path = save(tmp_path / "s", training_state())
         reader = CheckpointReader(ALONE, limits=Limits(max_bytes=1000))
         with pytest.raises(StorageError, match="more than the limit of 1000"):
             reader.read(path)
 
     def test_the_number_of_bytes_is_told(self, tmp_path) -> None:
-        """And what the callback raises ends the reading."""
+        """An exception of the callback ends the load."""
         path = save(tmp_path / "s", {"a": torch.randn(10 * CHUNK)})
         seen: list[int] = []
         load(path, on_bytes=seen.append)
@@ -172,14 +172,14 @@ class TestDamage:
     def test_another_way_to_verify_is_refused(
         self, tmp_path, word, state, *, mapped: bool
     ) -> None:
-        """Whether or not there is anything to compare."""
+        """`verify` has two values, also where nothing can be compared."""
         path = save(tmp_path / "s", state)
         known = f"verify is 'full' or 'none', not {word!r}"
         with pytest.raises(ValueError, match=known):
             load(path, verify=word, mmap=mapped)
 
     def test_a_file_of_another_checkpoint(self, tmp_path) -> None:
-        """The marker knows its snapshot."""
+        """The load refuses it, since the marker has its snapshot id."""
         path, other = (save(tmp_path / f"s{i}", {"a": i}) for i in (1, 2))
         os.replace(other / FILE, path / FILE)
         with pytest.raises(IntegrityError, match="the header"):
@@ -279,7 +279,7 @@ _pytree.register_pytree_node(
 
 
 class TestTemplate:
-    """Only the template's keys are read, into its tensors."""
+    """A load reads only the template's keys, into its tensors."""
 
     @pytest.mark.parametrize("mmap", [False, True])
     def test_keys_and_contexts_of_any_kind(self, tmp_path, mmap) -> None:
@@ -350,7 +350,7 @@ class TestTemplate:
         assert sum(seen) == 2 * CHUNK
 
     def test_missing_keys_are_listed(self, tmp_path, caplog) -> None:
-        """As dotted paths; the rest is loaded, and a warning says so."""
+        """A warning lists them as dotted paths, and the rest is loaded."""
         path = save(tmp_path / "s", {"a": {"b": 1, "l": [{"x": 1}]}, "t": 2})
         inner = {"b": 0, "c": 5, "l": [{"x": 0, "y": 7}]}
         with caplog.at_level(logging.WARNING):
@@ -399,7 +399,7 @@ class TestTemplate:
         assert template["m"]["ok"].tolist() == [0, 0]
 
     def test_lists_grow(self, tmp_path) -> None:
-        """By what the checkpoint has more."""
+        """The list gets the items that only the checkpoint has."""
         path = save(tmp_path / "s", {"l": [torch.ones(2), 5, {"x": 1}]})
         first = torch.zeros(2)
         found = load(path, {"l": [first, None]})
@@ -447,7 +447,7 @@ class TestTemplate:
 
 
 class TestSelect:
-    """Only what is selected, and what is below it."""
+    """A load reads only the selected paths and what is below them."""
 
     def test_by_paths(self, tmp_path) -> None:
         """Those that are not there are missing; they may come from an iterator."""
@@ -642,7 +642,7 @@ class TestPeer:
             assert sum(seen) < 3 * CHUNK
 
     def test_its_memory_is_free_with_the_last_name_of_it(self) -> None:
-        """And not when the collector runs."""
+        """The memory is freed at once, not by the collector."""
 
         def arenas() -> int:
             found = (each for each in gc.get_objects() if isinstance(each, Arena))
@@ -659,7 +659,7 @@ class TestPeer:
                 gc.enable()
 
     def test_onto_a_device(self, monkeypatch) -> None:
-        """By way of host memory."""
+        """The bytes reach the device by way of host memory."""
         device = FakeAccelerator(held=False)
         monkeypatch.setattr(reader, "device_of", lambda _: torch.device("cpu"))
         with beside(served(training_state())) as metadata:

@@ -132,7 +132,7 @@ class MineError(OSError):
     "kind", [MineError, ValueError, ConnectionResetError, KeyError]
 )
 async def test_an_error_of_select_is_the_callers(kind: type[Exception]) -> None:
-    """Unchanged; and the transport goes on."""
+    """The receive raises it unchanged, and the transport stays usable."""
     error = kind("mine")
 
     def fail(path: str) -> NoReturn:
@@ -171,7 +171,7 @@ async def test_an_error_of_progress_or_of_a_hook_breaks_no_connection() -> None:
 async def test_an_error_of_who_counts_bytes_is_the_callers(
     kind: type[Exception], of: str
 ) -> None:
-    """As of a progress bar whose terminal is closed: it ends the fetch unchanged."""
+    """An exception of the progress callback ends the fetch unchanged."""
     error = kind("mine")
 
     def fail(nbytes: int, chunks: int) -> None:

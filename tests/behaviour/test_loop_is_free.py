@@ -71,7 +71,7 @@ async def test_a_name_is_looked_up_beside_the_loop(server: Any, names: Names) ->
 
 @pytest.mark.asyncio
 async def test_an_unknown_name_is_told_with_the_address(names: Names) -> None:
-    """As an address that is not this host's is."""
+    """The error is that of an address that this host does not have."""
     sender = transport(host="nobody.test")
     with pytest.raises(OSError, match=r"cannot listen on nobody\.test:0: Name or"):
         await sender.start()
@@ -80,7 +80,7 @@ async def test_an_unknown_name_is_told_with_the_address(names: Names) -> None:
 
 @pytest.mark.asyncio
 async def test_a_start_that_waits_for_a_name_can_be_cancelled(names: Names) -> None:
-    """At once; and the transport can be started afterwards."""
+    """The cancel acts at once, and the transport can be started later."""
     sender = transport(host=NAME)
     starting = asyncio.create_task(sender.start())
     await settle(lambda: names.asked)
@@ -122,7 +122,7 @@ async def test_the_url_of_an_address_needs_no_name_service(
 
 @pytest.mark.asyncio
 async def test_a_thread_without_a_loop_may_look_the_name_up(names: Names) -> None:
-    """Nobody else waits for it."""
+    """The calling thread may block, since it runs no loop."""
     sender = transport(host=NAME)
     url = await asyncio.to_thread(sender.metadata)
     assert url.startswith(f"http://{NAME}:")

@@ -162,10 +162,10 @@ class Own(CheckpointStager):
 
 @pytest.mark.asyncio
 class TestStaging:
-    """What leaves the state dict."""
+    """The verbs that copy a state dict wait for the caller's streams."""
 
     async def test_a_stager(self) -> None:
-        """By itself, as a program may use it."""
+        """A stager that a program uses by itself waits for the streams."""
         device = Device()
         made = DefaultStager(ports=device.port_for)
 
@@ -178,7 +178,7 @@ class TestStaging:
 
     @pytest.mark.parametrize("own", [False, True], ids=["ours", "own"])
     async def test_a_background_save(self, tmp_path: Path, *, own: bool) -> None:
-        """Also with a stager of one's own, and while another save is being staged."""
+        """The save waits with any stager, and while another save is being staged."""
         device = Device()
         stager = Own(device) if own else None
         async with checkpointer(device, stager) as made, made._turn:
@@ -225,7 +225,7 @@ class TestStaging:
             await sees_its_callers_work(device, send)
 
     async def test_a_send_over_a_group_of_devices(self, monkeypatch) -> None:
-        """As NCCL's, from the state dict's own memory."""
+        """A send from the state dict's own memory waits for the streams."""
         device, other = Device(), FakeAccelerator(held=False)
         boards = [FakeBoard(device, all_its_own=True), FakeBoard(other)]
         async with device_transports(monkeypatch, *boards) as (sender, receiver):
@@ -238,7 +238,7 @@ class TestStaging:
             await sees_its_callers_work(device, send)
 
     async def test_a_blocking_save(self, tmp_path: Path) -> None:
-        """It stays in its caller's thread."""
+        """A blocking save marks the streams in its caller's thread."""
         device, state = Device(), weights(0.0)
         device.held = False
         with device.stream(MINE):
@@ -270,7 +270,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.asyncio
 class TestLoading:
-    """What fills a template."""
+    """The verbs that fill a template wait for the caller's streams."""
 
     @pytest.fixture
     def device(self, monkeypatch: pytest.MonkeyPatch) -> Device:
@@ -355,7 +355,7 @@ class TestLoading:
             await waits_for_its_callers_work(device, fill)
 
     async def test_a_load(self, tmp_path: Path) -> None:
-        """From a file, whose reader is another thread."""
+        """A load waits, though another thread reads the file."""
         device = Device()
         path = save(tmp_path / "7", {**weights(1.0, count=4), "step": 4})
         async with checkpointer(device) as made:
@@ -391,7 +391,7 @@ class TestLoading:
     async def test_a_receive_over_a_group_of_devices(
         self, monkeypatch, *, direct: bool
     ) -> None:
-        """As NCCL's, straight into the template or not."""
+        """A receive waits, whether or not bytes go straight into the template."""
         device, other = Device(), FakeAccelerator(held=False)
         boards = [FakeBoard(other), FakeBoard(device, all_its_own=True)]
         async with device_transports(monkeypatch, *boards) as (sender, receiver):
@@ -502,7 +502,7 @@ class TestOtherThreads:
 
 
 class TestPorts:
-    """Which devices have marks, and devices without streams."""
+    """Devices have marks if they have streams, and work without them."""
 
     def test_a_device_that_was_not_used_gets_no_context(self, monkeypatch) -> None:
         """It would cost hundreds of megabytes on each device of the host."""
@@ -518,7 +518,7 @@ class TestPorts:
         assert not Marks.of(fakes.get).events
 
     def test_a_device_that_has_failed_is_reported_by_who_waits(self) -> None:
-        """A send still tells its receivers."""
+        """The waiting call raises, and a send still tells its receivers."""
 
         class Broken(FakeAccelerator):
             def marker(self):
@@ -556,7 +556,7 @@ class TestPorts:
     async def test_a_device_without_streams_is_copied_from_in_order(
         self, monkeypatch
     ) -> None:
-        """As that of a Mac: its module has neither streams nor events of the kind."""
+        """A Mac's device module has no streams and no such events."""
         module = SimpleNamespace(synchronize=lambda: None)
         monkeypatch.setattr(torch, "get_device_module", lambda _: module)
         monkeypatch.setattr(devices, "_ports", {})

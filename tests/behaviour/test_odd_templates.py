@@ -120,7 +120,7 @@ def zeros(*shape: int) -> torch.Tensor:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("direct", [False, True])
 async def test_a_leaf_is_made_of_what_was_received(direct: bool) -> None:
-    """Not of what the template had in the memory of a tied tensor."""
+    """The leaf gets received bytes, not old ones of a tied tensor."""
     weight = torch.ones(4)
     into: dict[str, Any] = {"w": zeros(4), "leaf": Summed(zeros(4))}
     async with pair() as (sender, receiver):
@@ -181,7 +181,7 @@ def test_a_registered_dict_is_filled_from_a_plain_one(tmp_path: Path) -> None:
 
 
 def test_a_leaf_stays_whole_beside_a_device(tmp_path: Path) -> None:
-    """Only tensors of the state dict go there."""
+    """Only tensors of the state dict go to the device."""
     weight = torch.ones(2)
     path = save(tmp_path, {"w": weight, "leaf": Summed(weight)})
     assert aiockpt.load(path, map_location="meta")["leaf"].total == 2
@@ -206,7 +206,7 @@ STRUCTURED = (
 
 @pytest.mark.parametrize("number", range(len(STRUCTURED)))
 def test_keys_may_have_registered_values_inside(tmp_path: Path, number: int) -> None:
-    """At any depth, also in a named tuple, whose type only the template knows."""
+    """Keys may nest registered values and named tuples at any depth."""
     key, own = STRUCTURED[number], zeros(2)
     path = save(tmp_path, {"a": {key: torch.ones(2), 1: 2}})
     assert aiockpt.load(path, {"a": {key: own}})["a"] == {key: own}
@@ -244,7 +244,7 @@ def test_a_module_that_the_checkpoint_lacks_may_stay(tmp_path: Path) -> None:
 
 
 def test_a_named_tuple_is_no_dict(tmp_path: Path) -> None:
-    """Nor is it replaced by one."""
+    """Neither of the two replaces the other."""
     path, own = save(tmp_path, {"v": {"x": torch.ones(1)}}), Point(zeros(1))
     with pytest.raises(TemplateMismatchError, match="v: the checkpoint has a dict"):
         aiockpt.load(path, {"v": own})
@@ -273,7 +273,7 @@ def test_what_is_in_memory_already_needs_no_more(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_a_new_leaf_has_memory_of_its_own() -> None:
-    """Also beside a tensor whose elements are copied."""
+    """The leaf shares no memory with a tensor whose elements are copied."""
     weight = torch.ones(64, dtype=torch.complex64)
     into: dict[str, Any] = {"w": torch.zeros(64, dtype=torch.complex64), "leaf": None}
     state = {"w": weight.conj(), "leaf": Summed(weight.real[:4])}
@@ -320,7 +320,7 @@ FORGED: tuple[Any, ...] = (
     "own", [1, {"b": 1}, [1], object(), ATTRIBUTED, np.float64(1)], ids="idloan"
 )
 def test_a_malformed_tree_is_an_error_of_ours(number: int, own: Any) -> None:
-    """Never one of Python."""
+    """The error is one of the package, never one of Python."""
     manifest, _ = staged({"w": torch.ones(2), "x": 1})
     tree: Any = ["dict", ["w", "x"], [["tensor", 0], FORGED[number]]]
     try:
@@ -330,7 +330,7 @@ def test_a_malformed_tree_is_an_error_of_ours(number: int, own: Any) -> None:
 
 
 def test_keys_that_collide_are_refused() -> None:
-    """They would take minutes."""
+    """Keys of equal hashes would take minutes."""
     manifest, _ = staged({"t": torch.ones(2)})
     keys = ["t", *(["int", f"{n * (2**61 - 1):x}"] for n in range(1, 3000))]
     tree: Any = ["dict", keys, [["tensor", 0], *[0] * (len(keys) - 1)]]
@@ -339,7 +339,7 @@ def test_keys_that_collide_are_refused() -> None:
 
 
 def test_an_error_of_ours_is_no_malformed_tree(tmp_path: Path) -> None:
-    """Nor is one of a key of the caller's: the peer is not blamed."""
+    """A defect, or an error of the caller's key, does not blame the peer."""
     state = {"k": {Chosen("a"): 1}, "w": torch.ones(1)}
     path = save(tmp_path, state)
     with pytest.raises(AttributeError, match="name"):
@@ -418,7 +418,7 @@ async def test_a_node_that_is_a_dict_takes_a_plain_one(
 
 
 def test_deep_nodes_are_described_once(tmp_path: Path) -> None:
-    """Not once as a node, and once more as a dict, at each of many depths."""
+    """Nested nodes are not described again as dicts at each depth."""
     inner = Output(w=zeros(1))
     for _ in range(40):
         inner = Output(x=inner)
@@ -463,7 +463,7 @@ def test_a_number_of_numpy_is_no_text(tmp_path: Path, number: int) -> None:
 
 @pytest.mark.parametrize("path", ["o[0].a", "o.0.a", "l[1]", "l.1", "k[(1, 2)]"])
 def test_a_path_is_selected_as_an_error_writes_it(tmp_path: Path, path: str) -> None:
-    """With brackets or with dots; and what is missing is named as it was asked for."""
+    """A path may have brackets or dots, and an error repeats it as given."""
     state = {"o": {0: {"a": 1, "b": 2}}, "l": [1, {"x": 2}], "k": {(1, 2): 3}}
     place = save(tmp_path, state)
     assert aiockpt.load(place, select=[path])
@@ -491,7 +491,7 @@ def test_a_longer_list_is_filled_where_it_is_selected(tmp_path: Path) -> None:
 
 
 def test_a_damaged_value_is_read_before_the_template_is_touched(tmp_path: Path) -> None:
-    """And the error says so."""
+    """The error says that the template was not modified."""
     state = {"n": np.arange(50_000), "w": torch.ones(1)}
     path = save(tmp_path, state)
     (file,) = path.glob("*.safetensors")

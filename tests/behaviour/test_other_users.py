@@ -89,7 +89,7 @@ class TestAnotherUser:
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_nothing_is_written(self, said: dict[str, Any], kind: str) -> None:
-        """Neither there nor beside it."""
+        """The process writes neither there nor beside it."""
         for call in ("save", "save new", "background"):
             assert said[f"{call} {kind}"].startswith("StorageError: ")
             assert DENIED in said[f"{call} {kind}"]
@@ -103,7 +103,7 @@ class TestAnotherUser:
         assert {"step-1", "step-2"} == {n for n in said["in mine"] if ".pt" not in n}
 
     def test_nothing_is_recovered(self, said: dict[str, Any]) -> None:
-        """From a directory that is not this user's."""
+        """`recover` refuses a directory that belongs to another user."""
         assert said["recover theirs"].startswith("StorageError: ")
         assert DENIED in said["recover theirs"]
         assert said["recover nothing"].startswith("CheckpointNotFoundError: ")

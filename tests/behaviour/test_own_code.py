@@ -96,7 +96,7 @@ async def test_an_own_writer_gets_what_the_default_one_saves(
 
 @pytest.mark.asyncio
 async def test_what_is_recovered_has_its_named_tuples(tmp_path: Path) -> None:
-    """Of the type that this program has; else of one with the same fields."""
+    """A named tuple has this program's type, or one with the same fields."""
     Local = namedtuple("Local", "a b")
     stager = DefaultStager()
     state = {"pair": Pair(1, torch.ones(2)), "local": Local([2], torch.zeros(1))}
@@ -140,7 +140,7 @@ async def test_no_state_dict_is_walked_on_the_loop(monkeypatch) -> None:
 def test_an_error_of_on_bytes_is_the_callers(
     tmp_path: Path, error: Exception, template: bool
 ) -> None:
-    """And not one of the file."""
+    """The load raises it unchanged, not as an error of the file."""
     state = {"w": torch.ones(2)}
     with aiockpt.make_sync_checkpointer() as made:
         made.save(state, tmp_path / "c")

@@ -86,7 +86,7 @@ def test_an_argument_and_a_path_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_standard_streams_that_are_closed(tmp_path: Path) -> None:
-    """As a daemon has them: their numbers go to no socket and no checkpoint."""
+    """No socket or checkpoint gets the number of a closed stream, as in a daemon."""
     run(
         "import sys; save(sys.argv[1])",
         str(tmp_path / "step-1"),
@@ -110,7 +110,7 @@ def test_another_directory_and_a_relative_path_of_imports(tmp_path: Path) -> Non
 
 
 def test_an_init_function_that_cannot_be_imported(tmp_path: Path) -> None:
-    """From ``-c``, a notebook, or a zip file: the error says what to do."""
+    """The error says what to do for ``-c``, a notebook or a zip file."""
     code = """
     import sys, aiockpt
     def mine(): pass
@@ -127,7 +127,7 @@ def test_an_init_function_that_cannot_be_imported(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 @pytest.mark.allow_error_logs
 async def test_no_place_for_the_last_snapshot(tmp_path, monkeypatch) -> None:
-    """Only a process that keeps it needs one; then the error names the option."""
+    """Only a process that keeps the last snapshot needs one, and the error says so."""
 
     def nowhere() -> str:
         raise FileNotFoundError("No usable temporary directory found")

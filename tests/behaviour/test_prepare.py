@@ -105,7 +105,7 @@ async def test_a_selection_can_be_prepared() -> None:
 
 
 async def test_a_follower_yields_prepared_steps() -> None:
-    """Only the changed elements of each step are fetched."""
+    """The follower fetches only what each step has changed."""
     live: Any = weights_of(0)
     async with (
         transport(keep_base=True) as sender,

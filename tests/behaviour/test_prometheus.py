@@ -79,7 +79,7 @@ def exporter():
 
 
 def test_every_figure_is_a_metric(exporter) -> None:
-    """By its name, in base units; a transport and a checkpointer may share a label."""
+    """Each figure has a name in base units; two objects may share a label."""
     exporter.add("model", Fixed(TRANSPORT))
     exporter.add("model", Fixed(CHECKPOINTER))
     found = samples(read(exporter))
@@ -124,7 +124,7 @@ def test_sources_come_go_and_replace_each_other(exporter) -> None:
 
 
 def test_events_are_counted_until_it_is_closed(exporter) -> None:
-    """By stop: how many and of which level, how many bytes, how long."""
+    """The exporter counts events, bytes and seconds for each phase and level."""
     emit(TransferEvent(stop="serve", nbytes=100, seconds=0.02))
     emit(TransferEvent(stop="serve", nbytes=50, reused=7, seconds=5.0, level=30))
     emit(TransferEvent(stop="retract"))
@@ -148,7 +148,7 @@ def test_events_are_counted_until_it_is_closed(exporter) -> None:
 
 
 def test_two_in_one_registry_are_refused(exporter) -> None:
-    """Their series would be the same."""
+    """A second exporter is refused, since its series would be the same."""
     for first in (exporter, Exporter(registry=prometheus_client.REGISTRY)):
         with pytest.raises(ValueError, match="Duplicated"):
             Exporter(registry=first.registry)

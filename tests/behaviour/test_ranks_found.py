@@ -72,7 +72,7 @@ class TestEarlyCheckpointer:
         ]
 
     def test_loads_follow_the_group(self, tmp_path) -> None:
-        """So do checkpointers, and readers without one."""
+        """Checkpointers and plain readers use the default group, too."""
         path = save_by_two(tmp_path / "step-1")
         with make("sync") as made:
             for load in (made.load, aiockpt.load):
@@ -131,7 +131,7 @@ class TestNowhereToMeet:
 
     @ALL_KINDS
     def test_a_store_without_an_address(self, tmp_path, kind: str) -> None:
-        """It is named."""
+        """The error names the store that has no address."""
         with make(kind) as made, one_rank(0, 2):
             with pytest.raises(ValueError, match=r"meet in the HashStore .*env://"):
                 made.save(STATE, tmp_path / "step-1")
@@ -156,7 +156,7 @@ class TestAlone:
     def test_it_is_said_once(
         self, tmp_path, monkeypatch, caplog, kind, launched, rank_info, warned
     ) -> None:
-        """With the number that contradicts it, and what to do."""
+        """One warning has the contradicting number, and what to do."""
         monkeypatch.setenv("WORLD_SIZE", launched)
         with caplog.at_level(logging.WARNING), make(kind, rank_info) as made:
             assert "WORLD_SIZE" not in caplog.text  # the group may come yet

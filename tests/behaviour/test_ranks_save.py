@@ -91,7 +91,7 @@ def check_whole(directory: Path, steps: Sequence[int]) -> None:
 
 
 class TestTogether:
-    """Nobody dies."""
+    """Ranks save together while all of them live."""
 
     @proves("cell TCPStoreBarrier.meet: success")
     @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ class TestKilled:
     def test_before_the_others_knew_that_all_had_arrived(
         self, tmp_path, caplog
     ) -> None:
-        """They look at the marker, too."""
+        """The other ranks look at the marker, too."""
         path = tmp_path / "step"
         with job(path) as both:
             deaf = partial(Deaf, committed=lambda: find_checkpoint(path))
@@ -339,7 +339,7 @@ class TestSamePathAgain:
 
     @pytest.mark.parametrize("first", [0, 1, None])
     def test_after_a_save_whose_commit_a_rank_missed(self, tmp_path, first) -> None:
-        """Also if the other rank has begun it when it hears of the death."""
+        """The next save works, also if the other rank has begun it already."""
         with job(tmp_path / "step") as both:
             committing = both.save(0, 1, SHORT)
             dying = both.save(1, 1, wrap=Dying)
@@ -519,7 +519,7 @@ class TestStore:
             each.close()
 
     def test_a_waiting_rank_says_for_whom(self, caplog) -> None:
-        """While it waits, and in the error."""
+        """A log line names the missing ranks, and so does the error."""
         port = free_port()
         host, other = barrier(0, 4, port), barrier(2, 4, port)
         with ThreadPoolExecutor(1) as pool:
@@ -587,7 +587,7 @@ class TestStoreThatOutlivesTheJob:
     def test_a_failure_is_told_to_one_save_only(
         self, tmp_path, port: int, dead: int
     ) -> None:
-        """Of a rank that died before its save had reached the store."""
+        """The failure of a rank that died early ends one save, and not the next."""
         path = tmp_path / "step-3"
         with ThreadPoolExecutor(2) as pool:
             writers = []
@@ -663,14 +663,14 @@ class TestTwoCheckpointers:
                 assert [each.result(LONG) for each in met] == [{0: "", 1: ""}, {}]
 
     def test_other_directories_have_other_meetings(self) -> None:
-        """Also with names that are no text."""
+        """Each directory has its own meeting, also if its name is no text."""
         where = ["/a/s", "/b/s", "/a/s/s", *map(os.fsdecode, (b"/a/\xff", b"/a/\xfe"))]
         keys = {replace(meeting(1), directory=each).key for each in where}
         assert len(keys) == len(where)
 
 
 class TestConfig:
-    """Where ranks meet, as it is configured."""
+    """`BarrierConfig` says where the ranks meet."""
 
     def test_what_is_wrong_is_named(self) -> None:
         """A name, a rank, an address, or somewhere to meet; one rank needs none."""

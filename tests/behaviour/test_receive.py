@@ -93,7 +93,7 @@ async def test_a_receive_that_fails_says_what_it_left(direct: bool, done: str) -
 
 @pytest.mark.parametrize("direct", [False, True])
 async def test_values_come_beside_the_template(direct: bool) -> None:
-    """In memory of their own."""
+    """Values that are no tensors get memory of their own."""
     weight = torch.zeros(4)
     async with sending(manifest_of(8, ["blob", 1])) as url:
         got = await receive(url, {"w": weight}, direct=direct)
@@ -118,7 +118,7 @@ async def test_more_than_the_memory_is_refused(
 async def test_memory_that_the_system_refuses_is_named(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    """With its size, instead of an error of mmap."""
+    """The error names the size, instead of an error of mmap."""
 
     def refuse(*_: object, **__: object) -> None:
         raise error("on purpose")

@@ -170,7 +170,7 @@ async def test_copies_wait_for_who_still_uses_the_template(device, direct) -> No
 
 
 async def test_it_ends_when_the_device_has_copied_everything(device) -> None:
-    """Also what was enqueued long ago; that is the load, as its progress says."""
+    """The receive waits for all enqueued copies, and its progress names the load."""
     seen: list[Progress] = []
     async with held(direct=True, progress=seen.append) as receiving:
         receiving.fault.gate.set()
@@ -264,7 +264,7 @@ async def test_a_busy_device_holds_up_no_other_receive(device, monkeypatch) -> N
 
 
 async def test_who_has_copied_nothing_waits_for_no_device(device) -> None:
-    """Its memory goes at once."""
+    """A receive without device copies frees its memory at once."""
     async with held(direct=True) as receiving:
         await settle(lambda: asked_for(device))
         receiving.task.cancel()
@@ -330,7 +330,7 @@ async def test_a_chunk_that_is_wrong_never_gets_there(device) -> None:
 
 
 async def test_a_copy_that_fails_ends_the_receive(device, monkeypatch) -> None:
-    """Though chunks would still come."""
+    """The failed copy ends it, though chunks are still to come."""
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("device lost")

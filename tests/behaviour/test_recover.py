@@ -49,7 +49,7 @@ class TestFinishing:
                 assert_same(loaded(made.path(step)), state(step))
 
     async def test_what_cannot_be_written_is_logged(self, tmp_path, gate) -> None:
-        """Nobody is left to be told."""
+        """The process logs the failure, since the trainer is gone."""
         async with trainer(tmp_path, "save save wait") as made:
             await made.killed()
             made.path(1).parent.mkdir()
@@ -169,7 +169,7 @@ class TestRecovery:
     async def test_it_is_kept_for_its_time_only(
         self, tmp_path, gate, words: str, keep: float
     ) -> None:
-        """And not at all after a good end."""
+        """The snapshot is kept for that time, and not at all after a good end."""
         gate.open()
         async with trainer(tmp_path, f"{words} wait", keep=keep) as made:
             await made.killed()

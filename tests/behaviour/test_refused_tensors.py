@@ -83,7 +83,7 @@ class TestPeers:
 
     @pytest.mark.parametrize("dtype", QUANTIZED)
     def test_in_a_file(self, dtype: str, tmp_path: Path) -> None:
-        """Whoever loads, converts or serves it."""
+        """Loads, conversions and serves refuse such a file."""
         file = tmp_path / "quantized.safetensors"
         file.write_bytes(header_with_view(dtype) + SEGMENT)
         with pytest.raises(StorageError, match=dtype):

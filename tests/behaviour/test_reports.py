@@ -232,7 +232,7 @@ async def test_an_error_that_is_raised_again(place, process: bool) -> None:
 
 
 def test_an_error_that_is_raised_again_in_the_foreground(place) -> None:
-    """Its note goes, too."""
+    """The note of an earlier save does not stay on the error."""
     with sync_checkpointer(Uploads()) as made:
         for step, notes in enumerate((1, 0, 0), 1):
             with pytest.raises(OSError, match="the upload failed") as caught:

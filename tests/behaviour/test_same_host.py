@@ -122,12 +122,12 @@ def like(state):
 
 
 class TestShare:
-    """``share=True``: the sender's own pages."""
+    """With ``share=True``, the receiver gets the sender's own pages."""
 
     @proves("cell HTTPTransport.recv_checkpoint, share=True: success")
     @pytest.mark.parametrize("verify", [False, True])
     async def test_it_is_the_same_state(self, verify, events):
-        """Of whatever leaves it is made; no byte of data went over HTTP."""
+        """Every leaf arrives, and no byte of data goes over HTTP."""
         async with lending_pair() as (sender, receiver):
             state = mixed()
             await sender.send_checkpoint([1], 1, state)
@@ -240,7 +240,7 @@ class TestChanged:
     @proves("threat T3")
     @pytest.mark.parametrize("how", ["verified", "prepared", "direct", "fresh"])
     async def test_what_was_compared_is_what_is_used(self, how, events):
-        """Not even between the comparison and the use, except in lent memory itself."""
+        """Nobody can change bytes between the comparison and their use."""
         state = weights(1.0)
         async with lending_pair() as (sender, receiver):
             await sender.send_checkpoint([1], 1, state)
@@ -610,7 +610,7 @@ class TestShortage:
 
 
 class TestWho:
-    """Who is lent anything."""
+    """The sender lends memory only to processes that may have it."""
 
     async def test_only_this_host_is_offered_anything(self):
         """Others are not told of it: without a probe, or with that of another host."""
@@ -672,7 +672,7 @@ class TestWho:
                 assert await answer_to(guest) == b""
 
     async def test_the_audit_tells_of_it(self, caplog):
-        """With the name that was granted."""
+        """The audit names the receiver that was granted the memory."""
         caplog.set_level("INFO", logger="aiockpt.audit")
         async with lending() as sender, transport() as receiver:
             metadata = sender.grant("rank-3", step=1)
@@ -988,7 +988,7 @@ async def another():
 
 
 class TestProcesses:
-    """Two processes."""
+    """Two real processes lend and attach memory."""
 
     async def test_they_hold_apart_what_they_share(self):
         """Each may write, send again, and be killed."""
@@ -1038,7 +1038,7 @@ class TestProcesses:
     @needs_root
     @pytest.mark.parametrize("pretend", [False, True])
     async def test_another_network_gets_it_over_http(self, pretend, events):
-        """As containers have one; even if it took itself for this host."""
+        """A container with its own network gets no memory of this host."""
         async with another() as other, transport() as receiver:
             if not await other.call("move", pretend=pretend):
                 pytest.skip("root may not change networks here")

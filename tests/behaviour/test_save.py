@@ -64,7 +64,7 @@ def events():
 
 
 class TestFile:
-    """What a rank's file is."""
+    """A rank's file is a safetensors file with a manifest."""
 
     def test_other_tools_read_it(self, tmp_path) -> None:
         """It is a safetensors file with the names of the tensors, and digests."""
@@ -82,7 +82,7 @@ class TestFile:
 
     @pytest.mark.parametrize("chunk_bytes", [BLOCK + 64, 3 * CHUNK, 2 * BLOCK])
     def test_blocks_and_chunks_need_not_meet(self, tmp_path, chunk_bytes) -> None:
-        """Nor need a block fit into one system call."""
+        """A block may end inside a chunk, and may take several system calls."""
         state = {"a": torch.randn(3 * BLOCK // 4 + 1000), "b": torch.randn(7)}
         state |= {f"{i}": torch.full((3,), float(i)) for i in range(2000)}
         path = save(tmp_path / "s", state, chunk_bytes=chunk_bytes)
@@ -379,7 +379,7 @@ def test_what_is_told(tmp_path, events) -> None:
 
 
 def test_pickles_are_opted_into(tmp_path) -> None:
-    """By both, who saves and who loads."""
+    """The save and the load must both allow pickles."""
     path = save(tmp_path / "s", {"x": 1 + 2j, "y": slice(3)}, allow_pickle=True)
     assert CheckpointReader(ALONE, allow_pickle=True).read(path)[0]["y"] == slice(3)
 

@@ -124,7 +124,7 @@ def as_a_load(state: dict[str, Any], select: Any, template: Any = None) -> Any:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_result_is_that_of_a_load(path: str) -> None:
-    """By path and by function, anew and into a template."""
+    """Paths and functions select the same, with and without a template."""
     async with pair() as (sender, receiver):
         await sender.send_checkpoint([], 1, rich())
         for select in ([path], lambda each: each.startswith(path) and "lr" not in each):
@@ -187,7 +187,7 @@ async def test_a_value_that_nobody_knows_here_may_stay_away() -> None:
 
 @pytest.mark.asyncio
 async def test_names_are_taken_once_and_a_function_is_asked_once() -> None:
-    """For each value."""
+    """The function is called once for each value."""
     asked: list[str] = []
     state = {"a": 1, "b": {"c": b"x" * 9000, "d": [torch.ones(1), (1, 2)]}}
     async with pair() as (sender, receiver):
@@ -201,7 +201,7 @@ async def test_names_are_taken_once_and_a_function_is_asked_once() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("select", ["w1", b"w1", 5, [1], ["w1", None]])
 async def test_what_is_no_selection_is_refused_at_once(select: Any) -> None:
-    """And not when the step has come."""
+    """The call refuses it before it waits for the step."""
     async with pair() as (sender, receiver):
         with pytest.raises(TypeError):
             await receive(sender, receiver, select=select)
@@ -334,7 +334,7 @@ def test_pruning_a_deep_tree_is_no_recursion() -> None:
 
 
 def test_pruning_refuses_absurd_paths() -> None:
-    """To build and compare them would take as long as a peer likes."""
+    """Building and comparing such paths would take as long as a peer likes."""
     tree: Any = ["blob", 0]
     for _ in range(50):
         tree = ["dict", ["x." * 1000], [tree]]
@@ -343,7 +343,7 @@ def test_pruning_refuses_absurd_paths() -> None:
 
 
 def test_pruning_keeps_what_is_selected() -> None:
-    """By name, by function, and below keys of any kind."""
+    """Names and functions select below keys of any kind."""
     tree: Any = ["dict", ["a", 3, ["tuple", [1]]], [["blob", n] for n in range(3)]]
     assert pruned(tree, Selection(["3"])) == [
         "dict",
@@ -413,7 +413,7 @@ WRONG: list[tuple[list[str], str]] = [
 def test_a_strict_load_raises(
     tmp_path: Path, select: list[str], named: str, *, template: bool
 ) -> None:
-    """Before the template is changed."""
+    """The load raises before the template is changed."""
     path, into = save(tmp_path / "s", STATE), zeros() if template else None
     with pytest.raises(MissingKeysError, match=named) as caught:
         load(path, into, select=select, strict=True)
@@ -423,7 +423,7 @@ def test_a_strict_load_raises(
 
 
 def test_another_load_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And loads what there is."""
+    """A lenient load warns, and loads what there is."""
     path, into = save(tmp_path / "s", STATE), zeros()
     with caplog.at_level(logging.WARNING, logger="aiockpt"):
         load(path, into, select=["step", "typo"])
@@ -437,7 +437,7 @@ def test_another_load_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 async def test_a_receive_raises(
     select: list[str], named: str, *, template: bool
 ) -> None:
-    """It is always strict."""
+    """A receive is always strict."""
     into = zeros() if template else None
     async with pair() as (sender, receiver):
         await sender.send_checkpoint([], 1, STATE)

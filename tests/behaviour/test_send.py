@@ -92,7 +92,7 @@ async def slow_reader(sender, step=1, **headers):
 
 
 class TestStart:
-    """The server's beginning."""
+    """The server starts with its first use."""
 
     @proves("cell HTTPTransport.start: timeout", "cell HTTPTransport.start: cancel")
     @pytest.mark.parametrize("turns", range(5))
@@ -157,7 +157,7 @@ class TestStaging:
                 assert (await peer.ask("/checkpoint/1/metadata")).status == 200
 
     async def test_a_receiver_that_waits_is_told_why_nothing_comes(self):
-        """With the path of the leaf; what is offered stays, and may be sent again."""
+        """The error names the leaf, and the previous step stays published."""
         async with pair() as (sender, receiver):
             waiting = asyncio.ensure_future(receive(sender, receiver, 2, timeout=60))
             await settle(lambda: sender.statistics().waiting)
@@ -228,7 +228,7 @@ class TestOffers:
 
     @proves("cell HTTPTransport.allow_checkpoint: success")
     async def test_it_is_offered_under_the_new_step(self):
-        """Without staging it again; there must be something to offer."""
+        """The transport publishes the staged copy again, if there is one."""
         async with pair() as (sender, receiver):
             with pytest.raises(StepNotFoundError):
                 await sender.allow_checkpoint(1)
@@ -246,7 +246,7 @@ class TestOffers:
     async def test_tensors_that_did_not_change_are_a_warning(
         self, process, caplog, events
     ):
-        """Also after a retraction; not of the same step, nor if there are none."""
+        """A send warns if a later step has the same tensors."""
 
         def state(step, fill=1.0):
             return {"step": step, "weight": torch.full((1000,), fill)}
@@ -298,7 +298,7 @@ class TestOffers:
         assert len(memory) <= 2, "memory was not used again"
 
     async def test_statistics_events_and_repr_say_what_is_going_on(self, events):
-        """From the first request to after the end."""
+        """They are right from the first request until after the end."""
         async with pair() as (sender, receiver):
             assert sender.statistics().step is None
             await sender.send_checkpoint([], 7, weights())
@@ -374,7 +374,7 @@ class TestZeroCopy:
 
 
 class TestShutdown:
-    """The one end."""
+    """`shutdown` ends the transport once."""
 
     async def test_the_loop_goes_on(self):
         """Posted work, as unmapping gigabytes is, ends in its thread."""
@@ -413,7 +413,7 @@ class TestShutdown:
         "cell HTTPTransport.shutdown: timeout", "cell HTTPTransport.shutdown: cancel"
     )
     async def test_a_cancelled_one_goes_on(self):
-        """Nothing is left half closed."""
+        """A cancelled shutdown leaves nothing half closed."""
         sender = transport()
         await sender.send_checkpoint([], 1, weights())
         sender._bridge.post(time.sleep, 0.05)
@@ -426,7 +426,7 @@ class TestShutdown:
 
     @pytest.mark.parametrize("step", ["_describe", "_plan"])
     async def test_calls_under_way_fail(self, step, monkeypatch):
-        """And keep no memory: the arena is unmapped when shutdown returns."""
+        """The calls fail, and the arena is unmapped when `shutdown` returns."""
         sender = transport()
         gate = held_up(sender, step, monkeypatch)
         send = sending(sender)
@@ -461,7 +461,7 @@ class TestShutdown:
         await sender.shutdown()
 
     async def test_one_that_never_started_has_nothing_to_shut_down(self):
-        """Nor one that only told its address."""
+        """A transport that only told its address has nothing to shut down, either."""
         await transport().shutdown()
         sender = transport()
         sender.metadata()

@@ -114,7 +114,7 @@ class TestServing:
 
     @pytest.mark.parametrize("nice", [0, 7])
     async def test_it_is_a_process_without_torch(self, nice, fresh_interpreters):
-        """As nice as it is told, in a group of its own, and deaf to terminals."""
+        """The process has its niceness and its own group, and ignores terminals."""
         async with pair(nice=nice) as (sender, receiver):
             await sender.send_checkpoint([1], 1, STATE)
             assert_same(await receive(sender, receiver), STATE)
@@ -259,7 +259,7 @@ class TestItsDeath:
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
     async def test_another_one_serves_the_same(self, number, caplog, events):
-        """At the same address, while peers that connect meanwhile wait."""
+        """A new process serves at the same address, and new peers wait for it."""
         async with pair() as (sender, receiver):
             await sender.send_checkpoint([1], 1, STATE)
             os.kill(process_of(sender).pid, number)
@@ -324,7 +324,7 @@ class TestItsDeath:
     async def test_one_that_cannot_start_is_an_error(
         self, why, monkeypatch, fresh_interpreters
     ):
-        """Of the call that needs it; a later one works, at the address told already."""
+        """The call that needs it raises; a later call works at the same address."""
         sender = apart()
         metadata = sender.metadata()
         try:
@@ -391,9 +391,9 @@ class TestTheTrainersDeath:
     )
     @pytest.mark.parametrize("keep_last", [0.0, 0.2, 60.0])
     async def test_it_ends_too(self, keep_last):
-        """At once, or when nobody has asked for ``keep_last`` seconds.
+        """The process ends with the trainer, or after ``keep_last`` idle seconds.
 
-        Until then the trainer's successor gets the last checkpoint from the same URL.
+        Until then the restarted trainer gets the last checkpoint from the same URL.
         """
         trainer = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", TRAINER, str(keep_last)),
@@ -460,18 +460,18 @@ class TestOptions:
         ],
     )
     async def test_it_is_refused(self, options, error, reason):
-        """With the remedy."""
+        """The error says what to do instead."""
         with pytest.raises(error, match=reason):
             transport(**options)
 
     async def test_it_cannot_be_mounted(self):
-        """Handlers run in the application's process."""
+        """Mounted handlers run in the application's process, so it is refused."""
         async with apart() as sender:
             with pytest.raises(LocalProtocolError, match="process=True"):
                 setup(web.Application(), sender)
 
     async def test_the_address_is_there_before_the_process(self):
-        """As ever, and nothing is left of a transport that was never started."""
+        """A transport that never starts leaves nothing behind."""
         sender = apart()
         assert sender.metadata().startswith("http://127.0.0.1:")
         assert process_of(sender).pid is None
@@ -480,7 +480,7 @@ class TestOptions:
             await sender.send_checkpoint([1], 1, STATE)
 
     async def test_times_without_end_are_taken(self):
-        """As by a server on the loop."""
+        """The process accepts infinite times, as a server on the loop does."""
         names = ("timeout", "stall_timeout", "keep_last")
         async with pair(**dict.fromkeys(names, math.inf)) as (sender, receiver):
             await sender.send_checkpoint([], 1, STATE, timeout=60)
@@ -496,7 +496,7 @@ async def send_often(sender, held):
 
 @pytest.mark.skipif(not CAN_LEND, reason="memory is lent on Linux only")
 class TestLending:
-    """The process lends the trainer's memory."""
+    """The server process lends the trainer's memory."""
 
     async def test_the_memory_is_shared_and_stays(self, events):
         """No byte came over HTTP; later sends go to other memory, to the last."""

@@ -71,7 +71,7 @@ def is_untouched(state: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("direct", [False, True])
 async def test_it_arrives_in_place(direct: bool) -> None:
-    """With both ways of filling a template."""
+    """Both ways of filling a template work with several sources."""
     async with senders(3) as made, transport() as receiver:
         metadata = [each.metadata() for each in made]
         into = template()
@@ -102,7 +102,7 @@ async def test_it_arrives_anew_and_says_who_gave_what() -> None:
 
 
 async def test_a_part_is_selected() -> None:
-    """Of several sources as of one."""
+    """`select=` works with several sources as with one."""
     async with senders(2) as made, transport() as receiver:
         metadata = [each.metadata() for each in made]
         got = await receiver.recv_checkpoint(0, metadata, 7, select=["optimizer"])
@@ -112,7 +112,7 @@ async def test_a_part_is_selected() -> None:
 
 
 async def test_a_list_of_one_is_that_one() -> None:
-    """And whoever is named twice counts once."""
+    """A list of one source equals that source, and duplicates count once."""
     async with senders(1) as (sender,), transport() as receiver:
         url = sender.metadata()
         assert_same(await receiver.recv_checkpoint(0, [url], 7), STATE)
@@ -149,7 +149,7 @@ async def test_a_failure_says_what_became_of_the_template(
 
 
 async def test_the_deadline_is_kept() -> None:
-    """Even if all of them are silent in the middle."""
+    """The deadline holds even if all sources fall silent in the middle."""
     stall = StallAfter(100_000)
     async with (
         senders(2) as (one, other),
@@ -163,7 +163,7 @@ async def test_the_deadline_is_kept() -> None:
 
 
 async def test_shared_tokens_work_as_with_one() -> None:
-    """Where the metadata carries none."""
+    """Metadata without a token works with the shared one."""
     async with (
         transport(token="s") as one,
         transport(token="s") as other,

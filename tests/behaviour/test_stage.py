@@ -70,7 +70,7 @@ class TestSnapshot:
 
     @pytest.mark.parametrize("read", [False, True])
     async def test_memory_is_reused_when_nobody_reads(self, read: bool) -> None:
-        """Every reader counts."""
+        """The arena is reused when the last reader has released it."""
         async with stager() as staging:
             first = await staging.stage(state(1.0), step=1)
             place = address(first)
@@ -132,7 +132,7 @@ class TestDevice:
 
     @proves("cell DefaultStager.stage: cancel")
     async def test_a_cancel_leaves_the_arena_to_the_copies(self) -> None:
-        """Until they have run, no other staging writes to the same memory."""
+        """No other staging gets the arena before the copies have run."""
         device = FakeAccelerator()
         async with stager(ports=device.port_for) as staging:
             task = asyncio.create_task(staging.stage(state(1.0), step=1))
@@ -147,7 +147,7 @@ class TestDevice:
             assert_same(rebuilt(file_of(await again)), state(2.0))
 
     async def test_a_device_that_fails_is_named(self) -> None:
-        """In the words of its driver."""
+        """The error has the words of the device's driver."""
         async with stager(ports=Broken().port_for) as staging:
             with pytest.raises(StagingError, match=r"step 1 .*illegal memory access"):
                 await staging.stage(state(), step=1)
@@ -208,7 +208,7 @@ class TestSmallTensors:
         assert device.count < 2 * 40
 
     async def test_a_device_without_memory_copies_each(self, monkeypatch) -> None:
-        """Slower, but the checkpoint is complete."""
+        """The staging is slower, but the checkpoint is complete."""
 
         def full(*_: object, **__: object) -> None:
             raise torch.OutOfMemoryError
@@ -250,7 +250,7 @@ class TestSmallTensors:
 
 
 async def test_a_device_copies_ahead_of_the_digests(monkeypatch) -> None:
-    """By one chunk for each thread, so that neither of them waits."""
+    """The device is one chunk ahead of each thread, so neither waits."""
     device, live, copied = Counting(held=False), {"w": torch.ones(80_000)}, []
 
     def noted(*args: Any) -> str:
@@ -339,7 +339,7 @@ class TestDefaultStager:
 
     @proves("cell DefaultStager.close: success", "cell DefaultStager.stage: error")
     async def test_memory_is_reused(self) -> None:
-        """As soon as whoever wrote it is done; a refused state leaves nothing."""
+        """The arena is free once its writer is done; a refused state leaves none."""
         made = DefaultStager()
         with pytest.raises(UnsupportedLeafError):
             await made.stage({"a": object()})

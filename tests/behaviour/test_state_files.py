@@ -51,7 +51,7 @@ def staged(path: Path, state) -> Path:
 
 
 class TestOurs:
-    """Files that aiockpt made."""
+    """These files were made by aiockpt."""
 
     def test_the_state_dict_comes_back(self, tmp_path) -> None:
         """Its containers, values, tied tensors and parameters; and the step."""
@@ -63,7 +63,7 @@ class TestOurs:
         assert_same(found.state, state)
 
     def test_damage_is_found_before_it_is_used(self, tmp_path) -> None:
-        """The chunk is named."""
+        """The error names the damaged chunk."""
         path = staged(tmp_path / "f", {"a": torch.ones(1 << 16)})
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
@@ -204,7 +204,7 @@ class TestSafetensors:
         ],
     )
     def test_a_bad_index_is_named(self, tmp_path, index: str, reason: str) -> None:
-        """With what is wrong."""
+        """The error says what is wrong with the index."""
         save_file({"x": torch.ones(3)}, tmp_path / "model.safetensors")
         (tmp_path / "model.safetensors.index.json").write_text(index)
         with pytest.raises(StorageError, match=reason):
@@ -274,7 +274,7 @@ class TestTorch:
             assert found == {"rank": 1}
 
     def test_its_bytes_are_copied_unless_they_are_to_be_mapped(self, tmp_path) -> None:
-        """Then they are the file's."""
+        """Mapped tensors have the file's own bytes."""
         torch.save({"a": torch.ones(1000)}, tmp_path / "f.pt")
         copied, mapped = load(tmp_path / "f.pt"), load(tmp_path / "f.pt", mmap=True)
         with (tmp_path / "f.pt").open("r+b") as file:

@@ -97,7 +97,7 @@ class TestAnnouncements:
     def test_a_save_in_the_background(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, process: bool
     ) -> None:
-        """By the process that saves, at the call."""
+        """The trainer's process warns at the call, whoever writes."""
         config = aiockpt.CheckpointerConfig(use_process=process)
         with make_background_checkpointer(config) as made:
             first = made.save(state(), tmp_path / "step-1")
@@ -144,7 +144,7 @@ READ: dict[str, Any] = {
 
 
 class TestLoads:
-    """A file is nobody's peer."""
+    """The load of a file blames no peer."""
 
     @pytest.mark.parametrize("key", ["opt", "pair"])
     @pytest.mark.parametrize("how", ["load", "select", "serve"])

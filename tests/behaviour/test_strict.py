@@ -294,7 +294,7 @@ def test_the_difference_is_named(tmp_path, state, template, words) -> None:
     ],
 )
 def test_a_function_selects_what_must_be_there(tmp_path, template, lacking) -> None:
-    """As names do: a selected key of the template that is missing is an error."""
+    """A missing key of the template that a function selects is an error."""
     path = save(tmp_path / "step-1", {"m": {"module.w": 1}, "b": 1, "t": ({"y": 1},)})
     chosen = lambda name: name.startswith(("m", "t"))  # noqa: E731
     before = repr(template)
@@ -307,7 +307,7 @@ def test_a_function_selects_what_must_be_there(tmp_path, template, lacking) -> N
 
 
 def test_a_list_that_is_too_long(tmp_path) -> None:
-    """The message compares the lengths."""
+    """The message compares both lengths."""
     path = save(tmp_path / "step-1", {"l": [torch.ones(1)]})
     words = "template l: the checkpoint has a list of 1, the template has a list of 2"
     with pytest.raises(TemplateMismatchError, match=words):

@@ -72,7 +72,7 @@ def test_a_name_without_a_step_is_remarked_once(tmp_path, caplog, kind) -> None:
     [("step-0", {}), ("epoch=1-step=10.ckpt", {}), ("last", {"step": 0})],
 )
 def test_a_step_that_is_known_is_not_remarked(tmp_path, caplog, name, options) -> None:
-    """Step 0 is one, too."""
+    """Step 0 counts as a known step, too."""
     save(tmp_path / name, {"a": 1}, **options)
     assert "no step in its name" not in caplog.text
 
@@ -199,7 +199,7 @@ FACTORIES = [
     ],
 )
 def test_a_factory_names_the_nearest_keyword(make, name, hint) -> None:
-    """Or the record that has it."""
+    """The error names the nearest keyword, or the record that has it."""
     with pytest.raises(TypeError) as caught:
         make(**words(**{name: None}))
     assert f"has no option {name!r}: {hint}" in str(caught.value)

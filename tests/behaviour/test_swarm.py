@@ -157,7 +157,7 @@ async def test_a_single_receiver_asks_for_nothing_more() -> None:
 
 @pytest.mark.parametrize("count", [2, 5])
 async def test_the_source_sends_little_more_than_once(count: int) -> None:
-    """The members send the rest."""
+    """The members send the other copies."""
     async with sending() as sender, receivers(count) as members, slow(sender) as url:
         await all_of(members, url)
         sent = sender.statistics().bytes_sent
@@ -221,7 +221,7 @@ async def test_a_template_is_filled() -> None:
 async def test_a_member_with_a_server_process_serves_from_its_own_loop(
     keep_arena: bool,
 ) -> None:
-    """At a port of its own; the process has no part in it, and may die meanwhile."""
+    """The member serves at a port of its own, and the process may die meanwhile."""
     options: dict[str, Any] = {"process": True, "keep_arena": keep_arena}
     async with (
         sending(process=True) as sender,
@@ -307,7 +307,7 @@ async def test_a_member_that_asks_for_a_long_range_needs_no_slot() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces connections")
 @pytest.mark.every_loop
 async def test_the_rate_limits_only_what_a_member_sends() -> None:
-    """And nothing that comes over the same connection afterwards."""
+    """Later requests on the same connection are not limited."""
     memory = Memory(1 << 20, step=7)
     wanted = {"Range": "bytes=0-99999"}
     async with serving(memory, swarm=Swarm()) as site, site.peer() as peer:
@@ -362,7 +362,7 @@ async def test_neither_end_needs_to_take_part() -> None:
 
 
 async def test_a_member_lingers_and_serves_a_late_one() -> None:
-    """Until its time has passed, or it receives again."""
+    """The member serves until its time has passed or it receives again."""
     async with swarming(2, Swarm(linger=60)) as (sender, members, url):
         await all_of(members, url)
         async with receivers(1, Swarm(linger=0)) as (late,):
@@ -519,7 +519,7 @@ async def test_a_receive_that_never_begins_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("how", ["task", "scope"])
 async def test_a_cancel_ends_the_serving(how: str) -> None:
-    """With an edge, as of asyncio, and with a level, as of anyio."""
+    """The serving ends with cancels of asyncio and with those of anyio."""
     async with sending() as sender, receivers(2) as (first, second):
         async with slow(sender, SLOW // 2) as url:
 
@@ -804,7 +804,7 @@ async def test_a_lie_is_reported_by_a_receiver_that_ends(
     ids=["empty", "deep", "nameless"],
 )
 async def test_a_source_that_answers_nonsense_is_told_no_more(body: bytes) -> None:
-    """An event says why."""
+    """The member announces itself no more, and an event says why."""
     asked = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -871,7 +871,7 @@ async def test_an_error_of_our_own_is_reported(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_liar_comes_back_under_no_other_path() -> None:
-    """Nor under another id."""
+    """The tracker refuses it under another path or another id."""
     async with sending() as sender, receivers(1) as (receiver,):
         metadata = sender.metadata()
         bad, good = "http://127.0.0.2:9/", "http://127.0.0.3:9/checkpoint/"
@@ -917,7 +917,7 @@ async def test_members_that_failed_leave_room_for_others(
 async def test_a_member_leaves_though_its_complaint_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or others would be told of it for a while."""
+    """The source learns that it has left, so it names it to nobody."""
     request = CheckpointClient.request
 
     def fail(self: CheckpointClient, said: Request, *args: Any) -> Any:
@@ -938,7 +938,7 @@ async def test_a_member_leaves_though_its_complaint_is_lost(
 async def test_a_member_that_had_no_descriptor_announces_itself_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As after a connection that broke."""
+    """The member tries again, as after a connection that broke."""
     failures, request = [0], CheckpointClient.request
 
     def fail(self: CheckpointClient, said: Request, *args: Any) -> Any:
@@ -975,7 +975,7 @@ async def test_records_may_come_together_with_the_bitmap() -> None:
 @proves("threat D16")
 @pytest.mark.parametrize("body", [trickle, stay_silent], ids=["trickle", "silent"])
 async def test_members_that_are_slow_on_purpose_are_dropped(body: Any) -> None:
-    """Even if they could hold all connections to members."""
+    """Slow members cannot hold all connections to members."""
     async with (
         told() as events,
         sending() as sender,
@@ -994,7 +994,7 @@ async def test_members_that_are_slow_on_purpose_are_dropped(body: Any) -> None:
 
 @proves("threat D16")
 async def test_a_chunk_is_requested_from_two_silent_members_at_most() -> None:
-    """Then the sender gives it, and the receive has an end."""
+    """Then the receiver requests it from the sender, and ends."""
     async with (
         told() as events,
         sending() as sender,
@@ -1017,7 +1017,7 @@ async def test_a_chunk_is_requested_from_two_silent_members_at_most() -> None:
 
 @proves("threat I9")
 async def test_the_token_of_the_source_never_reaches_a_member() -> None:
-    """And the token of the swarm opens nothing at the source."""
+    """The members' token does not open the source, either."""
     async with sending() as sender, slow(sender) as url:
         async with impostor(sender, url, lie) as liar, receivers(2) as members:
             await all_of(members, url)
@@ -1036,7 +1036,7 @@ async def test_the_token_of_the_source_never_reaches_a_member() -> None:
 
 
 async def test_at_a_member_the_token_opens_one_snapshot_only() -> None:
-    """Not what the member serves itself, nor anything once it has left."""
+    """The token does not open what the member serves itself, nor anything later."""
     async with (
         sending() as sender,
         slow(sender) as url,

@@ -97,7 +97,7 @@ async def test_bad_values(
 
 
 async def test_a_receiver_may_linger_until_it_receives_again() -> None:
-    """Or is shut down."""
+    """The receiver lingers until its next receive or its shutdown."""
     forever = {"swarm": Swarm(linger=inf)}
     async with swarming(forever, forever) as (sender, members, url):
         await sender.send_checkpoint([], 1, STATE)

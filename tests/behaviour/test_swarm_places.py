@@ -96,7 +96,7 @@ async def test_behind_a_proxy_listed_members_serve_each_other() -> None:
 async def test_through_a_tunnel_nobody_is_told_of_another_hosts_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To the source, both ends of a tunnel look like its own host."""
+    """The source takes both ends of a tunnel for its own host."""
     identities = iter([b"one", b"two"])
     monkeypatch.setattr("aiockpt.swarm.membership.identity", lambda: next(identities))
     async with (

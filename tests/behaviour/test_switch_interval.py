@@ -85,7 +85,7 @@ WRITES: dict[str, Callable[[Path], Coroutine[None, None, None]]] = {
 @pytest.mark.asyncio
 @pytest.mark.parametrize("verb", WRITES)
 async def test_saves_and_sends_shorten_it(verb: str, tmp_path: Path) -> None:
-    """Until training may go on, and not longer."""
+    """The interval is short until training may go on, and not longer."""
     seen = set[float]()
     for attempt in range(20):  # a busy host may not run the watching thread meanwhile
         with watched() as during:
@@ -99,7 +99,7 @@ async def test_saves_and_sends_shorten_it(verb: str, tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_loads_shorten_it(tmp_path: Path) -> None:
-    """While they read."""
+    """The interval is short while a load reads."""
     await save_at_once(tmp_path / "1")
     seen = set[float]()
     aiockpt.load(tmp_path / "1", on_bytes=lambda _: seen.add(now()))
@@ -135,7 +135,7 @@ async def receive_and_apply() -> tuple[set[float], set[float]]:
 
 @pytest.mark.asyncio
 async def test_receives_and_applies_shorten_it() -> None:
-    """Between the two, the interval is the program's.
+    """A receive and its apply shorten the interval, and restore it between.
 
     Both take milliseconds, in which a busy host may not run the watching thread at all.
     """
@@ -157,7 +157,7 @@ def test_it_stays_beside_no_python() -> None:
 
 
 def test_the_last_of_overlapping_blocks_restores_it() -> None:
-    """Saves, loads and transfers overlap."""
+    """Saves, loads and transfers may overlap, and the last one restores it."""
     first, second = switching_often(), switching_often()
     first.__enter__()
     second.__enter__()
@@ -168,7 +168,7 @@ def test_the_last_of_overlapping_blocks_restores_it() -> None:
 
 
 def test_an_interval_that_the_program_has_set_meanwhile_stays() -> None:
-    """The program's last word counts."""
+    """No block overwrites an interval that the program has set."""
     with switching_often():
         sys.setswitchinterval(0.002)
         with switching_often():
@@ -177,7 +177,7 @@ def test_an_interval_that_the_program_has_set_meanwhile_stays() -> None:
 
 
 def test_a_shorter_interval_of_the_program_stays() -> None:
-    """It does what is wanted already."""
+    """A block does not lengthen the program's shorter interval."""
     sys.setswitchinterval(0.0002)
     with switching_often():
         assert now() == 0.0002

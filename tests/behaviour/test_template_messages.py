@@ -94,7 +94,7 @@ async def test_a_fresh_optimizer() -> None:
 
 @pytest.mark.asyncio
 async def test_a_template_on_the_meta_device() -> None:
-    """Both remedies of its message work."""
+    """Both remedies that the message names work."""
     model = torch.nn.Linear(2, 2)
     with torch.device("meta"):
         empty = torch.nn.Linear(2, 2)
@@ -179,7 +179,7 @@ REPEATING: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", REPEATING)
 async def test_elements_that_share_memory_get_no_others(tmp_path, kind: str) -> None:
-    """Of two values for one place, one would be lost; no verb returns that."""
+    """Every verb refuses two values for one memory, since one would be lost."""
     place = REPEATING[kind]()
     state = {"w": torch.arange(1.0, 1 + place.numel()).reshape(place.shape)}
     with aiockpt.make_sync_checkpointer() as checkpointer:
@@ -197,7 +197,7 @@ async def test_elements_that_share_memory_get_no_others(tmp_path, kind: str) -> 
 
 
 def test_too_deep_is_no_cycle(tmp_path) -> None:
-    """Then the limit is named."""
+    """The error names the limit if the state dict is only deep."""
     deep: dict[str, Any] = {}
     for _ in range(200):
         deep = {"a": deep, "b": deep}

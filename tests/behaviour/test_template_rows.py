@@ -133,6 +133,6 @@ def shown(value: Any) -> object:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_what_each_way_does(name: str, found: dict[str, list[str]]) -> None:
-    """In every way."""
+    """Each way to fill a template treats the row as the table says."""
     cells = ROWS[name].cells
     assert [*zip(WAYS, found[name], strict=True)] == [*zip(WAYS, cells, strict=True)]

@@ -51,7 +51,7 @@ def _plain_environment(monkeypatch):
 
 
 class TestCredentials:
-    """Who may read."""
+    """The options say who may read."""
 
     @proves("threat S1")
     async def test_the_metadata_holds_the_token(self):
@@ -104,7 +104,7 @@ class TestCredentials:
             transport()
 
     async def test_a_short_token_is_logged(self, caplog):
-        """As a warning that does not repeat it."""
+        """A warning is logged, and does not repeat the token."""
         with caplog.at_level(logging.WARNING):
             async with transport(token="g" * 16), transport():
                 assert not caplog.records
@@ -115,7 +115,7 @@ class TestCredentials:
         assert "sesame" not in caplog.text
 
     async def test_a_forgotten_async_with_is_named(self):
-        """Not only the sockets and sessions that it leaves open."""
+        """The warning names it, beside the sockets and sessions that stay open."""
         left = transport()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -132,7 +132,7 @@ class TestCredentials:
         assert "async with aiockpt.HTTPTransport" in str(warning.message)
 
     async def test_insecure_must_be_said_and_is_logged(self, caplog):
-        """As a warning."""
+        """The log has a warning."""
         with caplog.at_level(logging.WARNING):
             async with pair(insecure=True) as (sender, receiver):
                 await sender.send_checkpoint([], 1, weights())
@@ -159,7 +159,7 @@ async def test_an_untrusted_server_is_refused():
 
 
 class TestAddress:
-    """What peers are told."""
+    """The options say which address peers are told."""
 
     async def test_the_bound_address_is_told(self, monkeypatch):
         """That of an interface, too, named by argument or as frameworks name it."""
@@ -195,7 +195,7 @@ class TestAddress:
 
 
 async def test_a_session_of_the_callers_is_used_and_left_open():
-    """Its owner closes it."""
+    """The caller closes a session that the caller has passed."""
     asked: list[str] = []
 
     async def note(_: object, __: object, params: Any) -> None:
@@ -291,7 +291,7 @@ class TestBusyHost:
     async def test_a_late_receive_names_the_niceness(
         self, niceness, load, named, monkeypatch
     ):
-        """Only if the host is busy, and the sender nice."""
+        """The error names it only if the host is busy and the sender is nice."""
         monkeypatch.setattr(os, "getpriority", lambda *_: niceness)
         monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
         stalls = StallAfter(200 << 10)  # behind the manifest
@@ -306,7 +306,7 @@ class TestBusyHost:
         assert ("nice=0" in notes and "niceness 10" in notes) is named
 
     async def test_a_host_without_proc_serves_as_any_other(self, monkeypatch):
-        """Nobody knows its load."""
+        """The load of such a host is unknown, and the server works."""
 
         def unknown() -> None:
             raise OSError("load averages are unobtainable")
@@ -320,5 +320,5 @@ class TestBusyHost:
         "value", ["", "nice=10", "nice=10; load=x; cores=2", "x" * 9]
     )
     async def test_other_values_say_nothing(self, value):
-        """Whatever a peer sends there."""
+        """A peer may send any value there, and the receiver ignores it."""
         assert not parse_busy(value)

@@ -123,7 +123,7 @@ def begun(kind: str, path: Path, gate: Gate, pool: ThreadPoolExecutor) -> Future
 
 @pytest.mark.parametrize("kind", ["thread", "process", "background"])
 def test_the_second_one_is_told(tmp_path, path, gate, kind: str) -> None:
-    """While the first one waits in a hook, with its file already complete."""
+    """The second saver fails while the first one waits with a complete file."""
     with ThreadPoolExecutor(1) as pool:
         first = begun(kind, path, gate, pool)
         with pytest.raises(StorageError) as caught:
@@ -253,7 +253,7 @@ def test_a_process_of_another_container_is_not_taken_for_dead(path) -> None:
 
 
 def test_a_lock_whose_taking_was_interrupted_is_free(path, monkeypatch) -> None:
-    """By a signal's handler, whose error is the caller's own."""
+    """A signal handler's error is raised unchanged, and the lock is free."""
 
     def interrupted(*_: Any) -> None:
         monkeypatch.undo()
@@ -448,7 +448,7 @@ class TestRetentionBesideASave:
     def test_while_the_save_replaces_it(
         self, path, monkeypatch, flock, swaps: bool, at: str
     ) -> None:
-        """Where locks do not work, whether the system swaps names or not."""
+        """The reader works without locks, whether or not the system exchanges names."""
         if swaps and at == "move_directory":
             pytest.skip("it is not called")
         monkeypatch.setattr(fcntl, "flock", flock)
@@ -459,7 +459,7 @@ class TestRetentionBesideASave:
         assert value_at(path) == 1
 
     def test_what_was_replaced_meanwhile_does_not_move(self, path, monkeypatch) -> None:
-        """Not for a moment: a reader or a crash could come in that moment."""
+        """The directory never moves, since a reader or a crash could come then."""
 
         def moved(path: Path, suffix: str) -> Path:
             raise AssertionError(path)

@@ -84,7 +84,7 @@ def test_a_number_is_a_number(make, name, value) -> None:
     ],
 )
 def test_an_option_has_its_own_type(make, name, value) -> None:
-    """And its message its name."""
+    """The message begins with the name of the option."""
     with pytest.raises(ERRORS, match=f"^{name} must"):
         make(**given(**{name: value}))
 

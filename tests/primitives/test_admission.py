@@ -86,7 +86,7 @@ async def test_hosts_take_turns() -> None:
 @pytest.mark.usefixtures("quick")
 @proves("threat D23")
 async def test_the_slowest_body_makes_way() -> None:
-    """Of one host too, such as a reverse proxy."""
+    """The slowest body ends, also if one host such as a proxy has all of them."""
     places, slow = Admission(3), Body(1)
     fast = [Body(1000), Body(500)]
     async with (
@@ -101,7 +101,7 @@ async def test_the_slowest_body_makes_way() -> None:
 @pytest.mark.usefixtures("quick")
 @proves("threat D23")
 async def test_nobody_is_ended_while_there_is_a_place() -> None:
-    """However slow it is."""
+    """No body is ended while there is a place, however slow it is."""
     places, slow = Admission(2), Body(0)
     async with holding(places, (A, slow)):
         for _ in range(4):
@@ -113,7 +113,7 @@ async def test_nobody_is_ended_while_there_is_a_place() -> None:
 @pytest.mark.usefixtures("quick")
 @proves("threat D23")
 async def test_a_body_that_ends_soon_is_left_alone() -> None:
-    """Even if it is the slowest."""
+    """The slowest body goes on if it is nearly complete."""
     places, soon, long = Admission(2), Body(100, left=100), Body(1000)
     async with (
         asyncio.timeout(30),

@@ -17,7 +17,7 @@ NAME, TICKET = "0123456789abcdef" * 2, "f" * 32
 
 
 def test_a_probe_is_recognised_by_its_host_only() -> None:
-    """And does not tell who the host is."""
+    """Another host cannot learn from it which host made it."""
     probe = format_probe(HERE, bytes(16))
     assert is_probe_of(probe, HERE)
     assert not is_probe_of(probe, ELSEWHERE)
@@ -27,7 +27,7 @@ def test_a_probe_is_recognised_by_its_host_only() -> None:
 
 @given(st.text())
 def test_any_other_text_is_no_probe(text: str) -> None:
-    """Nor does it raise."""
+    """Other text is not accepted, and raises nothing."""
     assert not is_probe_of(text, HERE)
 
 

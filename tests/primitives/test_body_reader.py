@@ -263,7 +263,7 @@ class TestReceive:
     async def test_arrives_in_any_pieces_over_one_connection(
         self, pumps, pieces
     ) -> None:
-        """The connection answers again and again."""
+        """The body arrives in pieces of any size, and the connection is reused."""
         clients = set()
         async with answering(*pieces) as url, ClientSession() as session:
             for _ in range(4):

@@ -265,7 +265,7 @@ async def test_memory_that_fails_ends_the_connection(way):
 
 
 async def test_the_loop_stays_live_while_a_fast_peer_drains():
-    """Other callbacks run between two slices."""
+    """The loop runs other callbacks between two slices."""
     async with staged(Body(LARGE)) as stage, Peer(stage.port) as peer:
         turns, reading = 0, asyncio.create_task(peer.ask("/"))
         while not reading.done():
@@ -277,7 +277,7 @@ async def test_the_loop_stays_live_while_a_fast_peer_drains():
 
 @proves("threat T7")
 async def test_tls_encrypts_every_byte(threads):
-    """With TLS nothing goes around it; a peer that does not read is still aborted."""
+    """No byte bypasses TLS, and a peer that does not read is aborted."""
     server, client = certified()
     get = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     async with staged(Body(5_000_001), ssl_context=server, overwrites=False) as stage:
@@ -305,7 +305,7 @@ class TestThreads:
     """A thread sends while the peer reads."""
 
     async def test_a_thread_sends_most(self, threads):
-        """Where none may begin, the loop does."""
+        """A thread sends the body; the loop sends it if no thread may begin."""
         body = Body(8 << 20)
         async with staged(body, overwrites=False) as stage, Peer(stage.port) as peer:
             assert only_old((await peer.ask("/")).body)
@@ -345,7 +345,7 @@ class TestThreads:
             assert threads.free
 
     async def test_peers_that_do_not_read_keep_no_thread_from_others(self, threads):
-        """However many there are."""
+        """Any number of such peers leaves the threads to others."""
         body = Body(8 << 20)
         async with (
             staged(body, overwrites=False) as stage,

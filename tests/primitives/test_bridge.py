@@ -107,7 +107,7 @@ class TestRun:
     """What goes into the thread, and what comes back."""
 
     async def test_a_function_runs_in_a_thread_with_the_context_of_the_caller(self):
-        """As many threads start as are needed, and the thread changes a copy."""
+        """The bridge starts as many threads as needed, with a copy of the context."""
         bridge = Bridge(threads=3, name="bridge")
         variable = ContextVar("variable", default="unset")
         variable.set("caller's")
@@ -302,7 +302,7 @@ class TestClosing:
     """After close there is no thread, and no call is left waiting."""
 
     async def test_queued_calls_fail_and_running_ones_end(self, bridge):
-        """Without waiting, close returns under the feet of a running call."""
+        """Without ``wait``, `close` returns while a call still runs."""
         blocker = Blocker()
         running = await start(bridge, blocker)
         queued, both = (asyncio.create_task(bridge.run(int)) for _ in range(2))
@@ -402,7 +402,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("cancels", [1, 3])
     async def test_a_cancelled_call_lets_go(self, bridge, cancels):
-        """Not even the cancel that was raised holds the function or its result."""
+        """The raised cancel holds neither the function nor its result."""
         blocker, result = Blocker(), Marker()
         alive = weakref.WeakSet([blocker, result])
         blocker.result = result
@@ -442,7 +442,7 @@ class TestMemory:
 
 @pytest.mark.asyncio
 class TestStatistics:
-    """What the bridge tells about itself."""
+    """The bridge counts its threads and its calls."""
 
     async def test_calls_are_counted_by_where_they_are(self, bridge):
         """Running, waiting for a thread, and running though cancelled."""

@@ -77,7 +77,7 @@ async def test_a_cancel_leaves_the_thread_behind() -> None:
 
 
 async def test_closing_ends_the_call_at_once() -> None:
-    """And refuses later ones."""
+    """Closing ends the call, and refuses later ones."""
     bridge = Bridge(threads=1, name="bridge-apart")
     wait = Wait()
     call = asyncio.create_task(bridge.run_apart(wait))

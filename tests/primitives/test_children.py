@@ -57,7 +57,7 @@ def test_a_packet_brings_its_descriptors(ends: Ends) -> None:
 
 @pytest.mark.parametrize(("length", "count"), [(101, 0), (3, 3), (3, 40), (101, 3)])
 def test_what_is_cut_short_is_refused(ends: Ends, length: int, count: int) -> None:
-    """And its descriptors are closed."""
+    """A truncated message is refused, and its descriptors are closed."""
     ours, theirs = ends
     with Path(__file__).open("rb") as file:
         socket.send_fds(theirs, [b"x" * length], [file.fileno()] * count)
@@ -75,7 +75,7 @@ def test_nothing_yet_and_the_end(ends: Ends) -> None:
 
 
 def test_the_kernel_tells_who_is_there(ends: Ends) -> None:
-    """This process, at both ends."""
+    """The kernel names this process at both ends."""
     assert owner_of(ends[0]) == (os.getpid(), os.geteuid())
     assert is_ours(ends[1])
 
@@ -130,7 +130,7 @@ async def test_it_hears_and_answers_and_ends() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kernel", ["new", "old"])
 async def test_its_death_is_noticed(kernel, monkeypatch) -> None:
-    """At once, on old kernels by its socket; what is sent then is said to nobody."""
+    """The parent notices it at once, on old kernels by the socket."""
     if kernel == "old":
         monkeypatch.delattr(os, "pidfd_open")
     ended = asyncio.Event()
@@ -267,7 +267,7 @@ async def test_a_message_that_cannot_be_read_is_told(ends: Ends, caplog) -> None
 
 @pytest.mark.asyncio
 async def test_what_will_never_be_sent_is_the_senders_error(monkeypatch) -> None:
-    """With a type; the channel works on."""
+    """The sender gets a typed error, and the channel works on."""
     async with started() as (child, said):
         for code in (errno.EMSGSIZE, errno.EPERM):
             with monkeypatch.context() as patch:
@@ -298,7 +298,7 @@ async def test_a_message_that_is_lost_in_the_queue_ends_the_channel(
 
 
 def test_pauses_grow_with_short_lives() -> None:
-    """At once, then after 1, 2, 4 seconds, up to a minute; a long life resets them."""
+    """The pauses are 0, 1, 2, 4 seconds, up to a minute. A long life resets them."""
     pauses = Pauses()
     assert [pauses.next(4.0) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
     assert [pauses.next(61.0), pauses.next(3.0), pauses.next(3.0)] == [0, 0, 1]
@@ -306,7 +306,7 @@ def test_pauses_grow_with_short_lives() -> None:
 
 @pytest.mark.asyncio
 async def test_the_time_without_a_core_is_known() -> None:
-    """Of a process that competes with another one for one core."""
+    """The parent knows how long a child that competes for a core had none."""
     async with started(greeting="here") as (child, said):
         await settle(lambda: said == ["here"])
         core = min(os.sched_getaffinity(0))

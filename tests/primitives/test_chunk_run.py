@@ -92,7 +92,7 @@ def test_bytes_in_any_pieces_verify_every_chunk(cuts: list[int]) -> None:
 
 
 def test_it_says_where_a_chunk_ends() -> None:
-    """Then all of it is wanted in its place."""
+    """The caller then needs the whole chunk in its place."""
     run = run_of([])
     ends = [0, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 1, 4 * CHUNK - 1]
     pieces = [memoryview(SEGMENT)[start:stop] for start, stop in pairwise(ends)]
@@ -139,7 +139,7 @@ def test_bad_chunks_alone_are_wanted_again() -> None:
 
 
 def test_another_peer_begins_with_whole_chunks() -> None:
-    """So it is to blame for all of a chunk, or for nothing of it."""
+    """One peer sends all of a chunk, so one peer is to blame for it."""
     run = run_of([])
     damaged = bytearray(SEGMENT)
     damaged[CHUNK] ^= 1
@@ -157,7 +157,7 @@ def test_another_peer_begins_with_whole_chunks() -> None:
 
 
 def test_steals_are_forgotten_when_bytes_come() -> None:
-    """Only those in vain count."""
+    """Only steals that brought no byte are counted."""
     run = run_of([])
     run.steals = 2
     run.note()

@@ -158,7 +158,7 @@ async def test_a_complaint_beside_many() -> None:
 
 @proves("threat D19")
 async def test_polls_that_wait_do_nothing() -> None:
-    """Only news wakes them; one timer looks whether their clients have left."""
+    """Only news wakes a waiting poll; one timer looks for clients that left."""
     store, checks = Store(), 0
 
     def check() -> None:
@@ -201,7 +201,7 @@ async def _error_of(waiting: Awaitable[object]) -> Exception | None:
 
 
 async def test_deadlines_change_and_end_in_order() -> None:
-    """As a plain dictionary would say, and in bounded memory."""
+    """The deadlines behave as in a plain dict, in bounded memory."""
     chance, deadlines, plain = random.Random(3), Deadlines[int](), dict[int, float]()
     for now in range(2000):
         for _ in range(4):

@@ -18,7 +18,7 @@ from tests.support.accelerators import FakeAccelerator
 
 
 def test_host_memory_needs_no_port() -> None:
-    """Its copies are memmoves in threads."""
+    """Threads copy host memory by memmove."""
     assert port_for(torch.device("cpu")) is None
 
 
@@ -27,7 +27,7 @@ class TestCompleted:
     """The loop awaits an event of a device."""
 
     async def test_it_returns_when_the_event_is_there(self) -> None:
-        """And not before."""
+        """The wait ends with the event, and not before."""
         device = FakeAccelerator()
         waiting = asyncio.create_task(completed(device.fence()))
         await asyncio.sleep(0.005)
@@ -70,7 +70,7 @@ def ended() -> None:
 
 
 def test_it_lives_until_the_device_is_idle() -> None:
-    """And no longer, though nobody asks."""
+    """The memory is freed when the device is idle, though nobody asks."""
     memory = Memory()
     idle, gone = memory.idle, weakref.ref(memory)
     keep_until(memory.drain)

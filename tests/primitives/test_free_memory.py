@@ -88,7 +88,7 @@ def test_a_container_of_its_own_namespace(root, group: str) -> None:
 
 
 def test_the_own_group_is_found_without_a_namespace(root) -> None:
-    """And of its ancestors the one that has least left counts."""
+    """The process's own group is found, and the tightest of its ancestors counts."""
     root.write("proc/self/cgroup", "0::/kube/pod/main\n")
     root.version_2("kube/pod/main", limit=80 * MIB, used=10 * MIB)
     root.version_2("kube/other", limit=1 * MIB, used=1 * MIB)

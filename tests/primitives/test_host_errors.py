@@ -39,7 +39,7 @@ def test_others_stay_what_they_are(error: Exception) -> None:
 async def test_a_receive_says_what_it_leaves_of_its_template(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where the host is at fault: nothing was written yet."""
+    """The error says that the template is unchanged, also if the host failed."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")

@@ -41,7 +41,7 @@ class TestIdleClock:
 
     @pytest.mark.parametrize("timeout", [0.1, 1.0, 3.0, 10.0])
     async def test_a_stall_is_found_half_a_second_late_at_most(self, timeout):
-        """Also right after some progress."""
+        """A stall is found in time, also right after some progress."""
         clock, now = sockets.IdleClock(timeout, 0.0), 0.0
         for progress in (1, 2, 3):
             now += clock.period
@@ -73,7 +73,7 @@ class TestTurns:
     """A bounded number of threads, each for a bounded time."""
 
     async def test_a_turn_ends_and_a_silent_peer_is_not_waited_for(self, monkeypatch):
-        """But for a moment, which ends as soon as the peer does something."""
+        """The thread waits for a moment at most, or until the peer does something."""
         monkeypatch.setattr(sockets, "_TURN", 0.05)
         one, other = socket.socketpair()
         with closing(one), closing(other):
@@ -85,7 +85,7 @@ class TestTurns:
             await settle(lambda: turn.over)
 
     async def test_a_cancel_ends_a_turn(self, monkeypatch):
-        """Also one after another that was survived, and one of a cancel scope."""
+        """A second cancel ends it, too, and so does that of a cancel scope."""
         monkeypatch.setattr(sockets, "_TURN", inf)
         begun, again = threading.Event(), asyncio.Event()
 
@@ -238,7 +238,7 @@ class TestReceiving:
 
     @pytest.mark.parametrize("pause", [0.0, 0.002, 0.015, 0.06])
     async def test_a_peer_that_trickles_is_waited_for(self, pause, monkeypatch):
-        """By a thread for a moment, then by the loop, which needs no descriptor."""
+        """A thread waits for a moment, and then the loop, without a descriptor."""
         if not pause:
             monkeypatch.setattr(body_reader, "duplicate", lambda _: None)
         pieces = [BODY[at : at + 1_100_000] for at in range(0, len(BODY), 1_100_000)]

@@ -144,7 +144,7 @@ class TestSaves:
         await process.close()
 
     def test_background(self, tmp_path) -> None:
-        """The same without an event loop."""
+        """A program without an event loop gets the same."""
         (tmp_path / "file").touch()
         watched = Watched()
         with aiockpt.make_background_checkpointer() as made:
@@ -248,7 +248,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_a_copy_is_like_its_original(error) -> None:
-    """Of its class, with its text, its plain facts, its cause, and where it began."""
+    """The copy has the class, text, facts, cause and traceback of the original."""
     copy = kept(raised(error))
     assert copy is not error
     assert type(copy) is type(error)
@@ -294,7 +294,7 @@ def test_what_cannot_be_copied_keeps_its_text() -> None:
 
 
 def test_a_long_chain_ends() -> None:
-    """However many errors follow each other."""
+    """A chain of any number of errors is shortened."""
     error: BaseException = ValueError("0")
     for number in range(sys.getrecursionlimit() * 2):
         error.__context__, error = None, ValueError(str(number))

@@ -75,7 +75,7 @@ def test_everywhere_works_without_ipv6(opened, monkeypatch):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 def test_a_host_is_listened_on(opened, host):
-    """By address or by name; every address of the name has the same port."""
+    """An address or a name works; all addresses of a name get the same port."""
     sockets = opened(host)
     assert len({sock.getsockname()[1] for sock in sockets}) == 1
     assert not any(sock.get_inheritable() for sock in sockets)
@@ -84,7 +84,7 @@ def test_a_host_is_listened_on(opened, host):
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_an_ipv6_address_may_stand_in_brackets(opened, host):
-    """As it does in a URL, and may in ``advertise``."""
+    """Brackets are accepted as in a URL, also in ``advertise``."""
     if not socket.has_ipv6:
         pytest.skip("this host has no IPv6")
     assert reachable("::1", port_of(opened(host)))
@@ -99,7 +99,7 @@ def test_a_taken_port_is_named(opened):
 
 
 def test_an_address_that_is_not_ours_is_named():
-    """So is a host that does not exist."""
+    """The error names the address, or the host that does not exist."""
     with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0"):
         open_sockets("192.0.2.1", 0)
     with pytest.raises(OSError, match=r"cannot listen on no-such-host\.invalid:0"):
@@ -108,7 +108,7 @@ def test_an_address_that_is_not_ours_is_named():
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_out_of_range_is_refused(port):
-    """Before anything is opened."""
+    """The port is refused before anything is opened."""
     with pytest.raises(ValueError, match="between 0 and 65535"):
         open_sockets(None, port)
 
@@ -194,14 +194,14 @@ def test_an_environment_that_names_nothing_is_ignored_with_a_warning(caplog):
 
 
 def test_this_host_has_an_address(opened):
-    """Without any help an address is found that reaches the server."""
+    """Without options, the host finds an address that reaches the server."""
     port = port_of(opened(None))
     assert reachable(advertised(), port)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="Linux only")
 def test_loopback_has_its_address():
-    """The interfaces' addresses are really read."""
+    """The addresses of the interfaces are really read."""
     assert interface_address("lo") == "127.0.0.1"
     assert interface_address("no-such-interface-with-a-long-name") is None
 
@@ -212,5 +212,5 @@ def test_loopback_has_its_address():
      ("host.example", "host.example")],
 )  # fmt: skip
 def test_ipv6_stands_in_brackets_in_a_url(address, text):
-    """Or its colons would be the port's."""
+    """Without brackets, its colons would look like that of the port."""
     assert url_host(address) == text

@@ -79,7 +79,7 @@ JOINED = {"another mesh", "other placements", "distributed here", "distributed t
 @pytest.mark.usefixtures("a_group")
 @pytest.mark.parametrize(("name", "way", "outcome"), CELLS)
 def test_every_difference_is_decided(name: str, way: int, outcome: str) -> None:
-    """As the rows say. A cell that is open there is decided here."""
+    """Each row has its result. A row that the table leaves open is decided here."""
     row, select = ROWS[name], ["a", "b"] if "select" in WAYS[way] else None
     word, _, warned = outcome.partition(", ")
     if name in JOINED:
@@ -190,7 +190,7 @@ def test_several_sources_are_one() -> None:
 
 
 def test_a_piece_says_where_it_is() -> None:
-    """Also a view, whose first element is not that of its entry."""
+    """A view's first element may lie inside its entry."""
     _, catalogue = matched(None, {"a": W, "b": W.view(2, 3)[:, 1]})
     piece = catalogue.piece(len(catalogue) - 1)
     assert (piece.start, piece.stop, piece.stride) == (4, 20, (3,))
@@ -231,7 +231,7 @@ def test_each_distinct_layout_is_decoded_once(a_group: None) -> None:
 
 
 def test_a_template_may_have_what_no_checkpoint_can_hold() -> None:
-    """As long as nothing is there, or None is."""
+    """Such a value is no error while the checkpoint has nothing or None there."""
     odd = {"a": W * 0, "lock": object(), "sparse": torch.eye(2).to_sparse()}
     found, _ = matched(odd, {"a": W}, rule=LAX)
     assert found.missing == ["lock", "sparse"]

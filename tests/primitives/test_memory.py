@@ -54,7 +54,7 @@ def resident(arena: Arena) -> int:
 def test_pages_are_there_before_bytes_are(
     monkeypatch, quick: float, at, every: bool, least: int, most: int
 ) -> None:
-    """Where they are slow, or all of them; what lies there already stays."""
+    """The pages are populated where that is slow, and what they hold stays."""
     monkeypatch.setattr(memory, "_QUICK", quick)
     arena = Arena(40 * MIB)
     (view,) = arena.buffers(at[0] * MIB, at[0] * MIB + 6)
@@ -186,7 +186,7 @@ def test_an_arena(shared: bool) -> None:
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_an_arena_is_pinned_once(closed: bool) -> None:
-    """Until it is closed, or nobody has it any more."""
+    """The arena stays pinned until it is closed or dropped."""
     done: list[str] = []
 
     def pin(_: Arena):
@@ -216,7 +216,7 @@ def test_a_view_of_an_address_keeps_its_owner() -> None:
 
 
 class TestPool:
-    """As many free arenas are kept as were asked for."""
+    """The pool keeps as many free arenas as it was asked to."""
 
     @pytest.fixture
     def disposed(self):
@@ -260,7 +260,7 @@ class TestPool:
 
     @pytest.mark.parametrize("end", [ArenaPool.trim, ArenaPool.close])
     def test_trimming_keeps_nothing(self, disposed, end) -> None:
-        """Nor what comes back then, until somebody takes one again."""
+        """The pool keeps no arena that comes back until one is taken again."""
         pool = ArenaPool(shared=False, keep=1, dispose=disposed.append)
         free, late, other = pool.take(1000), pool.take(1000), pool.take(1000)
         pool.give_back(free)
@@ -299,10 +299,10 @@ class TestPool:
 
 @pytest.mark.skipif(not CAN_LEND, reason="memory is lent on Linux only")
 class TestLending:
-    """Memory that another process gets."""
+    """Another process can attach this memory."""
 
     def test_only_its_owner_can_write_or_change_it(self) -> None:
-        """And he only by the mapping that he has had before."""
+        """The owner can write only by the mapping that existed before."""
         arena = Arena(1 << 20, shared=True)
         fd = arena.lend()
         assert arena.lend() == fd
@@ -320,7 +320,7 @@ class TestLending:
         assert arena.closed
 
     def test_what_is_attached_is_copied_where_it_is_written(self) -> None:
-        """Not where it is made ready, nor on the other side."""
+        """Pages are copied when they are written, not when they are populated."""
         arena = Arena(3 * mmap.PAGESIZE, shared=True)
         attached = AttachedArena(arena.lend(), arena.nbytes)
         attached.populate(0, arena.nbytes)
@@ -385,7 +385,7 @@ class TestCopyPlan:
         block=st.integers(1, 100),
     )
     def test_what_is_reported_as_staged_is_there(self, start, nbytes, block) -> None:
-        """Of any range, in blocks of any size; the last report is of its end."""
+        """Any range in blocks of any size is there; the last report is of its end."""
         arena = Arena(SEGMENT_BYTES)
         [staged] = arena.buffers(0, SEGMENT_BYTES)
         staged[:] = b"?" * SEGMENT_BYTES  # as another snapshot leaves it

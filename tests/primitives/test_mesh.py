@@ -121,7 +121,7 @@ def coordinates(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 class TestShards:
-    """What a rank holds."""
+    """A rank holds a shard of each tensor."""
 
     @pytest.mark.parametrize(
         ("shape", "sizes", "placements", "at", "expected"),
@@ -147,7 +147,7 @@ class TestShards:
         at: tuple[int, ...],
         expected: mesh.ShardRuns,
     ) -> None:
-        """Of each dimension, in the order of the local tensor."""
+        """Each dimension has its runs, in the order of the local tensor."""
         assert mesh.shard_of(layout_of(shape, sizes, placements, at)) == expected
 
     def test_torch_holds_the_same(self) -> None:
@@ -183,7 +183,7 @@ class TestShards:
             assert torch.equal(taken(whole, shard), split)
 
     def test_a_rank_outside_of_the_mesh_holds_nothing(self) -> None:
-        """Not even the only element of a scalar."""
+        """Such a rank does not even hold the only element of a scalar."""
         assert mesh.shard_of(layout_of((), (2,), (Replicate(),), None)) is None
         assert mesh.shard_of(layout_of((4,), (2,), (Split(0),), None)) is None
 
@@ -196,10 +196,10 @@ class TestShards:
 
 
 class TestBoxes:
-    """What two ranks have in common."""
+    """Two shards have boxes in common."""
 
     def test_two_blocks(self) -> None:
-        """Where the common elements are in either of them."""
+        """The box has its offsets in both blocks."""
         rows, columns = mesh.block((2, 0), (3, 4)), mesh.block((0, 1), (5, 2))
         assert [*mesh.boxes(rows, columns)] == [Box((0, 1), (2, 0), (3, 2))]
         assert [*mesh.boxes(rows, mesh.block((0, 0), (2, 4)))] == []
@@ -211,7 +211,7 @@ class TestBoxes:
         assert found[0].count == 1
 
     def test_many_shards_that_form_no_grid(self) -> None:
-        """Few of them are compared."""
+        """The planner compares only few pairs of shards."""
         bricks = []
         for row in range(3000):
             cut = 2 + row % 2
@@ -223,13 +223,13 @@ class TestBoxes:
         assert not mesh.apart([*bricks, mesh.block((0, 0), (2, 1))])
 
     def test_a_peer_cannot_claim_any_number_of_boxes(self) -> None:
-        """Each box takes memory and time."""
+        """The number is limited, since each box takes memory and time."""
         every = tuple((2 * n, 2 * n + 1) for n in range(1000))
         with pytest.raises(ValueError, match="1000000 boxes"):
             next(mesh.boxes((every, every), mesh.whole((2000, 2000))))
 
     def test_every_receiver_gets_every_element_once(self) -> None:
-        """From any mesh to any other one, replicas included."""
+        """Any mesh can be the source of any other one, with replicas."""
         seen = 0
         for number, (shape, sizes, placements) in enumerate(rows(1600)):
             rng = random.Random(number)
@@ -256,7 +256,7 @@ class TestBoxes:
         assert [[index for index, _ in each] for each in parts] == [[0, 1], [2, 3]]
 
     def test_what_nobody_has_is_counted(self) -> None:
-        """A lost file loses elements."""
+        """The planner counts the elements that a lost file loses."""
         have = [mesh.block((0, 0), (2, 3))]
         assert mesh.cover(mesh.whole((4, 3)), have).missing == 6
         assert mesh.cover(mesh.whole((0, 3)), have) == ([], 0)
@@ -311,7 +311,7 @@ def filled(
 
 
 class TestBytes:
-    """Where a box lies in memory."""
+    """A box has a place in memory."""
 
     @pytest.mark.parametrize(
         ("first", "sizes", "shape", "stride", "expected"),
@@ -335,7 +335,7 @@ class TestBytes:
         stride: tuple[int, ...],
         expected: list[tuple[int, ...]],
     ) -> None:
-        """As long as the inner dimensions are whole."""
+        """The runs are as long as the inner dimensions are whole."""
         found = mesh.byte_runs(first, sizes, shape, stride, 4)
         assert [*found] == [ByteRuns(*each) for each in expected]
 

@@ -62,7 +62,7 @@ def mode_of(path) -> int:
 
 
 class TestReceive:
-    """A part file becomes the file."""
+    """A part file becomes the file at the commit."""
 
     @proves("invariant 7")
     @pytest.mark.parametrize("linked", [False, True])
@@ -89,7 +89,7 @@ class TestReceive:
 
     @pytest.mark.parametrize("mode", [0o600, 0o664, 0o444, 0o000])
     def test_a_replaced_file_hands_on_its_permissions(self, tmp_path, mode) -> None:
-        """To the part file as well; those that it has at the commit count."""
+        """The part file has them, too, and those at the time of the commit count."""
         (tmp_path / "f").write_bytes(memory(step=1).file)
         for last in (mode, 0o640):
             (tmp_path / "f").chmod(mode)
@@ -101,7 +101,7 @@ class TestReceive:
 
     @pytest.mark.parametrize("umask", [0o022, 0o077])
     def test_a_new_file_has_what_the_umask_leaves(self, tmp_path, umask: int) -> None:
-        """As a file of any other program."""
+        """Its permissions are those of a file of any other program."""
         before = os.umask(umask)
         try:
             received(tmp_path / "f", memory(), 0, 1, 2)
@@ -137,7 +137,7 @@ class TestReceive:
             assert held(part) == [0, 1, 2]
 
     def test_closing_twice_is_fine(self, tmp_path) -> None:
-        """Also with a view alive, as a traceback may keep one; the lock is gone."""
+        """A second close is allowed while a view is alive, and the lock is gone."""
         with opened(tmp_path / "f", memory()) as part:
             assert not part.candidates  # reserved zeros are not looked at
             views = part.buffers(0, 10)
@@ -161,7 +161,7 @@ class TestResume:
 
     @pytest.mark.parametrize("size", [0, 20, 45, 5000, 70_000, 100_000, 163_000])
     def test_a_part_of_any_length_is_a_start(self, tmp_path, size: int) -> None:
-        """Where a crash cut the file does not matter."""
+        """A crash may cut the file at any byte."""
         source = memory()
         with opened(tmp_path / "f", source, 0, 1, 2) as part:
             os.truncate(part.path, size)
@@ -185,8 +185,8 @@ class TestResume:
         with opened(tmp_path / "f", memory()) as part:
             assert held(part) == []
 
-    def test_a_part_of_another_checkpoint_makes_room(self, tmp_path) -> None:
-        """If the disk has no room for both, nothing is kept of it."""
+    def test_a_part_of_another_checkpoint_is_removed(self, tmp_path) -> None:
+        """If the disk has no room for both, the receive keeps none of the old file."""
         old, new = (memory(nbytes=10 * CHUNK, step=step, fill=5) for step in (1, 2))
         with small_disk(tmp_path / "disk", 1 << 20) as disk:
             with opened(disk / "f", old, 0, 2):
@@ -244,7 +244,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("content", [b"notes", b"\0" * 8 + b"x" * 100, b"PK\3\4"])
     def test_another_programs_part_file(self, tmp_path, content: bytes) -> None:
-        """Browsers call their downloads so, too."""
+        """Browsers name their downloads so, too, and the receive leaves them alone."""
         (tmp_path / "f.part").write_bytes(content)
         with pytest.raises(StorageError, match=r"f\.part: it is no part of a check"):
             PartFile.open(tmp_path / "f", memory().manifest)
@@ -260,7 +260,7 @@ class TestRefusals:
 
     @proves("threat E2")
     def test_a_part_file_that_is_a_link(self, tmp_path) -> None:
-        """Nobody can make us write elsewhere."""
+        """A link cannot make the receive write elsewhere."""
         (tmp_path / "f.part").symlink_to(tmp_path / "elsewhere")
         with pytest.raises(StorageError, match=r"f\.part: "):
             PartFile.open(tmp_path / "f", memory().manifest)

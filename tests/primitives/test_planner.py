@@ -170,13 +170,13 @@ def test_the_first_runs(
 
 @pytest.mark.parametrize("chunk", [-1, CHUNKS])
 def test_there_is_no_such_chunk(chunk: int) -> None:
-    """The error names it."""
+    """The error names the chunk."""
     with pytest.raises(LocalProtocolError, match=f"chunk {chunk} of {CHUNKS}"):
         Session([chunk, 1])
 
 
 def test_runs_of_several_sources_take_about_as_long() -> None:
-    """And are shorter towards the end."""
+    """The runs take equal times, and become shorter towards the end."""
     one = Session(connections=1, sources=2, run_s=0.5)
     fast, slow = one.take_all()
     one.finish(fast, after=0.05)
@@ -223,7 +223,7 @@ def test_a_source_that_breaks_off_a_long_run_may_have_a_swarm() -> None:
 
 
 def test_a_peer_that_has_not_joined_is_not_asked() -> None:
-    """Nor one that was dropped, whose assignments end."""
+    """The planner asks no peer that was dropped, and ends its assignments."""
     one = Session(connections=1, sources=2)
     one.sources[0].joined = False
     (mine,) = one.take_all()
@@ -341,7 +341,7 @@ def test_the_one_that_waited_takes_over() -> None:
 
 
 def test_only_a_single_source_is_trusted_after_a_wrong_chunk() -> None:
-    """Of several, and of members, each is dropped at its first one."""
+    """A member, or one of several sources, is dropped at its first wrong chunk."""
     one = Session(connections=1, sources=2, members=[ALL])
     one.sources[0].next, one.sources[1].next = 1, 2
     runs = {each.peer: each for each in one.take_all()}
@@ -363,7 +363,7 @@ def test_a_run_of_a_peer_that_fell_silent(*, same: bool) -> None:
 
 @same_or_other
 def test_a_hiccup_is_not_slowness(*, same: bool) -> None:
-    """At the end of a run as anywhere; and what has come is not stolen."""
+    """A short pause is none at the end of a run, either; no bytes are asked twice."""
     one, victim = straggler(same=same)
     receive(victim, 10 * MIB - 1)
     one.later(TICK)
@@ -415,7 +415,7 @@ def test_a_member_steals_what_it_has(*, have: int, stops: bool) -> None:
 
 
 def test_a_connection_that_lost_its_run_rests_ever_longer() -> None:
-    """Until it has brought a whole run again. The others go on."""
+    """The connection rests until it has brought a whole run again."""
     one, rests = Session(connections=1), []
     for number in range(9):
         mine = one.take()
@@ -475,7 +475,7 @@ def test_one_that_sends_already_comes_last() -> None:
 
 
 def test_five_requests_to_members_at_a_time() -> None:
-    """Beside those to the sources."""
+    """The planner counts them beside the requests to the sources."""
     one = Session(members=[ALL] * 9)
     assert sum(bool(each.peer.member) for each in one.take_all()) == 5
 
@@ -553,7 +553,7 @@ def test_a_request_to_a_member_that_takes_very_long(*, is_answered: bool) -> Non
 
 
 def test_a_member_that_is_slow_three_times_is_dropped() -> None:
-    """Or members that send slowly on purpose could hold all requests."""
+    """Slow members cannot hold all requests."""
     options = {"members_in_turn": 1, "requests_in_vain": 9}
     one = Session(range(3), connections=1, members=[bits(1)], **options)
     one.sources[0].next = 0
@@ -573,7 +573,7 @@ def test_a_member_that_is_slow_three_times_is_dropped() -> None:
 
 
 def test_a_chunk_that_members_did_not_bring_is_for_sources() -> None:
-    """As long as there is one."""
+    """The planner assigns it to a source as long as there is one."""
     one = Session([1], connections=1, members=[bits(1)])
     one.planner.members.stopped(1)
     assert one.planner.members.reserved == 0
@@ -723,6 +723,6 @@ def test_what_is_usual(requests: list[tuple[int, float]], seconds: float) -> Non
 
 
 def test_rests_double() -> None:
-    """Up to the longest one."""
+    """Each rest is twice as long as the last one, up to the longest."""
     rests = Doubling(0.5, 3.0, equal=1)
     assert [rests.seconds(n) for n in range(6)] == [0.5, 0.5, 1.0, 2.0, 3.0, 3.0]

@@ -50,11 +50,11 @@ class TestDelay:
         assert attempts.delay_after(GONE, started=119, now=120) is None
 
     def test_without_a_reconnect_timeout_the_first_silence_is_final(self) -> None:
-        """Refused at once, reported at once."""
+        """A refused connection is reported at once."""
         assert retries(reconnect=0).delay_after(GONE, started=110, now=110) is None
 
     def test_connection_that_brought_a_byte_is_replaced_at_once(self) -> None:
-        """Even where silence is not tolerated, and soon."""
+        """The retry is immediate, even if no silence is tolerated."""
         attempts = retries(reconnect=0)
         attempts.patience.heard(111)
         delay = attempts.delay_after(GONE, started=110, now=112)
@@ -70,7 +70,7 @@ class TestDelay:
         assert attempts.delay_after(GONE, started=110.001, now=110.001) is None
 
     def test_any_byte_ends_the_silence(self) -> None:
-        """The reconnect timeout starts anew."""
+        """Any byte starts the reconnect timeout anew."""
         attempts = retries(reconnect=10)
         attempts.delay_after(GONE, started=110, now=110)
         attempts.patience.heard(119)
@@ -132,12 +132,12 @@ class TestDelay:
         ids=lambda error: type(error).__name__,
     )
     def test_verdict_is_final(self, error) -> None:
-        """To ask again would bring the same answer."""
+        """A permanent error is raised, since asking again would bring the same."""
         assert retries().delay_after(error, started=1, now=2) is None
 
 
 def test_delays_grow_and_are_bounded() -> None:
-    """And they differ, so that receivers do not come back in step."""
+    """The delays differ, so that receivers do not come back in step."""
     assert all(backoff(0) <= 0.05 for _ in range(100))
     assert 1 < max(backoff(10_000) for _ in range(100)) <= 2
     assert len({backoff(3) for _ in range(10)}) > 1
@@ -145,7 +145,7 @@ def test_delays_grow_and_are_bounded() -> None:
 
 @pytest.mark.asyncio
 async def test_a_retry_tells_of_each_error_but_the_last() -> None:
-    """The last one is raised."""
+    """Each error emits an event, but for the last one, which is raised."""
     told: list[AiockptError] = []
     left = [RemoteProtocolError("1"), RemoteProtocolError("2"), GONE]
 
@@ -159,7 +159,7 @@ async def test_a_retry_tells_of_each_error_but_the_last() -> None:
 
 @pytest.mark.asyncio
 async def test_it_returns_what_the_attempt_does() -> None:
-    """Without another one if the first one succeeds."""
+    """The first attempt that succeeds is the last one."""
 
     async def attempt() -> int:
         return 7

@@ -102,7 +102,7 @@ async def phases(holder: str, names: list[str]) -> list[set[str]]:
 
 @pytest.mark.asyncio
 class TestFairness:
-    """The order of entering."""
+    """Writers and readers take turns."""
 
     @pytest.mark.parametrize(
         ("holder", "names", "expected"),
@@ -255,7 +255,7 @@ class TestEviction:
 
 @pytest.mark.asyncio
 class TestStatistics:
-    """What the lock tells about itself."""
+    """The lock tells how many readers it has, and for how long."""
 
     async def test_everyone_is_counted(self):
         """Holders and waiters by kind, and the age of the oldest reader."""

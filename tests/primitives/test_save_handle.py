@@ -54,7 +54,7 @@ async def test_only_the_first_end_counts(end: Any) -> None:
 
 
 async def test_its_end_frees_the_memory() -> None:
-    """Of the last one who reads it; the next copy goes there."""
+    """The arena is free when the last reader ends, and the next copy takes it."""
     stager = DefaultStager()
     places = []
     for step in (1, 2):

@@ -123,7 +123,7 @@ async def test_a_straggler_that_is_stopped_while_a_thread_receives_lied_not() ->
 
 @proves("threat D19")
 async def test_connections_without_work_sleep() -> None:
-    """Only one of them looks whether the one that works has become slow."""
+    """Only one idle connection looks whether the busy one has become slow."""
     found = []
     for parallel in (2, 32):
         async with (
@@ -144,7 +144,7 @@ async def test_connections_without_work_sleep() -> None:
 
 
 async def test_connections_that_are_equally_slow_are_left_alone() -> None:
-    """No byte is asked for twice."""
+    """No byte is requested twice."""
     async with (
         serving(SEGMENT, chunk_bytes=CHUNK) as peer,
         proxy_to(peer, then=Drip(500_000, burst=10_000)) as proxy,
@@ -244,7 +244,7 @@ async def test_what_the_straggler_got_wrong_is_fetched_again(fast_path) -> None:
 @pytest.mark.parametrize("then", [BlackHole(), Drip(100_000, burst=2000)], ids=repr)
 @movers
 async def test_a_cancel_leaves_the_memory_to_the_caller(fast_path, then) -> None:
-    """While the second connection is asked, and when it has overtaken the first."""
+    """The cancel comes while the second connection is asked, or has overtaken."""
     memory = Memory(len(SEGMENT))
     async with (
         serving(SEGMENT, chunk_bytes=CHUNK, meddle=one_request_each) as peer,

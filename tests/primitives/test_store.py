@@ -107,7 +107,7 @@ async def test_a_body_of_a_relay_is_a_reader():
 
 
 async def test_a_share_is_found_by_its_tokens_until_it_ends():
-    """Then nobody reads it, and a closed store takes no other one."""
+    """Then nobody reads it, and a closed store accepts no other share."""
     store, relay = Store(), Relay(Memory().manifest, {}, slots=2)
     store.share(relay)
     assert store.shared("") is None  # it has no token yet
@@ -222,7 +222,7 @@ async def test_a_retract_is_not_undone_by_a_publish_that_waits():
 
 
 async def test_retract_waits_for_every_reader():
-    """Also for those of superseded snapshots; a cancelled one is finished later."""
+    """It waits for readers of superseded snapshots; a cancelled one ends later."""
     store = Store()
     await store.retract(grace=FAR)
     memories, readers = [Memory(step=1), Memory(step=2)], []
@@ -305,7 +305,7 @@ class TestFailure:
         await store.close()
 
     async def test_each_receiver_is_told_once(self):
-        """Also after a retraction; one that asks again waits for the next attempt."""
+        """A receiver that asks again waits for the next attempt."""
         store = Store()
         store.fail(Failure.of(asyncio.CancelledError(), step=7, receivers=1))
         await store.retract(grace=0)
@@ -316,7 +316,7 @@ class TestFailure:
         await store.close()
 
     async def test_without_receivers_everybody_is_told_until_it_is_retracted(self):
-        """Nobody said how many will come."""
+        """The store cannot know how many receivers will come."""
         store = Store()
         store.fail(Failure.of(OSError(), step=7, receivers=0))
         for _ in range(3):
@@ -328,7 +328,7 @@ class TestFailure:
         await store.close()
 
     async def test_what_is_served_is_not_touched(self):
-        """And a publication ends the failure."""
+        """The served checkpoint stays, and the next publication ends the failure."""
         store = Store()
         for step in (7, 8):
             await store.publish(Memory(step=step), grace=0)

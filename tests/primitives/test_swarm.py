@@ -253,6 +253,6 @@ def test_a_swarm_completes_and_its_source_sends_little(
 
 
 def test_a_simulation_can_be_repeated() -> None:
-    """The seed decides everything."""
+    """The seed decides the whole simulation."""
     case = Case("three", 3, 64)
     assert simulate(case, 1) == simulate(case, 1)

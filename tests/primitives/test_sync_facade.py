@@ -97,7 +97,7 @@ def test_closing_ends_what_is_under_way(facade) -> None:
 
 @proves("cell torchft.HTTPTransport.shutdown: error")
 def test_a_last_thing_that_fails_is_logged(facade, allow_error_logs) -> None:
-    """The thread ends all the same."""
+    """The thread ends although the last coroutine has failed."""
 
     async def fail() -> None:
         raise ZeroDivisionError
@@ -145,7 +145,7 @@ def test_an_interrupted_caller_leaves_nothing_under_way(facade, monkeypatch) -> 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e12])
 def test_a_timeout_may_be_longer_than_a_lock_s(facade, timeout: float) -> None:
-    """A whole age is no error."""
+    """A timeout of a century is no error."""
 
     async def give() -> int:
         return 3

@@ -83,7 +83,7 @@ class TestResults:
         turn: float,
         count: int,
     ) -> None:
-        """However many items a turn has."""
+        """All items of a turn are reported, however many it has."""
         monkeypatch.setattr(_tasks, "_TURN", turn)
         reports = Reports()
         await map_in_threads(bridge, 2, lambda item, _: 2 * item, range(count), reports)
@@ -93,7 +93,7 @@ class TestResults:
     async def test_what_is_done_is_reported_while_the_rest_goes_on(
         self, bridge: Bridge
     ) -> None:
-        """After each turn."""
+        """The items are reported after each turn."""
         heard = threading.Event()
 
         def work(item: int, _: Over) -> None:
@@ -107,11 +107,11 @@ class TestResults:
 
 
 class TestTurns:
-    """Threads belong to everybody."""
+    """The threads are shared by all work of the bridge."""
 
     @pytest.mark.usefixtures("long_turns")
     async def test_who_waits_for_a_thread_has_it_after_an_item(self) -> None:
-        """However long the turn would be."""
+        """The other caller waits for one item, not for the turn."""
         bridge = Bridge(threads=1, name="sweeping")
         begun, called = asyncio.Event(), threading.Event()
         loop = asyncio.get_running_loop()
@@ -219,7 +219,7 @@ class TestTogether:
         assert isinstance(caught.value.__cause__, ConnectionRefusedError)
 
     async def test_a_failure_of_the_block_ends_what_runs_beside(self) -> None:
-        """Both have ended then."""
+        """The block and what runs beside it have ended then."""
         ended: list[bool] = []
 
         async def job() -> None:

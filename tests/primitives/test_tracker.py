@@ -46,7 +46,7 @@ def announce(
 
 
 async def test_members_are_named_to_each_other() -> None:
-    """Not to themselves; the last word counts."""
+    """No member learns of itself, and its last announcement counts."""
     tracker = Tracker(8)
     first = announce(tracker, 1, zone="a", have=3)
     assert not first.members
@@ -87,7 +87,7 @@ async def test_a_member_that_is_silent_is_forgotten(
 
 @proves("threat D14")
 async def test_many_members_announce_themselves_less_often() -> None:
-    """So that the tracker's work stays the same."""
+    """The tracker's work does not grow with the members."""
     tracker = Tracker(8)
     leases = [announce(tracker, number).lease for number in range(1000)]
     assert leases[0] == 6
@@ -112,7 +112,7 @@ async def test_a_host_has_a_bounded_number_of_members() -> None:
 async def test_all_hosts_together_have_a_bounded_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beyond it, they have to wait."""
+    """Further members have to wait."""
     monkeypatch.setattr(module, "_MOST", 3)
     tracker = Tracker(8)
     for number in range(3):
@@ -194,7 +194,7 @@ def of(member: AnnounceResponse, number: int) -> str:
 
 
 async def test_complaints_about_members_that_left_are_forgotten() -> None:
-    """Before those about others are refused."""
+    """Such complaints are dropped before complaints about others are refused."""
     tracker = Tracker(8)
     for number in range(20):
         gone = [
@@ -380,7 +380,7 @@ async def test_a_member_behind_a_proxy_is_named_to_nobody() -> None:
     ],
 )
 async def test_a_host_votes_once(bad: str, votes: list[str], named: bool) -> None:
-    """With all its addresses, as far as they can be known for those of one host."""
+    """All addresses of a host have one vote, as far as they can be known."""
     tracker = Tracker(8)
     accused = announce(tracker, 1, address=bad)
     for number, text in enumerate(votes, 2):
@@ -393,7 +393,7 @@ async def test_a_host_votes_once(bad: str, votes: list[str], named: bool) -> Non
 
 @proves("threat T13")
 async def test_a_grant_votes_once() -> None:
-    """From however many hosts it is used."""
+    """A grant has one vote, from however many hosts it is used."""
     tracker = Tracker(8)
     accused = announce(tracker, 1)
     for number in range(2, 5):
@@ -434,7 +434,7 @@ async def test_a_grant_that_lapses_changes_the_token(
     "url", ["", "ftp://host/", "http://user@host/", "http://host/?q", "http:///"]
 )
 async def test_a_url_that_names_no_server(url: str) -> None:
-    """It is refused."""
+    """The tracker refuses such a URL."""
     with pytest.raises(RemoteProtocolError, match="the URL of the member is bad"):
         announce(Tracker(8), 1, url=url)
 
@@ -442,7 +442,7 @@ async def test_a_url_that_names_no_server(url: str) -> None:
 async def test_each_chunk_is_promised_to_one_member(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Until it is given, or the member leaves."""
+    """The promise holds until the chunk is given or the member leaves."""
     monkeypatch.setattr(module, "_SOONEST", 60.0)
     tracker = Tracker(8)
     promised = [announce(tracker, number).next for number in range(10)]
@@ -472,7 +472,7 @@ async def test_a_member_is_told_the_same_chunk_until_it_requests_it() -> None:
 
 
 async def test_a_promise_ends_when_its_member_requests_another_chunk() -> None:
-    """It may have the promised one."""
+    """Another member may then have the promised chunk."""
     tracker = Tracker(2)
     chunk = announce(tracker, 1).next
     assert chunk is not None
@@ -499,7 +499,7 @@ async def test_what_is_requested_unbidden_is_promised_to_nobody() -> None:
 async def test_a_promise_that_has_lapsed_stays_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also if the chunk is promised to another member meanwhile."""
+    """A lapsed promise does not revive, also if another member has had it."""
     tracker = Tracker(1)
     assert announce(tracker, 1).next == 0
     monkeypatch.setattr(module, "_PROMISE_LAPSES", SlowAfter(3.0, unknown_s=0.05))
@@ -552,7 +552,7 @@ async def test_a_member_is_not_told_of_those_that_it_knows() -> None:
 async def test_a_member_takes_little_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At most 400 bytes, of which half say when its lease ends."""
+    """A member takes at most 400 bytes, half of them for the end of its lease."""
     monkeypatch.setattr(module, "heartbeat", lambda _: 600.0)  # tracing is slow
     tracker, count = Tracker(2048), 1000
     gc.collect()

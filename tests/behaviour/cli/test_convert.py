@@ -90,7 +90,7 @@ def source(tmp_path: Path) -> Path:
 
 
 class TestForms:
-    """What each form can hold."""
+    """Each form holds certain values."""
 
     @pytest.mark.parametrize("middle", ["m.pt", "step-9"])
     def test_there_and_back(self, cli: Commands, tmp_path: Path, middle: str) -> None:
@@ -152,7 +152,7 @@ class TestForms:
     def test_inspect_says_what_other_readers_get(
         self, cli: Commands, tmp_path: Path
     ) -> None:
-        """Of each tensor; and that is what safetensors' own reader does get."""
+        """`inspect` says what safetensors' own reader gets of each tensor."""
         path = save(tmp_path / "s-1", ODD)
         report = json.loads(cli("inspect", path, "--json")[0])
         theirs = load_file(path / "checkpoint_0.safetensors")
@@ -189,7 +189,7 @@ class TestForms:
     def test_what_a_plain_file_cannot_hold(
         self, cli: Commands, tmp_path: Path, state: Any, reason: str
     ) -> None:
-        """Nothing is written then."""
+        """The command writes nothing if a plain file cannot hold the state."""
         save(tmp_path / "s", state)
         target = tmp_path / "m.safetensors"
         assert reason in cli.error("convert", tmp_path / "s", target)
@@ -241,7 +241,7 @@ class TestForms:
 
 
 class TestHostileSources:
-    """A file may come from anybody."""
+    """The source of a conversion may come from anybody."""
 
     @pytest.mark.parametrize("kind", ["list", "dict", "deep"])
     def test_no_tree_is_too_odd(self, cli: Commands, tmp_path: Path, kind: str) -> None:
@@ -346,7 +346,7 @@ class TestDisk:
             assert names(disk) == []
 
     def test_it_is_read_only(self, cli: Commands, tmp_path: Path, form: str) -> None:
-        """To write; what is on it can be converted."""
+        """A checkpoint on a read-only disk can be converted, but not written there."""
         with small_disk(tmp_path / "disk", 2 << 20) as disk:
             save(disk / "s-1", {"a": torch.ones(3)})
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
@@ -391,7 +391,7 @@ class TestInTheWay:
         assert (tmp_path / "precious" / "file").exists()
 
     def test_the_same_name(self, cli: Commands, tmp_path: Path, source: Path) -> None:
-        """Nor is a link written to, wherever it leads."""
+        """The command does not write to a link, wherever it leads."""
         (tmp_path / "link.pt").symlink_to("nowhere")
         for target in (source, tmp_path / "link.pt", tmp_path, "/", "."):
             assert "it is there already" in cli.error("convert", source, target)

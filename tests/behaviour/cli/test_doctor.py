@@ -38,7 +38,7 @@ def found(name: str, settings: HostSettings = WELL) -> Finding:
 
 
 def test_a_good_machine_has_nothing_to_set() -> None:
-    """No advice for its own sake."""
+    """`doctor` gives no advice on a machine whose settings are good."""
     findings = judge(WELL)
     assert not [finding for finding in findings if finding.limits]
     assert as_text(findings).endswith("\nNothing to set.\n")
@@ -62,7 +62,7 @@ def test_a_good_machine_has_nothing_to_set() -> None:
 def test_a_setting_that_limits_has_a_remedy(
     name: str, changes: dict[str, object], remedy: str
 ) -> None:
-    """One line, which can be pasted."""
+    """The remedy of a setting is one line that can be pasted."""
     advice = found(name, replace(WELL, **changes)).remedy  # type: ignore[arg-type]
     assert remedy in advice
     assert "\n" not in advice
@@ -76,7 +76,7 @@ def test_a_slow_loopback_is_advised_on_only_where_the_library_cannot_help() -> N
 
 
 def test_what_the_system_does_not_say_is_no_error() -> None:
-    """Not every system has these files."""
+    """`doctor` does without the files that not every system has."""
     bare = replace(
         WELL,
         congestion="",

@@ -93,7 +93,7 @@ def test_every_way_to_name_a_checkpoint(
 def test_the_environment_may_hold_the_token(
     cli: Commands, server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that it is in no list of processes."""
+    """A token in the environment appears in no list of processes."""
     (tmp_path / "token").write_text(f"{server.token}\n")
     monkeypatch.setenv("AIOCKPT_TOKEN_PATH", str(tmp_path / "token"))
     cli("fetch", server.base, "-q", "-o", tmp_path / "f")
@@ -105,7 +105,7 @@ class TestMessages:
     def test_a_summary_where_nobody_watches(
         self, cli: Commands, server: Serving, tmp_path: Path
     ) -> None:
-        """Plain lines, and no control characters."""
+        """Without a terminal, the summary has plain lines and no control characters."""
         out, err = cli("fetch", server.metadata, "-o", tmp_path / "f")
         assert out == ""
         assert re.search(r"f: step 7, snapshot [0-9a-f]{32}\n41.9 MB at .*/s", err)
@@ -233,7 +233,7 @@ async def a_slow_sender() -> AsyncIterator[tuple[Any, str]]:
 def test_commands_that_fetch_the_same_serve_each_other(
     tmp_path: Path, command: str, joins: bool
 ) -> None:
-    """Unless they are told not to."""
+    """Commands join a swarm unless an option says that they do not."""
     places = [tmp_path / name for name in "abc"]
     one_step = command == "fetch"
     files = places if one_step else [each / "step-7.safetensors" for each in places]
@@ -264,7 +264,7 @@ class TestBadConnections:
     def test_broken_ones_are_made_again(
         self, cli: Commands, server: Serving, file: Path, tmp_path: Path
     ) -> None:
-        """Within one fetch."""
+        """One fetch replaces the connections that break."""
         cuts = [CutAfter(CHUNK // 2, reset=bool(n % 2)) for n in range(4)]
         with beside(FaultProxy("127.0.0.1", server.port, faults=cuts)) as proxy:
             url = proxy.url(f"/checkpoint/#{server.token}")

@@ -85,7 +85,7 @@ async def test_each_step_is_a_file_until_it_is_interrupted(tmp_path: Path) -> No
 
 
 async def test_a_trainer_that_starts_again_is_followed(tmp_path: Path) -> None:
-    """From the lower step with which it goes on."""
+    """The command goes on from the lower step of a restarted trainer."""
     port = free_port()
     async with trainer(port) as sender:
         await publish(sender, 7, 1)

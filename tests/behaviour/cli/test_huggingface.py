@@ -160,7 +160,7 @@ class TestSources:
         equal(written(tmp_path / "whole"), MODEL)
 
     def test_the_part_of_one_rank(self, cli: Commands, tmp_path: Path) -> None:
-        """It has that rank's local tensors."""
+        """A directory of one rank has that rank's local tensors."""
         source = sharded(tmp_path / "s-1", seed=torch.tensor)
         target = tmp_path / "out"
         cli("convert", source, target, "--hf", "--rank", 1)
@@ -275,7 +275,7 @@ class TestContents:
                 assert torch.equal(*same), key
 
     def test_numbers_that_are_too_large(self, cli: Commands, tmp_path: Path) -> None:
-        """They would become infinite."""
+        """The command refuses numbers that would become infinite."""
         source = save(tmp_path / "s-1", {"a": torch.ones(2), "b": torch.tensor(1e6)})
         target = tmp_path / "out"
         error = cli.error("convert", source, target, "--hf", "--dtype", "float16")
@@ -408,7 +408,7 @@ class TestContents:
 
 
 class TestFiles:
-    """The directory itself."""
+    """The directory has the files of its form."""
 
     def test_what_comes_along(self, cli: Commands, tmp_path: Path) -> None:
         """The configuration and the tokenizer; nothing else."""
@@ -435,7 +435,7 @@ class TestFiles:
         assert config == {"dtype": "float16", "torch_dtype": "float16", "a": 1}
 
     def test_overwrite(self, cli: Commands, tmp_path: Path) -> None:
-        """Of such a directory; what only it has beside the weights stays."""
+        """`--overwrite` replaces the weights, and keeps what only the directory has."""
         one = save(tmp_path / "s-1", {"a": torch.ones(3), "b": torch.ones(9)})
         two = save(tmp_path / "s-2", {"a": torch.zeros(3)})
         target = tmp_path / "out"
@@ -490,7 +490,7 @@ class TestFiles:
         assert names(tmp_path) == ["s-1"]
 
     def test_options_that_need_each_other(self, cli: Commands, tmp_path: Path) -> None:
-        """The message says which."""
+        """The message says which option needs which."""
         source = save(tmp_path / "s-1", {"a": torch.ones(3)})
         for option in ("--dtype=float16", "--rename=a=b", "--max-shard-size=5GB"):
             error = cli.error("convert", source, tmp_path / "o", option, code=2)
@@ -540,7 +540,7 @@ class TestFiles:
     def test_damage(
         self, cli: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of the source, or of what the disk holds: no directory."""
+        """The command writes no directory of a damaged source."""
         source, target = sharded(tmp_path / "s-1"), tmp_path / "out"
         options = ["--hf", "--select", "model.embed"]
         sync = os.fsync

@@ -74,7 +74,7 @@ class TestInspect:
         }
 
     def test_another_tools_file(self, cli: Commands, tmp_path: Path) -> None:
-        """With its metadata; a name cannot control the terminal."""
+        """The page shows its metadata, and no name of it controls the terminal."""
         tensors = {"a\x1b[31m": torch.ones(2, dtype=torch.bfloat16)}
         save_file(tensors, tmp_path / "f", metadata={"format": "pt"})
         shown = cli("inspect", tmp_path / "f")[0]
@@ -113,7 +113,7 @@ class TestInspect:
         assert "1 rank wrote it" in cli.error("inspect", alone, "--rank", 1)
 
     def test_an_unfinished_checkpoint(self, cli: Commands, tmp_path: Path) -> None:
-        """It is none."""
+        """An unfinished checkpoint does not count as one."""
         (save(tmp_path / "s", {}) / MARKER).unlink()
         assert "it holds no marker" in cli.error("inspect", tmp_path / "s")
 
@@ -180,7 +180,7 @@ class TestVerify:
         damage: Callable[[Path], None],
         reason: str,
     ) -> None:
-        """All of it is named."""
+        """The command names everything that is damaged."""
         bad = tmp_path / "damaged.safetensors"
         bad.write_bytes(file.read_bytes())
         damage(bad)
@@ -209,7 +209,7 @@ class TestVerify:
 
 
 class TestLs:
-    """What is there, by step."""
+    """`ls` lists the checkpoints of a directory by step."""
 
     def test_whole_and_unfinished_ones(self, cli: Commands, tmp_path: Path) -> None:
         """The whole ones on stdout, the others on stderr."""

@@ -34,7 +34,7 @@ ODD = [
 
 @pytest.mark.parametrize("name", ODD)
 def test_a_shell_gets_each_word_as_it_is(name: str) -> None:
-    """And a terminal gets no character that controls it."""
+    """A quoted word survives the shell, and has no control character for a terminal."""
     line = command_line("printf", "%s", name)
     assert line.isprintable()
     done = subprocess.run(["bash", "-c", line], capture_output=True, check=True)
@@ -42,7 +42,7 @@ def test_a_shell_gets_each_word_as_it_is(name: str) -> None:
 
 
 def test_the_commands_to_paste_work_for_an_odd_name(tmp_path: Path) -> None:
-    """Also the file that they make has a name that no command takes for an option."""
+    """The pasted commands work, and no command takes the new file for an option."""
     name = "-\x1b]0;E\x07  '$(touch PWNED)\n1"
     save(tmp_path / name, {"w": torch.ones(3)})
     with serving(tmp_path / name) as running:
@@ -138,7 +138,7 @@ def test_an_empty_path_is_not_this_directory(cli: Commands, command: list[str]) 
 
 
 def test_what_the_encoding_of_a_terminal_lacks_is_escaped(tmp_path: Path) -> None:
-    """As on a host whose locale was never set up."""
+    """A host without a locale gets escapes instead of an error."""
     save(tmp_path / "m\u00f6del-1", {"w": torch.ones(1)})
     done = run_shell(f"PYTHONIOENCODING=ascii aiockpt ls {tmp_path}")
     assert (done.returncode, done.stderr) == (0, "")
@@ -176,7 +176,7 @@ def test_nothing_waits_for_a_fifo(
 def test_a_token_file_is_a_file(
     cli: Commands, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a device there is no end, and of a FIFO perhaps no beginning."""
+    """A device may have no end, and a FIFO no beginning, so both are refused."""
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", "/dev/zero"):
         monkeypatch.setenv("AIOCKPT_TOKEN_PATH", str(path))

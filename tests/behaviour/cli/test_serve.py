@@ -291,7 +291,7 @@ def test_a_damaged_file(cli: Commands, file: Path, tmp_path: Path) -> None:
 
 
 def test_ranks_of_which_none_is_chosen(cli: Commands, tmp_path: Path) -> None:
-    """Each wrote its own part."""
+    """Each rank wrote its own part, so the user has to choose one."""
     two_ranks(tmp_path / "step-9")
     error = cli.error("serve", tmp_path / "step-9", code=2)
     assert "choose one with --rank" in error
@@ -300,7 +300,7 @@ def test_ranks_of_which_none_is_chosen(cli: Commands, tmp_path: Path) -> None:
 def test_the_port_is_checked_before_the_file_is_read(
     cli: Commands, tmp_path: Path
 ) -> None:
-    """Reading may take minutes."""
+    """A taken port is an error at once, since reading may take minutes."""
     (tmp_path / "model.pt").write_bytes(b"PK\3\4 but no zip")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

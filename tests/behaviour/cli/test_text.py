@@ -43,7 +43,7 @@ class Terminal(io.StringIO):
     ],
 )
 def test_sizes_are_in_powers_of_1000(count: int, text: str) -> None:
-    """And never show four digits before the point, but for the last unit."""
+    """A size has at most three digits before the point, except in the last unit."""
     assert format_bytes(count) == text
 
 
@@ -61,13 +61,13 @@ def test_sizes_are_in_powers_of_1000(count: int, text: str) -> None:
     ],
 )
 def test_a_size_may_have_a_unit(text: str, nbytes: int) -> None:
-    """Of powers of 1024 or 1000, as its ``i`` says."""
+    """A unit with an ``i`` is a power of 1024, and one without it a power of 1000."""
     assert size(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "10G", "-1", "1e9", "10iB", "10PB", "nan"])
 def test_what_is_no_size_says_how_one_looks(text: str) -> None:
-    """Also what leaves open which unit is meant."""
+    """The error shows a size, also if the unit was ambiguous."""
     with pytest.raises(argparse.ArgumentTypeError, match="write 10GiB, 500MB"):
         size(text)
 
@@ -76,7 +76,7 @@ def test_what_is_no_size_says_how_one_looks(text: str) -> None:
     ("seconds", "text"), [(0, "0:00"), (7.4, "0:07"), (61, "1:01"), (3723, "1:02:03")]
 )
 def test_times_are_those_of_a_clock(seconds: float, text: str) -> None:
-    """Hours only where there are any."""
+    """A time shows hours only if there are any."""
     assert format_seconds(seconds) == text
 
 
@@ -115,11 +115,11 @@ class TestProgress:
 
     @pytest.mark.parametrize("width", [0, 10, 40, 60, 75, 200])
     def test_a_line_fits(self, width: int) -> None:
-        """However narrow the window is."""
+        """The line fits into a window of any width."""
         assert len(render(self.half, width)) <= width
 
     def test_a_stop_before_the_size_is_known_has_a_name(self) -> None:
-        """And nothing else to show."""
+        """The line shows the name of the phase, and nothing else."""
         assert render(Progress(stop="fetch_manifest"), 80) == "waiting"
 
     def test_the_bar_stays_on_its_line_and_ends_it(self) -> None:
@@ -145,7 +145,7 @@ class TestProgress:
         assert stream.getvalue().count("\r") <= 2
 
     def test_elsewhere_a_short_transfer_is_silent(self) -> None:
-        """Only its notes are written, as plain lines."""
+        """Without a terminal, a short transfer writes only notes, as plain lines."""
         stream = io.StringIO()
         bar = ProgressBar(stream)
         bar(self.half)
@@ -154,7 +154,7 @@ class TestProgress:
         assert stream.getvalue() == "done\n"
 
     def test_quiet_means_silent(self) -> None:
-        """On a terminal, too."""
+        """The bar writes nothing with ``quiet``, on a terminal too."""
         stream = Terminal()
         bar = ProgressBar(stream, quiet=True)
         bar(self.half)
@@ -191,12 +191,12 @@ class TestOutline:
         ]
 
     def test_a_flat_dict_of_tensors_is_one_line(self) -> None:
-        """The table of tensors lists them."""
+        """The tree shows one line, since the table of tensors lists the rest."""
         tree: Node = ["tensors", ["a", "b"], [0, 1]]
         assert outline(tree) == ["dict of 2: 2 tensors"]
 
     def test_a_long_list_is_cut(self) -> None:
-        """Nobody reads thousands of lines."""
+        """A list of thousands of items is shortened."""
         lines = outline(["list", list(range(1000))])
         assert lines[0] == "list of 1000"
         assert lines[-1] == "  ... and 970 more"
@@ -208,7 +208,7 @@ class TestOutline:
         assert len(outline(node)) == 1
 
     def test_a_deep_tree_is_no_problem(self) -> None:
-        """Nesting is not limited before decoding."""
+        """A tree of any depth can be shown, since decoding comes later."""
         node: Node = 1
         for _ in range(10_000):
             node = ["list", [node]]

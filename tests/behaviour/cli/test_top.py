@@ -49,7 +49,7 @@ async def announce(site: Site, have: int) -> None:
 
 @pytest.mark.asyncio
 async def test_one_snapshot_without_a_terminal() -> None:
-    """With a table of the members, whose words cannot control a terminal."""
+    """The table lists the members, and no word of theirs controls a terminal."""
     async with serving(memory(), swarm=Swarm()) as site:
         await announce(site, 4)
         code, out, err = await top(f"{site.url}#{TOKEN}")
@@ -72,7 +72,7 @@ async def test_one_snapshot_without_a_terminal() -> None:
 
 @pytest.mark.asyncio
 async def test_without_a_swarm_or_a_checkpoint() -> None:
-    """It says so in fewer lines."""
+    """The page is shorter, and says what is not there."""
     async with serving(Memory(1000)) as site:
         assert (await top(f"{site.url}#{TOKEN}"))[1].count("\n") == 3
     async with serving(swarm=Swarm()) as site:
@@ -83,7 +83,7 @@ async def test_without_a_swarm_or_a_checkpoint() -> None:
 
 @pytest.mark.asyncio
 async def test_a_terminal_is_drawn_again_until_it_is_interrupted() -> None:
-    """Once a second, with rates."""
+    """The command draws once a second, with rates."""
     ours, its = os.openpty()
     os.set_blocking(ours, False)
     async with serving(memory(), swarm=Swarm()) as site:
@@ -157,7 +157,7 @@ def swarm(**changes: Any) -> str:
     ids=["deep", "huge", "negative", "fewer than none"],
 )
 async def test_an_absurd_status(body: str) -> None:
-    """It is refused in one line."""
+    """The command refuses it in one line."""
 
     async def absurd(_: web.Request) -> web.Response:
         return web.Response(text=body, content_type="application/json")
@@ -170,5 +170,5 @@ async def test_an_absurd_status(body: str) -> None:
 
 
 def test_a_step_means_nothing(cli: Commands) -> None:
-    """The sender has one status."""
+    """A URL with a step is refused, since the sender has one status."""
     assert "leave it out" in cli.error("top", "http://h/7", code=2)

@@ -70,14 +70,14 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
 
 
 def test_no_arguments_are_answered_with_help(cli: Commands) -> None:
-    """It is wrong usage nevertheless."""
+    """The command prints help, and exits as after wrong usage."""
     out, err = cli(code=2)
     assert out == ""
     assert err == cli("--help")[0]
 
 
 def test_a_reader_that_leaves(file: Path) -> None:
-    """As ``head`` does; it is no error to speak of."""
+    """The command ends without an error if its reader leaves, as ``head`` does."""
     done = run_shell(f"{' '.join(aiockpt_command('inspect', file))} | true")
     assert done.stderr == ""
 
