@@ -176,7 +176,7 @@ class TestOneProcess:
             assert not [each for each in leaves(found) if isinstance(each, DTensor)]
 
     def test_in_part(self, saved: Path, kind: str) -> None:
-        """What differs is no error where nobody asks for it."""
+        """Values that differ are no error if nobody asks for them."""
         whole = known(saved / kind)
         found = aiockpt.load(saved / kind, select=["cut", "train.model"])
         check(found, whole)
@@ -251,7 +251,7 @@ def by_ranks(path: Path, *states: Any) -> Path:
 
 
 class TestRankValues:
-    """What differs by rank is never chosen in silence."""
+    """The load chooses no value silently that differs by rank."""
 
     SAME: ClassVar[dict[str, Any]] = {
         "nan": {"a": math.nan},
@@ -349,7 +349,7 @@ class TestRankValues:
             assert template["n"] == 1
 
     def test_as_many_ranks_get_their_own(self, four: Path) -> None:
-        """On another mesh, too, where the shards come from other files."""
+        """They do so on another mesh, too, where shards come from other files."""
         for rank in range(4):
             with as_rank(rank, 4):
                 for placement in (Shard(0), Shard(1)):
@@ -540,7 +540,7 @@ class TestTreesThatDiffer:
                 assert into["step"] == 3
 
     def test_dicts_are_united(self, tmp_path: Path) -> None:
-        """In the order in which the keys are met."""
+        """The keys are in the order in which they are met."""
         path = by_ranks(
             tmp_path / "s",
             {"a": {"x": 1}, "m": {"t": torch.ones(2)}},
@@ -628,7 +628,7 @@ class TestTreesThatDiffer:
                 check(into, {"a": {"w": WHOLE}})
 
     def test_two_meshes_that_split_in_two_ways(self, tmp_path: Path) -> None:
-        """What cannot be compared is not chosen."""
+        """The load refuses them, since they cannot be compared."""
         path = self.stages(tmp_path / "s", WHOLE, Shard(1))
         with pytest.raises(StateDictError, match=r"a\.w"):
             aiockpt.load(path)
@@ -636,7 +636,7 @@ class TestTreesThatDiffer:
         assert_same(found, {"a": {"w": WHOLE}, "n": 1})
 
     def test_each_rank_has_a_mesh_of_its_own(self, tmp_path: Path) -> None:
-        """Its tensors are as local as plain ones."""
+        """Such tensors are as local as plain ones."""
 
         def state_of(rank: int) -> Any:
             alone = DeviceMesh("cpu", [rank], _init_backend=False)
@@ -650,7 +650,7 @@ class TestTreesThatDiffer:
         assert_same(aiockpt.load(path, rank_values=1), {"w": WHOLE + 1})
 
     def test_one_rank_has_a_shard_and_another_all(self, tmp_path: Path) -> None:
-        """Nobody knows which of them is right."""
+        """The load refuses them, since it cannot know which is right."""
 
         def state_of(rank: int) -> Any:
             return {"a": {"w": cut(2) if rank else WHOLE}}
@@ -666,7 +666,7 @@ def sorted_items(value: Any) -> Any:
 
 
 class TestTemplates:
-    """What a rank wants is what its template has."""
+    """A rank's template says what it wants."""
 
     MESHES: ClassVar[dict[str, tuple[tuple[int, ...], tuple[Any, ...]]]] = {
         "rows": ((3,), (Shard(0),)),
@@ -1140,7 +1140,7 @@ class TestTemplates:
             assert torch.equal(own_one.weight.to_local(), rows_of(WHOLE, 1, 3))
 
     def test_what_differs_in_a_registered_leaf_of_shards(self, tmp_path: Path) -> None:
-        """Its path is told, and the choice is good for all of the leaf."""
+        """The error names its path, and the choice counts for all of the leaf."""
         path = assembled(
             tmp_path / "s", 2, lambda rank: [Settings(f"{rank}", cut(2), {})]
         )
@@ -1182,7 +1182,7 @@ class TestTemplates:
         assert_same(found, {"x": (WHOLE, second + 1)})
 
     def test_ties(self, tmp_path: Path) -> None:
-        """What is one tensor stays one; what is one only here is refused."""
+        """Tied tensors stay tied; a tie that only the template has is refused."""
 
         def state_of(rank: int) -> Any:
             tied = cut(3)
@@ -1282,7 +1282,7 @@ class TestTemplates:
                         assert torch.equal(into["w"].to_local(), expected)
 
     def test_slices_of_foreign_files(self, tmp_path: Path) -> None:
-        """Nothing else of a file of another tool is read."""
+        """The load reads nothing else of another tool's file."""
         save_file({"w": WHOLE, "other": WHOLE + 1}, tmp_path / "m.safetensors")
         told: list[aiockpt.TransferEvent] = []
         remove = aiockpt.add_hook(told.append)
@@ -1315,7 +1315,7 @@ class TestTemplates:
 
 
 class TestDamage:
-    """What is lost or wrong is named, before anything is written."""
+    """The load names what is lost or wrong before it writes anything."""
 
     @staticmethod
     def refused(kind: Any, words: str, path: Path, rank: int = 1) -> str:
@@ -1377,7 +1377,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("lost", [1, 3])
     def test_a_marker_that_forgets_a_rank(self, four: Path, lost: int) -> None:
-        """Its files are whole, and still a part of the tensor is lost."""
+        """The listed files are whole, and still a part of the tensor is lost."""
         (four / f"checkpoint_{lost}.safetensors").unlink()
         for rank in range(lost, 3):
             names = [f"checkpoint_{each}.safetensors" for each in (rank + 1, rank)]
@@ -1435,7 +1435,7 @@ class TestDamage:
             assert torch.equal(first["b"], WHOLE)
 
     def test_a_replica_does_not_hide_a_lost_file(self, tmp_path: Path) -> None:
-        """All files of the marker must be there, as for any load."""
+        """Every file that the marker names must be there, as for any load."""
 
         def state_of(rank: int) -> Any:
             mesh = init_device_mesh("cpu", (2, 2))
@@ -1447,7 +1447,7 @@ class TestDamage:
             aiockpt.load(path)
 
     def test_flipped_bits(self, tmp_path: Path) -> None:
-        """None of a thousand changes what is loaded; a note says what was modified."""
+        """None of a thousand flips changes a result; a note says what was modified."""
         big = torch.arange(60_000.0).view(200, 300)  # two chunks in each file
 
         def state_of(rank: int) -> Any:
@@ -1505,7 +1505,7 @@ def test_only_the_seeds_files_count_their_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"full": True}, {"rank_values": 0}])
 def test_a_peer_has_no_ranks(options: dict[str, Any]) -> None:
-    """What is for files only is refused, with what to do."""
+    """The load refuses options that are for files, and says what to do."""
     with pytest.raises(ValueError, match=r"for files.*leave them out, or load the dir"):
         aiockpt.load("http://127.0.0.1:1/checkpoint/1", **options)
 
@@ -1543,7 +1543,7 @@ WAYS_TO_WRITE: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS_TO_WRITE)
 def test_every_checkpointer_counts_its_loads(four: Path, way: str) -> None:
-    """On the mesh that saved, on another one, and in one process."""
+    """It does so on the mesh that saved, on another one, and in one process."""
     with WAYS_TO_WRITE[way]() as made:
         assert made.statistics().loads == LoadStatistics()
         expected = LoadStatistics()

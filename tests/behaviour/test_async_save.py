@@ -260,7 +260,7 @@ class TestStaging:
 
 
 class TestPolicy:
-    """What a third save does while one is written and one waits."""
+    """The policy says what a third save does while one is written and one waits."""
 
     @proves(
         "cell AsyncCheckpointer.save: timeout", "cell AsyncCheckpointer.save: cancel"
@@ -486,7 +486,7 @@ class TestFailure:
 
 
 class TestEnd:
-    """After the end nothing is left, and nothing is lost."""
+    """After the end, nothing is left and nothing is lost."""
 
     @proves("cell AsyncCheckpointer.close, aclose: success")
     async def test_leaving_the_block_writes_what_was_staged(
@@ -531,7 +531,7 @@ class TestCancel:
     """A save can be cancelled at every await, and the checkpointer stays usable."""
 
     async def test_save(self, tmp_path, config) -> None:
-        """What was cancelled is not there at all, or wholly."""
+        """A cancelled save leaves nothing, or the whole checkpoint."""
         async with make_async_checkpointer(config) as made:
             await (await made.save(state(), tmp_path / "first")).written()
             for turns in range(0, 60, 2):
@@ -571,7 +571,7 @@ class TestCancel:
 
     @pytest.mark.parametrize("heard", [0, 200_000])
     async def test_load_from_a_peer_that_says_nothing(self, heard: int) -> None:
-        """Nobody waits for the peer any longer, whose time limit is 10 seconds."""
+        """The cancel does not wait for the peer's time limit of 10 seconds."""
         template = {"weight": torch.zeros(500_000)}
         async with transport() as sender, make_async_checkpointer(THREAD) as made:
             await sender.send_checkpoint([1], 1, {"weight": torch.ones(500_000)})

@@ -70,7 +70,7 @@ def interrupt():
 
 
 class TestHandle:
-    """What a caller without a loop learns of a save."""
+    """A handle tells a caller without a loop what became of a save."""
 
     def test_waiting_has_an_end(self, tmp_path, gate, gated) -> None:
         """The write goes on, and can be waited for again."""
@@ -105,7 +105,7 @@ class TestHandle:
     def test_ctrl_c_ends_the_wait_for_earlier_saves(
         self, tmp_path, gate, gated
     ) -> None:
-        """Nothing of the interrupted save is written; the earlier ones are."""
+        """The interrupted save writes nothing, and the earlier ones are written."""
         handles = [gated.save(state(n), tmp_path / f"step-{n}") for n in (1, 2)]
         with interrupt():
             gated.save(state(3), tmp_path / "step-3")
@@ -135,7 +135,7 @@ class TestHandle:
         assert not (tmp_path / "b").exists()
 
     def test_threads_may_share_it(self, tmp_path, gate, gated) -> None:
-        """Their saves are written one after another."""
+        """The saves of several threads are written one after another."""
         gate.open(4)
         threads = [
             threading.Thread(target=gated.save, args=(state(n), tmp_path / f"step-{n}"))
@@ -149,7 +149,7 @@ class TestHandle:
         assert len(aiockpt.list_checkpoints(tmp_path)) == 4
 
     def test_a_block_that_fails_closes_it(self, tmp_path, gate, gated) -> None:
-        """What was handed over is written, and the block's error comes out."""
+        """The staged saves are written, and the block's error comes out."""
         gate.open()
 
         def train() -> None:

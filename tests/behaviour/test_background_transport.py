@@ -241,7 +241,7 @@ class TestIterators:
     def test_a_prepared_step_is_applied_by_its_caller(
         self, sender: Transport, receiver: Transport
     ) -> None:
-        """In the thread that uses the template, also after the loop."""
+        """The thread that uses the template applies it, also after the loop's end."""
         template = state(0)
         sender.send_checkpoint(step=1, state_dict=state(1))
         metadata = sender.metadata()
@@ -258,7 +258,7 @@ class TestIterators:
     def test_it_may_be_left(
         self, sender: Transport, receiver: Transport, how: str
     ) -> None:
-        """Nothing of it runs or holds memory afterwards."""
+        """A loop that is left runs nothing and holds no memory."""
         sender.send_checkpoint(step=1, state_dict=state(1))
         threads = others_than_pools()
         for _ in range(3):

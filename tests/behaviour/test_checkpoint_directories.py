@@ -219,7 +219,7 @@ class TestReplacing:
     """A name has the old checkpoint or the new one."""
 
     def test_a_second_save_replaces_the_first(self, tmp_path) -> None:
-        """All of it; the directories above are made."""
+        """The second save replaces all files, and makes the directories above."""
         path = save(tmp_path / "above" / "it" / "last", {"a": 1}, fsync=True)
         save(path, {"a": 2})
         assert load(path) == {"a": 2}
@@ -249,7 +249,7 @@ class TestReplacing:
             assert names(tmp_path) == ["last"]
 
     def test_what_cannot_move_along_stays(self, tmp_path, caplog) -> None:
-        """Beside the new checkpoint, and a warning says where."""
+        """It stays beside the new checkpoint, and a warning says where."""
         path = save(tmp_path / "last", {"a": 1})
         (path / "checkpoint_1.safetensors").write_text("precious")
         save_by_two(path)
@@ -286,7 +286,7 @@ class TestReplacing:
         assert names(tmp_path) == ["last"]
 
     def test_the_old_one_stands_in(self, tmp_path, path) -> None:
-        """After a crash between the two renames."""
+        """A crash between the two renames leaves the old one readable."""
         path.rename(tmp_path / ".step-7.old")
         assert load(path) == {"a": 1}
         found = latest(tmp_path)
@@ -360,7 +360,7 @@ class TestReplacing:
     @pytest.mark.parametrize("letter", ["x", "\N{BLACK STAR}"])
     @pytest.mark.parametrize("exchange", [True, False])
     def test_a_long_name(self, tmp_path, monkeypatch, length, letter, exchange) -> None:
-        """Nothing is left of what is replaced, or retired: its trash has a name too."""
+        """Replacing and retiring leave nothing, though the trash has a longer name."""
         if not exchange:
             monkeypatch.setattr(commit, "exchange", lambda *_: False)
         room = length - len("9")
@@ -373,7 +373,7 @@ class TestReplacing:
 
     @pytest.mark.parametrize("length", [250, 255, 256, 5000])
     def test_too_long_a_name(self, tmp_path, length: int) -> None:
-        """What is built beside it would have a longer one."""
+        """The save refuses it, since what is built beside it has a longer name."""
         with pytest.raises(StorageError, match="File name too long"):
             save(tmp_path / ("x" * length), {"a": 1})
         assert names(tmp_path) == []
@@ -483,7 +483,7 @@ class TestRetention:
 
 
 class TestSweep:
-    """What died is cleaned up by the next save, and what lives is not."""
+    """The next save removes what dead saves left, and nothing of live ones."""
 
     def test_a_dead_save_is_removed(self, tmp_path) -> None:
         """Its files are not locked any more; one live rank protects all files."""

@@ -132,14 +132,14 @@ class TestWriting:
 
     @proves("cell CheckpointProcess.submit: error")
     async def test_a_keyword_that_is_no_data_is_refused(self, tmp_path) -> None:
-        """In the caller, by its name; the process is as before."""
+        """The call raises with its name, and the process is as before."""
         async with process() as made:
             with pytest.raises(UnsupportedLeafError, match="model"):
                 await made.write(state(), tmp_path / "a", model=torch.nn.Linear(1, 1))
             await made.write(state(), tmp_path / "a")
 
     async def test_a_writer_of_ones_own_may_change_what_it_gets(self, tmp_path) -> None:
-        """Its state dict is over the same memory, and its changes are its own."""
+        """Its state dict has private pages, so its changes are its own."""
         stager = DefaultStager()
         async with process(checkpoint_writer_init_fn=OwnFormat) as made:
             with await stager.stage(state(), step=1) as staged:
@@ -204,7 +204,7 @@ class TestFuture:
         ids=["concurrent", "coroutine", "task"],
     )
     async def test_it_is_waited_for(self, tmp_path, future_of) -> None:
-        """Its result is written, staged or not; its exception is raised."""
+        """The result of a future is written, and its exception is raised."""
         stager = DefaultStager()
         async with process() as made:
             with await stager.stage(state(), step=1) as staged:
@@ -282,7 +282,7 @@ class TestChild:
 
     @pytest.mark.parametrize("told", [{}, {"nice": 0}, {"nice": 7, "io_idle": True}])
     async def test_it_is_as_nice_as_told(self, tmp_path, told: dict[str, Any]) -> None:
-        """When it is ready, with all its threads; its start is as quick as may be."""
+        """All its threads are nice once it is ready, and none before."""
         noted = tmp_path / "niceness"
         async with process(
             told, subprocess_init_fn=note_threads, subprocess_init_args=(str(noted),)
@@ -308,7 +308,7 @@ class TestChild:
             assert made.restarts == 0
 
     async def test_sigterm_lets_it_finish(self, tmp_path, gate) -> None:
-        """What was handed over is written; then it ends, and is replaced."""
+        """The process writes what it has, ends, and is replaced."""
         async with process(gate=gate) as made:
             submission = await submit(made, state(), tmp_path / "a")
             await has_begun(submission)
@@ -367,7 +367,7 @@ class TestChild:
     async def test_time_without_a_core_does_not_count(
         self, tmp_path, gate, monkeypatch
     ) -> None:
-        """On a busy host a process may need minutes for the work of a second."""
+        """A process on a busy host may need minutes for the work of a second."""
         monkeypatch.setattr(Child, "starved", 600.0)
         async with process(
             {"subprocess_init_timeout_secs": 0.2},
@@ -416,7 +416,7 @@ class TestDeath:
     async def test_the_write_fails_and_the_next_one_works(
         self, tmp_path, trouble: str, exitcode: int
     ) -> None:
-        """What is at the path is what was there before."""
+        """The path keeps what was there before."""
         async with process(checkpoint_writer_init_fn=Troubled) as made:
             await made.write(state(1.0), tmp_path / "a")
             pid = made.pid
@@ -476,7 +476,7 @@ class TestDeath:
         assert not (tmp_path / "b").exists()
 
     async def test_closing_cuts_a_pause_short(self, tmp_path, monkeypatch) -> None:
-        """What was handed over meanwhile is written; else nothing is started."""
+        """Saves that wait are written; otherwise no process is started."""
         monkeypatch.setattr(Pauses, "next", lambda *_: 600.0)
         for saves in (True, False):
             async with process() as made:
@@ -598,7 +598,7 @@ async def test_a_cancel_at_every_await_leaves_it_usable(tmp_path) -> None:
 
 
 class TestMainModule:
-    """What the child does with the trainer's main module."""
+    """The child may need the trainer's main module."""
 
     SCRIPT = """
 import asyncio, os, torch, aiockpt

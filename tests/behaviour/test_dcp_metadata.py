@@ -274,7 +274,7 @@ def test_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_directory_that_moved(tmp_path: Path) -> None:
-    """Nothing in it says where it was; a link to it is as good."""
+    """A directory that moved, or a link to it, loads as before."""
     save({"w": torch.ones(1)}, tmp_path / "saved")
     (tmp_path / "saved").rename(tmp_path / "moved")
     (tmp_path / "link").symlink_to("moved")

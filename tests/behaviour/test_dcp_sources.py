@@ -68,7 +68,7 @@ def test_everything(tmp_path: Path) -> None:
 
 
 def test_an_optimizer(tmp_path: Path) -> None:
-    """Its numbers, flags, lists and None; the states of random generators."""
+    """The numbers, flags, lists and None of an optimizer come back."""
     weight = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW([{"params": [weight], "lr": 0.5}], amsgrad=True)
     weight.sum().backward()

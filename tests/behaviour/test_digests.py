@@ -303,7 +303,7 @@ def lying(algorithm: str, /, **members: object) -> Manifest:
 
 
 class TestRefused:
-    """What a receiver refuses before it asks for data."""
+    """A receiver refuses these manifests before it asks for data."""
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ class TestFiles:
 
     @each
     def test_it_is_verified_and_loaded(self, tmp_path: Path, algorithm: str) -> None:
-        """Its chunks have digests in their full length; damage is named by them."""
+        """The chunks have digests of full length, and the error names damaged ones."""
         path, segment = tmp_path / "a.safetensors", noise(2 * CHUNK)
         manifest = described(segment, algorithm)
         path.write_bytes(bytes(manifest.header) + segment)

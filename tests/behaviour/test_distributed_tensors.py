@@ -87,7 +87,7 @@ PLACED: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 
 class TestRoundTrip:
-    """What arrives is what was sent, on an equal mesh."""
+    """An equal mesh receives what was sent."""
 
     @pytest.mark.parametrize("kind", PLACED)
     def test_placements(self, mesh: DeviceMesh, kind: str) -> None:
@@ -273,7 +273,7 @@ MALFORMED: dict[str, dict[str, Any]] = {
 
 
 class TestHostile:
-    """Whatever a peer claims ends in a typed error, before it costs anything."""
+    """Each claim of a peer ends in a typed error before it costs anything."""
 
     @pytest.fixture
     def state(self, mesh: DeviceMesh) -> dict[str, Any]:
@@ -348,7 +348,7 @@ class TestPlaces:
 
 
 class TestTemplate:
-    """What a template must share with the checkpoint, and what it may keep."""
+    """A template shares some facts with the checkpoint, and may keep others."""
 
     def test_what_differs(self, mesh: DeviceMesh) -> None:
         """Mesh, placements and shape are compared, and named."""
@@ -384,7 +384,7 @@ class TestShardedTensor:
         return {"w": zeros(ChunkShardingSpec(0, ranks), 2 * WORLD, 3)}
 
     def test_round_trip(self, state: dict[str, Any]) -> None:
-        """All of its metadata survives, and the group that it is on."""
+        """All metadata of the tensor survives, with its group."""
         found = round_trip(state)
         assert_same(found, state)
         assert found["w"].metadata() == state["w"].metadata()

@@ -117,7 +117,7 @@ class TestSteps:
 
     @proves("cell HTTPTransport.steps: success")
     async def test_every_step_that_is_awaited_is_given(self):
-        """In the order of their publication, each once; what was missed is skipped."""
+        """Each step comes once, in order; missed ones are skipped."""
         async with pair() as (sender, receiver):
             steps = receiver.steps(sender.metadata())
             for step in (1, 2, 3, 5):
@@ -206,7 +206,7 @@ class TestSteps:
         "cell HTTPTransport.steps: the other one dies",
     )
     async def test_a_silent_peer_can_be_given_up(self, monkeypatch):
-        """After ``reconnect_timeout``; the iterator may be used again."""
+        """The iterator raises after ``reconnect_timeout``, and may be used again."""
         monkeypatch.setattr(manifests, "_POLL", 0.1)
         async with pair(stall_timeout=0.2) as (sender, receiver):
             async with proxied(sender, otherwise=StallAfter(0)) as proxy:
@@ -225,7 +225,7 @@ class TestSteps:
                 assert await soon(steps) == 1
 
     async def test_another_server_is_an_error(self):
-        """After three such answers in a row."""
+        """Three such answers in a row are an error."""
         wrong = Answer(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno")
         async with (
             pair() as (sender, receiver),
@@ -247,7 +247,7 @@ class TestSteps:
     )
     @pytest.mark.parametrize("after", [None, 3])
     async def test_what_is_not_the_sender_ends_the_wait(self, answer, kind, after):
-        """Whatever it answers: a proxy may answer for a sender that is gone."""
+        """A proxy may answer for a sender that is gone."""
         said = Answer(b"HTTP/1.1 " + answer + b"\r\nContent-Length: 0\r\n\r\n")
         async with pair() as (sender, receiver), proxied(sender, otherwise=said) as by:
             metadata = through(by, sender)
@@ -367,7 +367,7 @@ class TestFollow:
 
     @proves("cell HTTPTransport.follow: success")
     async def test_no_step_twice_and_none_that_is_torn(self):
-        """Whatever the trainer does meanwhile, steps rise and states are whole."""
+        """The steps rise and the states are whole, whatever the trainer does."""
         async with pair() as (sender, receiver), Trainer(sender, mib=2).training():
             seen: list[int] = []
             async with aclosing(receiver.follow(sender.metadata())) as follower:
@@ -541,7 +541,7 @@ class TestFollow:
     @pytest.mark.parametrize("process", [False, True])
     @pytest.mark.parametrize("when", ["waiting", "later", "retracted"])
     async def test_a_sender_that_goes_back_is_followed(self, when, process):
-        """In the same start, as a trainer does that rolls back to a checkpoint."""
+        """A trainer may roll back to a checkpoint without a restart."""
         async with pair(process=process) as (sender, receiver):
             await publish(sender, 10)
             follower = receiver.follow(sender.metadata())

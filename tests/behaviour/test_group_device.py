@@ -94,7 +94,7 @@ class TestMixed:
         monkeypatch: pytest.MonkeyPatch,
         direct: bool,
     ) -> None:
-        """What is on one end's device may be in the other's host memory."""
+        """A tensor may be on one end's device and in the other's host memory."""
         state, into = mixed(ours, 1.5), mixed(theirs, 0.0)
         into["large"] = torch.zeros(MIB)
         into["host large"] = theirs.put(torch.zeros(MIB // 2))
@@ -350,7 +350,7 @@ class TestFolding:
     @settings(max_examples=30)
     @given(st.integers(1, 3 * ROW_BYTES), st.integers(0, 5), st.integers(0))
     def test_it_is_what_the_text_says(self, size: int, lead: int, seed: int) -> None:
-        """Whatever the length, wherever the bytes start."""
+        """The digest is right for any length and any first byte."""
         make = torch.Generator().manual_seed(seed % 2**63)
         data = torch.randint(256, (lead + size,), generator=make, dtype=torch.uint8)
         row = fold(data[lead:], KEYS)[-1]

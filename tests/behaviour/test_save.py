@@ -262,7 +262,7 @@ class TestHooks:
     @proves("cell SaveHandle.written: error", "cell SyncCheckpointer.save: error")
     @pytest.mark.parametrize(("fails", "there"), [("pre", 1), ("post", 2)])
     def test_one_that_fails(self, tmp_path, kind, fails: str, there: int) -> None:
-        """Before the commit there is none; after it, the new checkpoint stays."""
+        """A hook that fails before the commit prevents it; later it does not."""
         save(tmp_path / "s-5", {"a": 1})
         checkpointer = sync_checkpointer(kind(tmp_path, fails=fails))
         with checkpointer, pytest.raises(KeyError, match=fails):
@@ -405,7 +405,7 @@ class TestUnchanged:
 
     @pytest.mark.parametrize("process", [None, True, False])
     def test_it_warns(self, tmp_path, events, caplog, process: bool | None) -> None:
-        """Its handle says so, its event, and one warning in the log."""
+        """The handle, the event and one line of the log have the warning."""
         paths = [tmp_path / f"step-{step}" for step in (1, 2, 3)]
         states = self.state(1), self.state(2), self.state(3, fill=2.0)
 

@@ -245,7 +245,7 @@ async def test_a_place_that_is_empty_gets_what_is_selected_only(
 async def test_a_short_list_grows_as_far_as_something_is_selected(
     select: Any, expected: list[Any]
 ) -> None:
-    """Nothing is put where nothing was asked for."""
+    """The list gets only the selected items."""
     async with pair() as (sender, receiver):
         await sender.send_checkpoint([], 1, {"l": [0, {"x": 1, "y": 2}, 2, None]})
         got = await receive(sender, receiver, select=select, into={"l": [7]})

@@ -224,7 +224,7 @@ class TestWithdrawal:
 
 
 class TestOffers:
-    """What is offered, and under which step."""
+    """A transport publishes a copy under a step."""
 
     @proves("cell HTTPTransport.allow_checkpoint: success")
     async def test_it_is_offered_under_the_new_step(self):

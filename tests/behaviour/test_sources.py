@@ -82,7 +82,7 @@ async def test_it_arrives_in_place(direct: bool) -> None:
 
 @proves("cell HTTPTransport.recv_checkpoint, metadata=[...]: success")
 async def test_it_arrives_anew_and_says_who_gave_what() -> None:
-    """In events, and in the progress of the whole."""
+    """Events and the progress of the whole say who gave what."""
     events: list[TransferEvent] = []
     seen: list[Progress] = []
     async with senders(2) as made, transport() as receiver:

@@ -178,7 +178,7 @@ class TestSafetensors:
 
     @pytest.mark.parametrize("indexed", [False, True])
     def test_a_directory_of_shards(self, tmp_path, indexed: bool) -> None:
-        """All that are in its index, or all that there are."""
+        """The load reads the files of the index, or else all files."""
         shards = {"1": {"x": torch.ones(3)}, "2": {"y": torch.ones(2)}}
         for name, shard in shards.items():
             save_file(shard, tmp_path / f"model-{name}.safetensors")

@@ -194,7 +194,7 @@ async def test_the_first_receiver_joins_when_a_second_one_comes() -> None:
 
 
 async def test_a_template_is_filled() -> None:
-    """In both ways; the members read from where the bytes arrive."""
+    """Members read from the memory that the receive fills."""
     for direct in (False, True):
         async with sending() as sender, receivers(3) as members, slow(sender) as url:
             into = [
@@ -754,7 +754,7 @@ def complaints(sender: Transport) -> list[int]:
 
 @proves("threat T10")
 async def test_a_lie_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the time between two announcements is."""
+    """The report does not wait for the next announcement."""
     monkeypatch.setattr("aiockpt.swarm.tracker.heartbeat", lambda _: 600.0)
     async with (
         sending() as sender,
@@ -773,7 +773,7 @@ async def test_a_lie_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_a_lie_is_reported_by_a_receiver_that_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before it leaves; the status of the sender shows it."""
+    """The receiver reports it before it leaves, and the sender's status shows it."""
     monkeypatch.setattr("aiockpt.swarm.tracker.heartbeat", lambda _: 600.0)
     url, host = "http://127.0.0.2:9/", "127.0.0.2"
     async with sending() as sender, receivers(1) as (receiver,):

@@ -157,7 +157,7 @@ def a_cycle(kind: str) -> Any:
 )
 @pytest.mark.allow_error_logs
 def test_a_cycle_is_named(tmp_path, kind: str, words: str) -> None:
-    """In a save, and in the template of a load; a shared container is no cycle."""
+    """Saves and templates name it; a shared container is no cycle."""
     with aiockpt.make_sync_checkpointer() as checkpointer:
         with pytest.raises(LimitExceededError, match=re.escape(words)) as caught:
             checkpointer.save(a_cycle(kind), tmp_path / "a")

@@ -236,7 +236,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("use_process", [False, True])
 def test_a_tilde_is_the_home_directory(home: Path, *, use_process: bool) -> None:
-    """In each path that is given, by every way to save and to load."""
+    """Each path of every verb that saves or loads may have one."""
     save("~/run/step-1", {"n": 1})
     config = aiockpt.CheckpointerConfig(use_process=use_process)
     with aiockpt.make_background_checkpointer(config) as checkpointer:

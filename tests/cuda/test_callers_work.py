@@ -235,7 +235,7 @@ async def test_a_cancel_in_the_middle_of_a_receive(card: Card) -> None:
 
 @on_a_loop
 async def test_memory_that_its_owner_frees_before_a_step_is_applied(card: Card) -> None:
-    """As ``module.to()`` does: the old memory may be another tensor's by then."""
+    """The apply refuses it, since the memory may be another tensor's by then."""
     async with pair() as (sender, receiver):
         await sender.send_checkpoint([], 1, state_on(card, 1))
         template = state_on(card, 0)

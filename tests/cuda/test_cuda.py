@@ -76,7 +76,7 @@ KINDS: dict[str, Callable[[], object]] = {
 
 
 class TestStaging:
-    """From the device."""
+    """The stager copies from the device."""
 
     @pytest.mark.parametrize("kind", KINDS)
     @on_a_loop
@@ -109,7 +109,7 @@ class TestStaging:
 
     @on_a_loop
     async def test_small_tensors_arrive(self) -> None:
-        """Of any size and dtype, together, and back."""
+        """Small tensors of all dtypes travel together, and back."""
         dtypes = torch.float32, torch.bfloat16, torch.int8, torch.bool
         state = {f"w{n}": on_device(n % 300).to(dtypes[n % 4]) for n in range(3000)} | {
             "columns": on_device(64, 64)[:, ::8],
@@ -145,7 +145,7 @@ class TestStaging:
 
     @on_a_loop
     async def test_the_loop_stays_live(self) -> None:
-        """While the device is busy, and while it copies."""
+        """The loop runs while the device computes and while it copies."""
         weight, lags = on_device(64 * MIB, fill=1), list[float]()
 
         async def tick() -> None:
@@ -167,7 +167,7 @@ class TestStaging:
 
     @on_a_loop
     async def test_the_arena_is_page_locked(self) -> None:
-        """Or the copies are neither fast nor asynchronous."""
+        """Otherwise the copies would be neither fast nor asynchronous."""
         async with stager(ports=port_for) as staging:
             snapshot = await staging.stage({"w": on_device(MIB)}, step=1)
             (view,) = snapshot._memory.buffers(0, 4096)
@@ -228,7 +228,7 @@ class TestStaging:
 
 
 class TestLoading:
-    """To the device."""
+    """The load copies to the device."""
 
     def state(self, fill: float | None = None) -> dict[str, torch.Tensor]:
         """Return a template, or what fills it."""
@@ -324,7 +324,7 @@ class TestLoading:
 
     @on_a_loop
     async def test_memory_beside_the_template_is_untouched(self) -> None:
-        """Only its elements are written."""
+        """The load writes only the template's elements."""
         ours = on_device(64, 64, fill=0)
         async with pair() as (sender, receiver):
             await sender.send_checkpoint(

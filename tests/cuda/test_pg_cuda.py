@@ -61,7 +61,7 @@ class TestOverGloo:
 
 
 class TestOnTheDevice:
-    """As over NCCL, but that one device has both ends."""
+    """Both ends are on one device, and it works as over NCCL."""
 
     @asynccontextmanager
     async def pair(self) -> AsyncIterator[tuple[Transport, Transport, Loopback]]:

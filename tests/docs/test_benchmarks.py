@@ -247,7 +247,7 @@ def test_what_a_process_spends_has_its_faults_and_its_children() -> None:
 def test_the_changed_chunks_are_spread(
     chunks: int, share: float, expected: list[int]
 ) -> None:
-    """At least one, where there shall be any."""
+    """At least one chunk changes, unless none shall change."""
     assert ends.changed_chunks(chunks * ends.CHUNK_BYTES, share) == expected
 
 
@@ -307,7 +307,7 @@ def test_a_row_beside_a_rival_that_failed_says_why() -> None:
 
 
 def test_the_mean_of_cells_takes_the_better_rival_of_each() -> None:
-    """Only of cells in which both rivals load."""
+    """The mean has only cells in which both rivals load."""
     found = {}
     for cell, ours, dcp, other in (("a", 1.0, 2.0, 4.0), ("b", 4.0, 8.0, 2.0)):
         found[cell] = found[f"{cell}, unverified"] = samples(*[ours] * 5)
@@ -381,7 +381,7 @@ def test_the_goals_that_are_missed_are_told() -> None:
 
 
 def test_a_report_says_what_a_gigabyte_took_of_both_ends(tmp_path: Path) -> None:
-    """Of each candidate in a row once; a process that is alone has one figure."""
+    """Each candidate has one row; a process that is alone has one figure."""
     found = made(ours=0.5, theirs=1.0)
     took = {f"{name}, receiving": at for at, name in enumerate(EFFORTS, 1)}
     both = {**took, "minor, sending": 20.0, "switches, sending": 30.0}
@@ -525,7 +525,7 @@ def test_two_trees_take_turns_in_one_run() -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("fresh_interpreters")
 def test_a_worker_uses_the_package_of_its_tree(tmp_path: Path) -> None:
-    """With these benchmarks, even if that tree has benchmarks of its own."""
+    """The worker has these benchmarks, even if its tree has others."""
     shutil.copytree(HERE / "aiockpt", tmp_path / "aiockpt")
     for name in ("aiockpt", "benchmarks"):
         init = tmp_path / name / "__init__.py"
@@ -668,7 +668,7 @@ def test_a_line_needs_root_and_its_tools(
 def test_an_earlier_report_can_be_shown_and_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without measuring anew; a missed target is an error only if asked."""
+    """Nothing is measured; a missed target is an error only if asked for."""
     new, other = tmp_path / "new.json", tmp_path / "x.json"
     found = made(ours=0.9, theirs=1.0)
     found["rows"][0]["verdict"] = "missed"
@@ -684,7 +684,7 @@ def test_an_earlier_report_can_be_shown_and_checked(
 
 
 def test_a_page_keeps_the_cases_that_were_not_measured(tmp_path: Path) -> None:
-    """With their dates; of other machines, sizes or rounds it keeps nothing."""
+    """Such cases keep their dates, unless machine, size or rounds differ."""
     old = json.loads((PAGE / "benchmarks.json").read_text())
     new = json.loads(json.dumps(old))
     new["cases"] = {"star": old["cases"]["star"] | {"date": "2099-01-02 03:04 UTC"}}

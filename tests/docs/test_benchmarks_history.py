@@ -37,7 +37,7 @@ def run(
     ],
 )
 def test_a_time_is_slower(before: list[float], now: float, worse: bool) -> None:
-    """By more than a tenth of the median, and than every run before."""
+    """It exceeds the median by more than a tenth, and every run before."""
     lines = slower(run(now), [run(each) for each in before])
     assert bool(lines) is worse
     assert all(line.startswith(RECEIVE) for line in lines)

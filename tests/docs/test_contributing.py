@@ -42,7 +42,7 @@ def test_the_fixtures_are_there() -> None:
 
 
 def test_the_hooks_have_the_pinned_versions() -> None:
-    """Or a commit passes here and fails in CI."""
+    """With other versions, a commit would pass here and fail in CI."""
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
     found = re.findall(r"([\w-]+)==([\w.]+)", hooks)
     assert len(found) >= 3

@@ -40,7 +40,7 @@ def ways() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("path", BOUNDS)
 def test_a_path_is_short(path: str, ways: dict[str, list[str]]) -> None:
-    """From the verb to the system call, and both ends of it are seen."""
+    """The path reaches from the verb to the system call, and both ends are seen."""
     way = ways[path]
     assert len(way) > 3, "the spy saw no system call"
     assert len(way) <= BOUNDS[path], "\n".join(way)

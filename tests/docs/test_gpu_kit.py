@@ -147,7 +147,7 @@ def test_what_does_not_fit_into_the_time_is_left_out() -> None:
 def test_tests_that_fail_are_told(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With their names, and what pytest printed; the cases go on."""
+    """The report names them, with pytest's output, and the cases go on."""
     path = elsewhere / "test_it.py"
     path.write_text("def test_a(): pass\ndef test_b(): assert 1 == 2\n")
     monkeypatch.setattr(gpu, "_TESTS", (str(path),))
@@ -162,7 +162,7 @@ def test_tests_that_fail_are_told(
 def test_a_failure_is_told_before_the_tests_are_killed(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where it failed and where it hung; pytest's own summary comes too late."""
+    """The report says where they failed and hung; pytest's summary comes too late."""
     path = elsewhere / "test_it.py"
     path.write_text(
         "import os, signal, time\n"
@@ -193,7 +193,7 @@ def test_every_test_of_devices_is_run() -> None:
 async def test_torch_may_close_its_stager_after_each_save(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch 2.11 does; its next save failed with ``KeyError``."""
+    """torch 2.11 closes it, and its next save failed with ``KeyError``."""
     staging: Any = import_module("torch.distributed.checkpoint.staging")
     # Without a device it can neither lock pages nor copy in the background.
     options = partial(staging.StagingOptions, False, True, True, False)
@@ -244,7 +244,7 @@ def test_the_tests_of_devices_need_no_fixture_of_ours() -> None:
 
 
 def test_the_page_has_what_was_measured(elsewhere: Path) -> None:
-    """With machine, date and versions beside each row."""
+    """Each row has its machine, date and versions."""
     alike: Sample = {"ms": 10.0, "speed": 20.0, "seconds": 1.0}
     samples: Samples = [
         {**alike, "speed": speed} for speed in (0, 18.0, 19.0, 20.0, 21.0, 22.0)

@@ -111,7 +111,7 @@ async def test_every_answer_is_of_one_step_while_steps_come():
 
 
 async def test_a_worker_serves_on_while_the_trainer_is_gone():
-    """With what it has, and follows again when the trainer is back."""
+    """The worker serves what it has, and follows again later."""
     async with (
         transport() as sender,
         proxied(sender) as proxy,
@@ -129,7 +129,7 @@ async def test_a_worker_serves_on_while_the_trainer_is_gone():
 
 
 async def test_a_worker_that_may_not_read_fails():
-    """To wait for another answer would help nobody."""
+    """The worker ends, since waiting would not help."""
     async with transport() as sender, working(sender.address() + "#another") as worker:
         await settle(lambda: sender.statistics().refused, patience=PATIENCE)
         async with asyncio.timeout(PATIENCE):

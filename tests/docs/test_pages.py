@@ -68,7 +68,7 @@ def test_the_torchft_page_names_tests_that_exist() -> None:
 
 
 def test_every_word_of_the_table_of_failures_is_explained() -> None:
-    """And none that no cell has."""
+    """The list explains each word of the table, and no other."""
     _, _, text = FAILURES.read_text().partition("## The words")
     explained = re.findall(r"^\* \*\*(.+?)\*\*", text, re.MULTILINE)
     used = {

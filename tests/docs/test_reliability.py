@@ -72,7 +72,7 @@ def test_a_test_that_fails_fails_its_row() -> None:
 
 
 def test_what_a_test_writes_is_read(tmp_path: Path, monkeypatch) -> None:
-    """Of a test that ran twice, the second time counts."""
+    """The last run of a test counts."""
     monkeypatch.setattr(matrix, "OUT", str(tmp_path / "results"))
     for value in (3.0, 1.0):
         record = Record(5, "test")
@@ -88,7 +88,7 @@ def test_what_a_test_writes_is_read(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_figure_that_is_exceeded_fails_where_it_is_measured(monkeypatch) -> None:
-    """And elsewhere only where no busy machine explains it."""
+    """It fails elsewhere only if no busy machine explains it."""
     record = Record(5, "test")
     record.within("time", 2.0, 1.0)
     record.at_least("share", 0.5, 0.8)

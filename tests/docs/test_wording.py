@@ -54,7 +54,7 @@ def test_the_token_has_one_name() -> None:
 
 
 def test_parameters_have_it_too() -> None:
-    """Of what a program calls."""
+    """The parameters of public calls have the same wording."""
     for call in (aiockpt.make_token, aiockpt.Auth):
         assert "token" in inspect.signature(call).parameters
         assert not set(map(OTHER_NAMES.search, inspect.signature(call).parameters)) - {

@@ -115,7 +115,7 @@ async def claiming(sends: int | None) -> AsyncIterator[str]:
 async def test_a_claim_of_gigabytes_takes_no_memory(
     record: Record, sends: int | None
 ) -> None:
-    """Whether the peer answers, and whether the first bytes come."""
+    """Nothing is allocated, whether or not the first bytes come."""
     async with claiming(sends) as url:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", RECEIVES, url),
@@ -161,7 +161,7 @@ async def test_a_flood_of_informational_answers_ends_at_once(
 async def test_a_host_that_is_short_is_named(
     record: Record, short: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not the peer, which is well; and the next receive succeeds."""
+    """The error blames the host, not the peer, and the next receive succeeds."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise RuntimeError("can't start new thread")

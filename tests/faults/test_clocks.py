@@ -50,7 +50,7 @@ HOUR = 3600.0
 async def test_a_loop_that_stands_still_is_not_taken_for_a_stalled_peer(
     record: Record,
 ) -> None:
-    """Of either end: every block is shorter than the stall timeout, if not by much."""
+    """Each block of either loop is a little shorter than the stall timeout."""
     for block in record.pick([0.3], [0.1, 0.5, 1.0, 5.0]):
         # Some blocks long: the bytes come in between.
         slow = Drip(rate=1e6 / block, burst=1 << 16)
@@ -206,7 +206,7 @@ async def test_an_expired_deadline_of_a_process_group_breaks_nothing(
 async def test_a_save_that_is_late_before_it_begins_saves_nothing(
     tmp_path: Path, record: Record
 ) -> None:
-    """And training goes on."""
+    """The save fails, and training goes on."""
     config = aiockpt.CheckpointerConfig(use_process=False, raise_on_failure=True)
     async with aiockpt.make_async_checkpointer(config) as made:
         for limit in (0, timedelta(0), 1e-9):

@@ -112,7 +112,7 @@ async def test_an_answer_may_end_after_any_byte(record: Record, reset: bool) -> 
 
 @proves("fault 7")
 async def test_an_answer_without_a_length_is_none(record: Record) -> None:
-    """Nor is one in chunks that breaks off, or one with too large a length."""
+    """An answer that breaks off, or whose length is too large, is refused, too."""
     async with pair(reconnect_timeout=0, stall_timeout=1) as (sender, receiver):
         await sender.send_checkpoint([], 1, noise(200 / MIB))
         asked = await asyncio.open_connection(*address_of(sender))

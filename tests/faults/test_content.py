@@ -176,7 +176,7 @@ async def test_a_certificate_that_is_not_good_is_a_typed_error(
 async def test_a_tls_stream_that_ends_early_is_a_body_that_ended_early(
     record: Record, reset: bool
 ) -> None:
-    """Without close_notify: it goes on where it broke off."""
+    """Without close_notify, the receive resumes where the stream broke off."""
     server, client = certificate(trustme.CA())
     chance, state = record.chance(), noise(1)
     options = {"ssl_context": server, "client_ssl_context": client, "connections": 1}

@@ -40,7 +40,10 @@ def calls_for(record: Record, what: str) -> tuple[str, ...]:
 def test_a_writer_that_is_killed_leaves_nothing_torn(
     tmp_path: Path, record: Record
 ) -> None:
-    """At each call: the old one or the new one (C1); the next save cleans up."""
+    """Killed at each call, it leaves the old one or the new one (C1).
+
+    The next save cleans up.
+    """
     directory = tmp_path / "checkpoints"
     for calls in calls_for(record, "KILL"):
         struck = 0
@@ -111,7 +114,7 @@ def test_a_checkpoint_is_replaced_where_names_cannot_be_exchanged(
 def test_an_overlay_that_cannot_rename_its_directories(
     tmp_path: Path, record: Record
 ) -> None:
-    """As of a container image: replaced and retired, and whole whenever it dies."""
+    """In a container image, checkpoints are replaced and retired, and stay whole."""
     image, spare = tmp_path / "image", tmp_path / "spare"
     spare.mkdir()
     torn.prepare(image)

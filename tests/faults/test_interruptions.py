@@ -113,7 +113,7 @@ async def test_a_cancel_anywhere_leaves_a_transport_usable(
 
 @proves("fault 25")
 async def test_a_cancelled_shutdown_goes_on(record: Record) -> None:
-    """And leaves nothing, wherever it was cancelled."""
+    """The shutdown leaves nothing, wherever it was cancelled."""
     seen: Counter[str] = Counter()
     peers: list[Transport] = []
 
@@ -133,7 +133,7 @@ async def test_a_cancelled_shutdown_goes_on(record: Record) -> None:
 @proves("fault 26")
 @pytest.mark.parametrize("verb", VERBS)
 async def test_a_failure_anywhere_is_a_typed_error(record: Record, verb: str) -> None:
-    """Or is got over: a connection that fails is made again."""
+    """A failed connection is replaced, and any other failure has a type."""
     seen: Counter[str] = Counter()
     for _ in range(record.pick(1, 3)):
         async with pair() as (sender, receiver):

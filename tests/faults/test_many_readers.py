@@ -43,7 +43,7 @@ class Gaps:
 @proves("threat D8")
 @proves("fault 42")
 async def test_very_many_readers_do_not_stall_the_senders_loop(record: Record) -> None:
-    """As many as are admitted read, others wait or come back, and nobody is cut off."""
+    """The admitted ones read, the others wait or come back, and none is cut off."""
     count = record.pick(600, 2000)
     async with transport(timeout=60, chunk_bytes=16 << 20) as sender:
         await sender.send_checkpoint([1], 1, weights(mib=8))

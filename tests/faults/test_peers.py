@@ -81,7 +81,7 @@ async def test_a_sender_that_comes_back_finishes_the_transfer(record: Record) ->
 
 @proves("fault 3")
 async def test_a_sender_that_stands_still_for_ever_is_given_up(record: Record) -> None:
-    """By the stall timeout, whether it stops before or within its answers."""
+    """The stall timeout ends it, before an answer and within one."""
     for seed in record.part_of(range(4), few=1):
         async with (
             sender(mib=SIZE, chunk_bytes=CHUNK) as peer,

@@ -57,7 +57,7 @@ def state(fill: float) -> dict[str, Any]:
 async def test_a_writer_that_is_killed_fails_its_save_only(
     tmp_path: Path, record: Record
 ) -> None:
-    """At any moment; the checkpoint before it is whole, and the next save works."""
+    """The checkpoint before stays whole, and the next save works."""
     chance = random.Random(20)
     failed = 0
     async with aiockpt.make_async_checkpointer() as made:
@@ -177,7 +177,7 @@ async def test_a_rank_that_is_killed_is_an_error_soon(
 async def test_a_rank_that_stands_still_is_an_error_at_the_deadline(
     tmp_path: Path, record: Record
 ) -> None:
-    """And not much later."""
+    """The error comes not much later than the deadline."""
     limit = record.pick(1, 6)
     for run, life in enumerate(record.pick(["send"], ["send", "receive"])):
         async with joined(tmp_path, run, life) as (ours, peer):

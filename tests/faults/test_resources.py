@@ -52,7 +52,7 @@ async def test_a_sender_without_descriptors_serves_again(record: Record) -> None
 
 @proves("fault 14")
 async def test_a_receiver_without_descriptors_fails_plainly(record: Record) -> None:
-    """Or does with fewer connections; and works as soon as there are some again."""
+    """It uses fewer connections or fails, and works with free descriptors again."""
     state = noise(4)
     async with sender(mib=4) as peer:
         up = range(12)

@@ -72,7 +72,7 @@ def fetching(members: list[Transport], url: str) -> list[asyncio.Task[Any]]:
 
 @proves("fault 57", "invariant 1")
 async def test_a_third_of_the_members_is_killed(record: Record, tmp_path: Path) -> None:
-    """And as many join; all that live get every byte."""
+    """As many others join, and all that live get every byte."""
     for seed in record.part_of(range(10), few=1):
         async with swarming(0) as (sender, _, url):
             files = [tmp_path / f"{seed}-{n}" for n in range(8)]
@@ -276,7 +276,7 @@ async def test_clocks_do_not_matter(record: Record, tmp_path: Path) -> None:
 async def test_the_owner_of_a_lingering_member_changes_its_tensors(
     record: Record,
 ) -> None:
-    """At any moment: those that read from it get the right bytes, and blame nobody."""
+    """The members that read from it get the right bytes, and blame nobody."""
     chance = record.chance()
     for _ in record.part_of(range(20), few=1):
         async with told() as events, swarming(2, swarm=Swarm(linger=60)) as found:

@@ -95,7 +95,7 @@ class TestFetchManifest:
             assert await fetch_manifest(client, peer.source()) == peer.manifest
 
     async def test_waits_until_the_step_is_published(self) -> None:
-        """While the step is not there yet the client asks again, and says so."""
+        """The client asks again, and says so, until the step is there."""
         errors = [StepNotFoundError(STEP), StepNotFoundError(STEP, serving=STEP - 1)]
         told: list[AiockptError] = []
         meddle = refusing(*errors)

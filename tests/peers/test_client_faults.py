@@ -184,7 +184,7 @@ async def test_slow_peer_is_no_silent_peer(fast_path, busy) -> None:
 async def test_peer_that_is_not_there_is_tried_until_the_reconnect_timeout(
     fast_path, seconds
 ) -> None:
-    """At once where there is none; the error asks the right question."""
+    """Without a timeout it fails at once, and the error asks the right question."""
     async with (
         serving(SMALL) as peer,
         receiver(fast_path=fast_path, reconnect_timeout=seconds) as client,

@@ -71,7 +71,7 @@ class TestOneFails:
         ],
     )
     async def test_it_is_dropped(self, kind: str, reason: str) -> None:
-        """At its first answer, and next to nothing of it counts."""
+        """The peer is dropped at its first answer, of which almost nothing counts."""
         held = checkpoint()
         async with (
             replicas(held, held, checkpoint(step=8)) as sites,
@@ -210,7 +210,7 @@ class TestAllFail:
         assert sum(fetch.given) == fetch.target.chunks * CHUNK > 0
 
     async def test_all_have_gone_on(self) -> None:
-        """To another step."""
+        """All peers serve another step."""
         later = checkpoint(step=8)
         async with replicas(later, later) as sites, receiver() as client:
             fetch = Fetch(client, [source(site) for site in sites])

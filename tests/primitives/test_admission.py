@@ -141,7 +141,7 @@ async def test_a_body_is_spared_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 @proves("threat D23")
 async def test_nobody_is_ended_while_places_become_free() -> None:
-    """However many wait: a crowd of honest receivers is only served in turns."""
+    """A crowd of honest receivers is served in turns."""
     places, slow = Admission(2), Body(0)
 
     async def come() -> None:
@@ -205,7 +205,7 @@ async def test_a_bounded_number_of_requests_waits() -> None:
 
 @pytest.mark.usefixtures("quick")
 async def test_places_are_neither_lost_nor_doubled() -> None:
-    """Whoever is cancelled, ended or refused, and when."""
+    """The count is right whoever is cancelled, ended or refused, at any time."""
     places, chance, inside = Admission(3), random.Random(5), 0
 
     async def come() -> None:

@@ -104,7 +104,7 @@ class Marker:
 
 @pytest.mark.asyncio
 class TestRun:
-    """What goes into the thread, and what comes back."""
+    """A function goes into a thread, and its result comes back."""
 
     async def test_a_function_runs_in_a_thread_with_the_context_of_the_caller(self):
         """The bridge starts as many threads as needed, with a copy of the context."""
@@ -153,7 +153,7 @@ class TestCancellation:
     """A cancelled call ends with its thread, and its cancel is raised."""
 
     async def test_repeated_cancels_are_absorbed(self, bridge):
-        """However often it is asked, the task ends when the thread has ended."""
+        """The task ends when the thread has ended, after any number of cancels."""
         blocker = Blocker()
         task = await start(bridge, blocker)
         for i in range(5):

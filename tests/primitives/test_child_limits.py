@@ -89,7 +89,7 @@ async def test_a_write_that_has_to_wait_without_descriptors_fails_alone(
 
 
 async def test_a_checkpoint_process_takes_times_without_end(tmp_path: Path) -> None:
-    """None of its own is shorter then."""
+    """No limit of the process is shorter then."""
     config = CheckpointProcessConfig(
         write_timeout_secs=math.inf, keep_last_seconds=math.inf
     )

@@ -216,7 +216,7 @@ async def test_what_the_kernel_lacks_for_a_moment_delays_a_message(
 @pytest.mark.asyncio
 @pytest.mark.parametrize("nbytes", [196_602, 196_603, 196_604, 5_000_000])
 async def test_a_message_of_any_size_arrives_whole(nbytes: int) -> None:
-    """In packets, in both directions; it waits for room, and others wait for it."""
+    """It travels in packets, waits for space in the socket, and keeps its turn."""
     async with started() as (child, said):
         words = ["one", "y" * nbytes, "two", "z" * nbytes, "three"]
         for word in words:

@@ -29,7 +29,7 @@ def test_what_the_host_refuses_is_a_staging_error(
 
 @pytest.mark.parametrize("error", [StorageError("/a", "full"), ZeroDivisionError()])
 def test_others_stay_what_they_are(error: Exception) -> None:
-    """Those of ours, and those that nobody foresaw."""
+    """Our own errors stay as they are, and so do unforeseen ones."""
     with pytest.raises(type(error)) as caught, failing_here("receiving"):
         raise error
     assert caught.value is error

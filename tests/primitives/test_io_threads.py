@@ -187,7 +187,7 @@ class TestReceiving:
     """A thread receives and digests; the loop takes note."""
 
     async def test_a_thread_receives_most_and_the_loop_is_told(self):
-        """After the thread's turn; a run that fails ends the receive with its error."""
+        """The loop is told after each turn, and a failed run ends the receive."""
         here, memory, run = {threading.get_ident()}, bytearray(len(BODY)), Witness()
         with io_threads() as threads:
             async with sending(BODY) as url:
@@ -202,7 +202,7 @@ class TestReceiving:
     async def test_more_connections_than_threads_are_received_by_the_loop(
         self, monkeypatch
     ):
-        """None waits for the turn of another."""
+        """No connection waits for the turn of another."""
         memories, free = [bytearray(len(BODY)) for _ in range(12)], []
         with io_threads() as threads:
             run = threads.run
@@ -219,7 +219,7 @@ class TestReceiving:
         assert all(free)
 
     async def test_a_cancelled_receive_does_not_go_on_to_the_end(self, monkeypatch):
-        """However fast the peer is, and however long a turn may take."""
+        """It ends soon, however fast the peer is."""
         monkeypatch.setattr(sockets, "_TURN", inf)
         memory, endless = bytearray(len(BODY)), 1 << 50
 

@@ -166,7 +166,7 @@ def advertised(**given: Any) -> str:
     ],
 )
 def test_the_advertised_address_is_the_most_explicit_one(given, address):
-    """What the user says, then interfaces, then the binding, then the route."""
+    """The order is: the option, the interface, the binding, the route."""
     assert advertised(**given) == address
 
 

@@ -240,7 +240,7 @@ class TestTwoHosts:
 
 
 class TestRefusals:
-    """What cannot be written says so, and destroys nothing."""
+    """A path that cannot be written is an error that destroys nothing."""
 
     @pytest.mark.parametrize("content", [b"notes", b"\0" * 8 + b"x" * 100, b"PK\3\4"])
     def test_another_programs_part_file(self, tmp_path, content: bytes) -> None:

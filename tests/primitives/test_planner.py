@@ -163,7 +163,7 @@ def receive(mine: Assignment, nbytes: float) -> None:
 def test_the_first_runs(
     chunks: Sequence[int], options: dict[str, Any], runs: list[str]
 ) -> None:
-    """In order from sources, and one chunk at a time from members."""
+    """Sources get runs in order, and members one chunk at a time."""
     found = chunks_of(Session(chunks, **options).take_all())
     assert sorted("".join(map(str, run)) for run in found) == runs
 
@@ -239,7 +239,7 @@ def test_a_peer_that_has_not_joined_is_not_asked() -> None:
 
 
 def test_when_it_is_done() -> None:
-    """When every chunk has come, and no request is left."""
+    """It is done when every chunk has come and no request is left."""
     one = Session(range(2), connections=1)
     found = []
     for _ in range(2):
@@ -353,7 +353,7 @@ def test_only_a_single_source_is_trusted_after_a_wrong_chunk() -> None:
 
 @same_or_other
 def test_a_run_of_a_peer_that_fell_silent(*, same: bool) -> None:
-    """Another one takes it at once; the same one waits for its next attempt."""
+    """Another peer takes it at once; the same one waits for its next attempt."""
     one, victim = straggler(same=same)
     victim.patience.silent_since = 0.0
     victim.due = one.now + EVER

@@ -37,7 +37,7 @@ KINDS = pytest.mark.parametrize("kind", ["R", "W"])
 
 @pytest.mark.asyncio
 class TestHolding:
-    """Who may hold together, and how a hold ends."""
+    """Readers hold the lock together, and a hold ends by leaving or eviction."""
 
     @KINDS
     async def test_a_free_lock_is_acquired_without_suspending(self, kind):

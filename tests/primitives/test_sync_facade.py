@@ -36,7 +36,7 @@ def call(facade: SyncFacade, function, timeout: float = 5):
 
 
 def test_what_comes_of_a_coroutine_comes_out(facade: SyncFacade) -> None:
-    """Its result or its error, from another thread."""
+    """The caller's thread gets the coroutine's result or error."""
 
     async def name() -> str:
         return threading.current_thread().name

@@ -56,7 +56,7 @@ class TestChunkHasher:
     def test_any_blocks_give_the_same_digests(
         self, data: bytes, cuts: list[int], algorithm: str
     ) -> None:
-        """As if each chunk were digested alone, and each is told once, in order."""
+        """Each chunk has the digest that it has alone, and is reported once."""
         grid, whole = ChunkGrid(len(data), 64, algorithm), memoryview(data)
         hasher = ChunkHasher(grid)
         stops = [*sorted({cut for cut in cuts if cut < len(data)}), len(data)]

@@ -90,7 +90,7 @@ class TestEntries:
         assert described(huge).entries.nbytes == 4
 
     def test_columns_drag_nothing_along(self) -> None:
-        """Nor what lies between them; equal ones stay one."""
+        """The bytes between columns do not travel; equal columns stay one."""
         base = torch.zeros(4096, 1024)
         found = described({"a": base[:, 0], "b": base[:, 1], "c": base[:, 0]})
         assert [*found.entries.sizes()] == [16384, 16384]
@@ -216,7 +216,7 @@ class TestRefusals:
         assert str(again) == str(caught.value)
 
     def test_a_failure_while_looking_is_the_state_dict_s(self) -> None:
-        """Not a bare error of somebody else's code."""
+        """The error is a StateDictError, not the bare error of somebody else's code."""
 
         class Broken:
             def __init__(self, _: object = None) -> None:
@@ -232,7 +232,7 @@ class TestRefusals:
             described({"x": Broken()})
 
     def test_pickles_need_permission(self) -> None:
-        """Even then a leaf that cannot be pickled is named."""
+        """An error names a leaf that cannot be pickled even then."""
         with pytest.raises(UnsupportedLeafError):
             described({"x": frozenset})
         assert described({"x": frozenset}, allow_pickle=True).tree
@@ -249,7 +249,7 @@ class TestRefusals:
         assert caught.value.path == "[1]"
 
     def test_bytes_that_would_be_written_twice_are_refused(self) -> None:
-        """Of buffers that overlap so that no entry can hold both."""
+        """No entry can hold both of two such buffers."""
         memory = bytearray(64)
         wide = torch.frombuffer(memory, dtype=torch.int64, count=4)
         odd = torch.frombuffer(memory, dtype=torch.int32, offset=5, count=1)

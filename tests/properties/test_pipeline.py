@@ -103,7 +103,7 @@ def test_every_kind_of_leaf_is_in_a_safetensors_file(kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
 def test_plain_tensors_have_the_dtype_that_other_tools_know() -> None:
-    """Not the bytes that dtypes without a code travel as."""
+    """Other tools do not see the bytes that dtypes without a code travel as."""
     tensors = every_dtype()
     loaded = safetensors.torch.load(staged(tensors))
     known = {name for name, tensor in loaded.items() if str(tensor.dtype) == name}
@@ -114,7 +114,7 @@ def test_plain_tensors_have_the_dtype_that_other_tools_know() -> None:
 
 
 def test_plain_tensors_have_the_names_of_their_paths() -> None:
-    """As they would have in a file that a flat state dict was saved to."""
+    """The names are those that a flat state dict would have in a file."""
     weight = torch.randn(3, 4)
     state = {"model": {"layers": [{"w": weight}, {"w": weight[0]}]}, "a.b": weight + 1}
     loaded = safetensors.torch.load(staged(state))

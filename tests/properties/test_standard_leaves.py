@@ -76,7 +76,7 @@ def decode(node: Node) -> Any:
 
 @pytest.mark.parametrize("value", EXAMPLES, ids=lambda value: repr(value)[:50])
 def test_each_value_comes_back(value: object) -> None:
-    """With fold, offset, flavour and the digits that it was written with."""
+    """The fold, the offset, the flavour and all digits survive."""
     assert_same(decode(encode({"a": [value]})), {"a": [value]})
 
 
@@ -124,7 +124,7 @@ class Day(date, enum.Enum):
     ids=["datetime", "path", "enum", "zone", "digits"],
 )
 def test_what_would_be_changed_is_refused(value: object, kind: str) -> None:
-    """With its path; a subclass is no value of its base."""
+    """The error names its path; a subclass is no value of its base."""
     with pytest.raises(UnsupportedLeafError, match=kind) as caught:
         encode({"config": [value]})
     assert caught.value.path == "config[0]"
@@ -170,7 +170,7 @@ HOSTILE: dict[str, list[Node]] = {
     ids=lambda value: repr(value)[:40],
 )
 def test_another_encoding_is_refused(tag: str, payload: Node) -> None:
-    """At a cost that does not depend on what it claims, and without its text."""
+    """The cost does not depend on its claims, and the error omits its text."""
     began = time.process_time()
     with pytest.raises(
         RemoteProtocolError, match=r"the decoder of '.*' refused a"

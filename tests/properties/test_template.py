@@ -335,7 +335,7 @@ class TestValues:
     """What is made anew from what arrived."""
 
     def test_registered_leaves_are_values(self) -> None:
-        """Even those that are made of tensors: nothing of the template's is filled."""
+        """A registered leaf that is made of tensors fills none of the template's."""
         found = match({"x": Holder(torch.ones(2)), "w": torch.ones(1)}, {"w": WEIGHT})
         assert [*found.changed()] == [WEIGHT]
 

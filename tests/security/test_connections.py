@@ -240,7 +240,7 @@ class Guarded(socket.socket):
 async def test_a_refused_connection_is_one_line_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """And no traceback; the next connection is accepted."""
+    """The log has no traceback, and the next connection is accepted."""
     server = CheckpointServer(config())
     with Guarded() as listening:
         listening.bind(("127.0.0.1", 0))

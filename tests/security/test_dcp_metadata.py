@@ -171,7 +171,7 @@ def test_random_mistakes_run_nothing(said: dict[str, Any]) -> None:
 
 
 def test_metadata_that_was_cut_is_refused(tmp_path: Path) -> None:
-    """At every byte."""
+    """Metadata that ends at any earlier byte is refused."""
     content = dumped(metadata())
     dcp_hostile.make(tmp_path / "cut", content)
     assert read_dcp(tmp_path / "cut", limits=FILE_LIMITS).leaves
@@ -211,7 +211,7 @@ def test_a_link_to_another_metadata_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_link_within_the_directory_is_followed(tmp_path: Path) -> None:
-    """As in a directory that somebody has tidied up."""
+    """Somebody may have tidied up the directory by links."""
     content = changed(dcp_hostile.CHANGES["a link"])
     dcp_hostile.make(tmp_path / "tidy", content)
     (tmp_path / "tidy" / "link").unlink()

@@ -233,7 +233,7 @@ FAULTS: dict[str, Behaviour] = {
 async def test_no_fault_of_a_peer_puts_the_token_into_an_exception(
     fault: str, logged: list[str]
 ) -> None:
-    """By a token in the metadata; by a token of the transport; one attempt or more."""
+    """The token is in the metadata or in an option, with one attempt or several."""
     asyncio.get_running_loop().set_debug(True)
     async with peer(FAULTS[fault]) as port:
         url = f"http://127.0.0.1:{port}/checkpoint/"
@@ -351,7 +351,7 @@ async def test_a_constructor_that_fails_shows_no_token(options: dict[str, Any]) 
 
 
 def test_a_blocking_receive_shows_no_token() -> None:
-    """As torchft calls it: through a thread of its own."""
+    """torchft's call passes through a thread of its own."""
     pytest.importorskip("torchft", reason="torchft's Manager makes these transports")
     from aiockpt.torchft import HTTPTransport as BlockingTransport
 

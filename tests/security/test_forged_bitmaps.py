@@ -57,7 +57,7 @@ def records(*chunks: int) -> bytes:
 async def test_an_impossible_bitmap_is_refused(
     pieces: list[bytes], message: str
 ) -> None:
-    """With the error after which a receive drops the member and reports it."""
+    """The error is one for which a receive drops the member and reports it."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()

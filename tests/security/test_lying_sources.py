@@ -204,7 +204,7 @@ async def test_a_receiver_does_not_ask_its_own_host_for_a_source_elsewhere() -> 
 
 
 async def test_members_at_another_address_are_asked() -> None:
-    """So what the test above names is refused, and not the swarm as a whole."""
+    """So the test above refuses members because of their address."""
     async with victim("gone") as target:
         good = f"http://{own_address()}:{target.port}/checkpoint/"
         async with (

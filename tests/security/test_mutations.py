@@ -42,7 +42,7 @@ def test_any_changed_field_is_a_value_or_a_typed_error(chance: random.Random) ->
 
 @pytest.mark.parametrize("number", range(5))
 def test_the_mutations_start_from_what_is_accepted(number: int) -> None:
-    """And the same seed makes the same ones."""
+    """The same seed makes the same mutations."""
     files = small_files()
     assert receive(*split(files[number])) == "accepted"
     one, two = (Mutator(number, files) for _ in range(2))

@@ -100,7 +100,7 @@ def book(monkeypatch: pytest.MonkeyPatch) -> Book:
 async def test_a_name_does_not_lead_there_either(
     book: Book, addresses: list[str]
 ) -> None:
-    """Nor to link-local addresses, which only the metadata itself may name."""
+    """A name does not lead to link-local addresses, either."""
     book.answers = [addresses]
     source = parse_metadata("http://trainer.example:80/checkpoint/#token")
     async with receiver() as client:

@@ -41,7 +41,7 @@ class TestTensors:
             tensors_over(_with_entry(entry), memoryview(bytearray(16)))
 
     def test_a_code_without_a_dtype_is_named(self) -> None:
-        """Of a safetensors that is newer than torch."""
+        """A newer safetensors may have codes that torch does not know."""
         entry = Entry("F6_E2M3", (4,), (0, 3))
         with pytest.raises(RemoteProtocolError, match="F6_E2M3"):
             tensors_over(_with_entry(entry), memoryview(bytearray(16)))
@@ -124,7 +124,7 @@ class TestAssemble:
         assert found is frozenset
 
     def test_a_broken_pickle_is_the_sender_s_fault(self) -> None:
-        """Also where pickles are allowed."""
+        """The error blames the sender, also where pickles are allowed."""
         with pytest.raises(RemoteProtocolError):
             value_of(["ext", "pickle", ["blob", 0]], allow_pickle=True)
 

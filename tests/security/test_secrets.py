@@ -220,7 +220,7 @@ class TestGrants:
     async def test_a_grant_opens_its_step_until_its_end(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """And nothing else, though the transport has other steps and lives on."""
+        """The grant opens no other step of the transport."""
         async with pair() as (sender, receiver):
             await sender.send_checkpoint([], 1, weights())
             granted = sender.grant("rank-3", step=1, lifetime=100)
@@ -262,7 +262,7 @@ class TestManifestKey:
     """A key that authenticates manifests."""
 
     async def test_ends_that_share_it_understand_each_other(self) -> None:
-        """Also if a receiver does not ask, and for a manifest of many slices."""
+        """A receiver that does not ask is served, too, and a long manifest arrives."""
         state = weights() | {f"scalar {n}": n for n in range(30_000)}
         async with (
             transport(manifest_key=KEY) as sender,
@@ -361,7 +361,7 @@ class TestAudit:
     async def test_refusals_and_broken_bodies_are_told(
         self, accesses: list[Access]
     ) -> None:
-        """With the bytes that were sent."""
+        """The audit has the bytes that were sent."""
         memory = Memory(64 << 20)
         async with served(memory) as site:
             async with site.peer(token="wrong") as peer:
@@ -380,7 +380,7 @@ class TestAudit:
     async def test_a_flood_of_refusals_is_few_lines(
         self, accesses: list[Access]
     ) -> None:
-        """Nor can a path or a method bring lines of its own."""
+        """A path or a method cannot add lines to the log."""
         async with served(Memory(1000)) as site, site.peer(token="wrong") as peer:
             for _ in range(300):
                 answer = await peer.ask("/checkpoint/7/%0a%1b[31m" + "x" * 1000)

@@ -25,7 +25,7 @@ IN_A_THREAD = CheckpointerConfig(use_process=False)
 
 
 class TestSyncCheckpointer(CheckpointerConformance[SyncCheckpointer]):
-    """Without an event loop, in the foreground."""
+    """This checkpointer saves without an event loop, in the foreground."""
 
     @asynccontextmanager
     async def checkpointer(self):
@@ -56,7 +56,7 @@ class TestAsyncCheckpointerInAThread(TestAsyncCheckpointer):
 
 
 class TestBackgroundCheckpointer(CheckpointerConformance[BackgroundCheckpointer]):
-    """Without an event loop; a process writes."""
+    """This checkpointer needs no event loop, and a process writes."""
 
     config: ClassVar = CheckpointerConfig()
 
@@ -67,6 +67,6 @@ class TestBackgroundCheckpointer(CheckpointerConformance[BackgroundCheckpointer]
 
 
 class TestBackgroundCheckpointerInAThread(TestBackgroundCheckpointer):
-    """Without an event loop; a thread writes."""
+    """This checkpointer needs no event loop, and a thread writes."""
 
     config = IN_A_THREAD

@@ -59,7 +59,7 @@ Transport = HTTPTransport[Any]
 @pytest.mark.asyncio
 @pytest.mark.every_loop
 class TestHTTPTransport(TransportConformance[Transport]):
-    """Over loopback, in chunks that are small enough for many requests."""
+    """The transport works over loopback, in chunks small enough for many requests."""
 
     @asynccontextmanager
     async def transports(self, count: int) -> AsyncIterator[Sequence[Transport]]:
@@ -166,7 +166,7 @@ class TestMine(TransportConformance[aiockpt.HTTPTransport]):
 
 
 def test_the_suite_runs_in_a_project_of_its_own(tmp_path: Path) -> None:
-    """With default chunks, without numpy, and with markers that are checked."""
+    """It runs with default chunks, without numpy, and with checked markers."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_mine.py").write_text(MODULE)
     done = subprocess.run(

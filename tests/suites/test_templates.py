@@ -226,7 +226,7 @@ async def test_what_the_checkpoint_lacks_stays(way: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("way", WHOLE)
 async def test_a_receive_adds_what_the_template_lacks(way: str, tmp_path: Path) -> None:
-    """As far as it is plain; a load reads the template's keys only."""
+    """A receive adds plain values; a load reads the template's keys only."""
     template = {"w": torch.zeros(2), "in": {"b": 1}}
     sent = {"w": torch.ones(2), "in": {"b": 2, "c": (3,)}, "n": [1, 2]}
     got = await fill(way, sent, template, tmp_path)
@@ -239,7 +239,7 @@ async def test_a_receive_adds_what_the_template_lacks(way: str, tmp_path: Path) 
 async def test_nothing_plain_changes_if_a_receive_ends_in_its_middle(
     *, direct: bool, cancelled: bool
 ) -> None:
-    """By a failure or a cancellation, also where tensors are received into directly."""
+    """The receive fails or is cancelled, also with ``direct=True``."""
     fault = HoldBack(MIB)
     template = {**weights(0.0, mib=2), "step": 1, "groups": [{"lr": 0.1}]}
     async with (
@@ -421,7 +421,7 @@ async def test_nodes_may_make_their_children_when_they_are_asked() -> None:
 async def test_what_is_registered_comes_without_a_template(
     tmp_path: Path, select: list[str] | None
 ) -> None:
-    """And what torch returns, which every process knows."""
+    """Registered values come, and torch's own results."""
     sent = {key: nodes_of(2.0)[key] for key in ("known", "list", "max")}
     async with pair() as (sender, receiver):
         await sender.send_checkpoint([], 1, sent)

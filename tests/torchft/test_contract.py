@@ -102,7 +102,7 @@ class TestPoint1Subclass:
 
     @pytest.mark.parametrize("kind", [HTTPTransport, PGTransport])
     def test_it_is_a_torchft_transport(self, kind: type) -> None:
-        """To `isinstance`, and where torchft writes ``HTTPTransport[...](...)``."""
+        """`isinstance` says so, and ``HTTPTransport[...](...)`` works."""
         assert issubclass(kind, torchft.checkpointing.CheckpointTransport)
         assert kind[dict[str, int]]  # type: ignore[index]
 
@@ -131,13 +131,13 @@ class TestPoint1Subclass:
         ],
     )
     def test_the_nearest_option_is_named(self, name: str, hint: str) -> None:
-        """Of torchft's arguments and of ours."""
+        """The error names the nearest one of torchft's and of our options."""
         wrong: dict[str, Any] = {name: 1}
         with pytest.raises(TypeError, match=re.escape(f"no option {name!r}: {hint}")):
             HTTPTransport(LIMIT, **wrong)
 
     def test_a_group_s_transport_refuses_it_at_once(self) -> None:
-        """Not at the first receive."""
+        """The constructor refuses it, not the first receive."""
         group: Any = object()
         wrong: dict[str, Any] = {"alow_pickle": True}
         with pytest.raises(TypeError, match="did you mean 'allow_pickle'"):
@@ -158,7 +158,7 @@ class TestPoint3Metadata:
     """It is asked for in every step, on every rank."""
 
     def test_it_is_there_before_a_send_short_and_stable(self, make: Make) -> None:
-        """And the same in every thread, also when nobody serves any more."""
+        """The string is the same in every thread, also after the end of serving."""
         source = make()
         first = source.metadata()
         with beside(source.metadata) as result:
@@ -176,7 +176,7 @@ class TestPoint3Metadata:
         assert time.monotonic() - started < 1
 
     def test_other_hosts_can_use_it(self) -> None:
-        """Without any option it names no loopback where there is another address."""
+        """By default it names no loopback address if there is another one."""
         source: Transport = HTTPTransport(LIMIT)
         try:
             host = urlsplit(source.metadata()).hostname
@@ -238,7 +238,7 @@ class TestPoint4Threads:
     def test_its_own_thread_is_told_that_it_would_wait_for_itself(
         self, make: Make
     ) -> None:
-        """As a hook could do."""
+        """A hook that calls it gets an error."""
         source = make()
 
         async def ask() -> object:
@@ -308,7 +308,7 @@ class TestPoint7Step:
     """No other step's data."""
 
     def test_a_newer_one_is_refused_at_once(self, pair: Pair) -> None:
-        """With the step that is there."""
+        """The error has the step that is there."""
         source, heir = pair
         send(source, 2345, state())
         with pytest.raises(StepNotFoundError) as caught:
@@ -338,7 +338,7 @@ class TestPoint8Disallow:
         assert_same(receive(heir, source.metadata(), 1), state(1.0))
 
     def test_afterwards_requests_wait_for_the_next_send(self, pair: Pair) -> None:
-        """Also for the same step."""
+        """A request for the same step waits, too."""
         source, heir = pair
         send(source, 1, state(1.0))
         source.disallow_checkpoint()
@@ -348,7 +348,7 @@ class TestPoint8Disallow:
             assert_same(result(), state(2.0))
 
     def test_it_costs_nothing_when_nothing_was_sent(self, make: Make) -> None:
-        """Not even a turn of the loop: the loop may be busy."""
+        """The call takes no turn of the loop, which may be busy."""
         source = make()
         started = time.monotonic()
         for _ in range(10_000):
@@ -369,7 +369,7 @@ class TestPoint8Disallow:
         assert source.statistics().evicted == 1
 
     def test_live_memory_is_not_left_with_a_reader(self, make: Make) -> None:
-        """With ``zero_copy`` it waits for the grace, and no longer."""
+        """With ``zero_copy``, the call waits for the grace, and no longer."""
         source = make(grace=0.3, zero_copy=True)
         send(source, 1, state(1.0, 16 << 20))
         with stuck_reader(source.metadata(), 1):
@@ -431,7 +431,7 @@ class TestPoint8Disallow:
         assert source.statistics().step is None
 
     def test_the_copy_is_dropped(self, make: Make) -> None:
-        """Between recoveries a replica has its memory for itself."""
+        """A replica has its memory for itself between recoveries."""
         source = make()
         size = 32 << 20
         before = resident()
@@ -457,7 +457,7 @@ class TestPoint9Result:
 
     @proves("cell torchft.HTTPTransport.recv_checkpoint: success")
     def test_two_receives_share_no_memory(self, pair: Pair) -> None:
-        """Nor does a later one change what an earlier one gave."""
+        """A later receive does not change the result of an earlier one."""
         source, heir = pair
         send(source, 1, state(1.0))
         first = receive(heir, source.metadata(), 1)
@@ -502,7 +502,7 @@ class TestPoint11Exceptions:
     def test_what_is_none_is_made_one(
         self, failure: type[BaseException], make: Make
     ) -> None:
-        """And the loop goes on."""
+        """The caller gets an AiockptError, and the loop goes on."""
 
         class Odd(aiockpt.HTTPTransport[Any]):
             async def recv_checkpoint(self, *args: Any, **options: Any) -> Any:
@@ -522,7 +522,7 @@ class TestPoint12FailedSource:
 
     @proves("cell torchft.HTTPTransport.send_checkpoint: error")
     def test_all_that_wait_are_told_at_once(self, make: Make) -> None:
-        """With the reason, and the path of the leaf."""
+        """Each waiting receiver gets the reason and the path of the leaf."""
         source, heirs = make(), [make(), make()]
         with ThreadPoolExecutor(2) as pool:
             works = [
@@ -621,7 +621,7 @@ class TestPoint13Retries:
 
     @proves("cell torchft.HTTPTransport.recv_checkpoint: timeout")
     def test_the_deadline_is_one_for_all_attempts(self, make: Make) -> None:
-        """And the last error is named."""
+        """The error names the last failure."""
         source, heir = make(), make(reconnect_timeout=0.0)
         send(source, 1, state())
         started = time.monotonic()
@@ -654,7 +654,7 @@ class TestPoint14Receivers:
 
 
 class TestPoint15Shutdown:
-    """At once or in peace, and for good."""
+    """A shutdown is final, with and without a grace."""
 
     @proves("cell torchft.HTTPTransport.shutdown: timeout")
     def test_without_waiting_it_still_ends(self, make: Make) -> None:
@@ -686,7 +686,7 @@ class TestPoint15Shutdown:
             source.shutdown(wait=wait)
 
     def test_afterwards_calls_say_so(self, make: Make) -> None:
-        """And a receive that is under way ends."""
+        """Later calls say so, and a running receive ends."""
         source, heir = make(), make()
         with beside(receive, heir, source.metadata(), 1, 60) as result:
             until(lambda: waiting(source))

@@ -176,7 +176,7 @@ def test_the_own_rank_is_refused(quorums: Quorums) -> None:
 def test_a_template_is_asked_for_in_the_calling_thread_and_filled(
     quorums: Quorums,
 ) -> None:
-    """Where the caller's streams and groups are."""
+    """The calling thread has the caller's streams and groups."""
     live, asked = state(0.0), []
 
     def template() -> dict[str, Any]:
@@ -283,7 +283,7 @@ def test_that_a_stream_has_failed_is_told(
 
 
 def test_shutdown_ends_what_is_under_way(quorums: Quorums) -> None:
-    """At once; the group is the caller's."""
+    """Running calls end at once, and the group stays the caller's."""
     source, heir = quorums.transports()
     quorums.next()
     with ThreadPoolExecutor(1) as pool:

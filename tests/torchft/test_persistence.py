@@ -84,7 +84,7 @@ async def test_what_does_not_pass_is_raised_at_once(error: AiockptError) -> None
 
 
 async def test_the_deadline_names_the_whole_time_and_the_last_error() -> None:
-    """Not what was left for the last attempt."""
+    """The error does not name what was left for the last attempt."""
     fetch = Fetch(*[PASSING[1]] * 100)
     with pytest.raises(TransferTimeoutError) as caught:
         await receive(fetch, 0.3)
@@ -92,7 +92,7 @@ async def test_the_deadline_names_the_whole_time_and_the_last_error() -> None:
 
 
 async def test_a_cancel_ends_it() -> None:
-    """Between two attempts, too."""
+    """A cancel between two attempts ends it, too."""
     task = asyncio.ensure_future(receive(Fetch(*[PASSING[0]] * 1000), 60))
     await asyncio.sleep(0.05)
     task.cancel()

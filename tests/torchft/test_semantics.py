@@ -59,7 +59,7 @@ def interrupting(
 
 
 def test_replicas_that_heal_together_serve_each_other(make: Make) -> None:
-    """And no longer than until each of them is healed."""
+    """Each replica stops serving as soon as it is healed."""
     sent = {"weight": torch.arange(1 << 19)}
     source = make(chunk_bytes=1 << 16)
     healing = [make(swarm=True, same_host=False) for _ in range(3)]

@@ -54,7 +54,7 @@ def over(group: ProcessGroupGloo, timeout: float) -> PGTransport[Any]:
 
 
 class TestGroup:
-    """Over a process group."""
+    """These timeouts hold over a process group."""
 
     pytestmark = pytest.mark.allow_leaks("fds", "threads")  # torchft's and gloo's
 
@@ -63,7 +63,7 @@ class TestGroup:
     def test_the_constructor_s_holds(
         self, groups: list[ProcessGroupGloo], direction: str, given: dict[str, Any]
     ) -> None:
-        """For a peer that never comes; the error is a RuntimeError, as torch's is."""
+        """A peer that never comes is a RuntimeError, as in torch."""
         transport = over(groups[0], SHORT)
         call = {
             "send": partial(transport.send_checkpoint, [1], 1, STATE),
@@ -91,7 +91,7 @@ class TestGroup:
     def test_0_is_the_group_s_if_that_is_longer(
         self, groups: list[ProcessGroupGloo]
     ) -> None:
-        """As with torchft's class, which passes it on to gloo."""
+        """torchft's class passes 0 on to gloo, too."""
         source, heir = (over(each, SHORT / 10) for each in groups)
         nothing = timedelta(0)
         with ThreadPoolExecutor(1) as pool:
@@ -104,11 +104,11 @@ class TestGroup:
 
 
 class TestHTTP:
-    """Over HTTP."""
+    """These timeouts hold over HTTP."""
 
     @default
     def test_the_constructor_s_holds(self, make: Make, given: dict[str, Any]) -> None:
-        """For a step that is never sent."""
+        """A step that is never sent is an error at the deadline."""
         source, heir = make(), make(SHORT)
         started = time.monotonic()
         with pytest.raises(RuntimeError, match=f"timed out after {SHORT} s"):

@@ -45,7 +45,7 @@ def kind_of(delta: bytes | None) -> int:
 @pytest.mark.parametrize("nbytes", [0, 1, 2, 7, 8, 64, 65, 4097, 300_001])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.2])
 def test_a_delta_makes_the_target_of_the_base(nbytes: int, share: float) -> None:
-    """Also of sizes that are no multiple of a word, and of changes far apart."""
+    """Sizes that are no multiple of a word work, and changes far apart."""
     chance = random.Random(nbytes)
     base = chance.randbytes(nbytes)
     for count in {0, min(1, nbytes), int(share * nbytes)}:

@@ -46,7 +46,7 @@ def test_messages_tile_the_segment(sizes: list[int]) -> None:
 
 
 def test_a_large_entry_travels_by_itself() -> None:
-    """So that either end can use the memory of the tensor."""
+    """Either end can then use the memory of the tensor."""
     sizes = [100, LARGE_BYTES, 100, 100, 2 * MESSAGE_BYTES + 1]
     messages = plan_messages(ranges(sizes), MESSAGE_BYTES)
     assert [stop - start for start, stop in messages] == [
@@ -83,7 +83,7 @@ class Pieces:
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 60), (0, 10), (3, 9), (5, 35)])
 def test_bytes_find_their_place(start: int, stop: int) -> None:
-    """Whether a message is one run of memory here or there, or several."""
+    """A message may be one run of memory, or several, at either end."""
     ours, theirs = Pieces([10, 20, 30]), Pieces([60])
     theirs.entries[0][:] = range(60)
     for source, target in ((theirs, ours), (ours, Pieces([60]))):
@@ -144,7 +144,7 @@ class Counting:
 def test_copies_under_way_are_bounded(
     entry: int, message: int, most: int, *, sending: bool
 ) -> None:
-    """By their number and by their bytes, at either end."""
+    """Their number and their bytes are bounded at either end."""
     group, pieces = Counting(), Pieces([entry] * 4 * most)
     size = 4 * most * entry
     messages = [(at, at + message) for at in range(0, size, message)]

@@ -442,7 +442,7 @@ class TestPieces:
         ids=["comma", "escape", "format", "space", "padding"],
     )
     def test_the_metadata_has_one_spelling(self, old: bytes, new: bytes) -> None:
-        """Also where nothing else would notice the difference."""
+        """Any other spelling is refused, also if nothing else would notice it."""
         text = text_of(forged())
         assert text.count(old) == 1
         assert isinstance(decode_header(sealed(text), limits=LIMITS), Manifest)
@@ -482,7 +482,7 @@ class TestForeign:
         return header
 
     def test_it_may_be_in_any_order(self) -> None:
-        """Also unaligned, with white space, and with codes that we never write."""
+        """Unaligned entries, white space and unknown codes are read, too."""
         header = self.decode(
             {
                 "b": {"dtype": "F4", "shape": [3, 2], "data_offsets": [5, 8]},
@@ -500,7 +500,7 @@ class TestForeign:
         assert (empty.names, empty.metadata, empty.segment_bytes) == ([], {}, 0)
 
     def test_it_may_be_unwanted(self, manifest: Manifest) -> None:
-        """Where only our own will do, it is refused before it is decoded."""
+        """A foreign header is refused before it is decoded if only ours will do."""
         decode_header(manifest.header, limits=LIMITS, ours=True)
         text = b'{"a":"nonsense"}'
         with pytest.raises(RemoteProtocolError, match="no manifest of aiockpt"):
@@ -524,7 +524,7 @@ class TestLimits:
     """Limits are exact, and name what exceeded them."""
 
     def test_a_limit_may_be_reached(self) -> None:
-        """Only what is above it is refused."""
+        """A value that equals its limit is accepted."""
         enforce("it", 5, 5)
         enforce("it", 10**100, None)
         with pytest.raises(

@@ -294,7 +294,7 @@ def test_another_spelling_is_refused(spelling: Facts) -> None:
 
 
 def test_every_cut_and_every_flipped_bit_is_noticed() -> None:
-    """Also if the length is adapted, or if bytes are added."""
+    """They are noticed also if the length is adapted, or if bytes are added."""
     header = forged(views=[view()], tree=["dict", ["layer"], [["tensor", 0]]])
     damaged = [header + b" ", prefixed(header[8:] + b" " * 64)]
     damaged += [header[:length] for length in range(len(header))]

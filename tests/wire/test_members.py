@@ -74,7 +74,7 @@ SAID = {"url": "http://127.0.0.1:9/checkpoint/"}
 
 
 async def test_a_receiver_that_is_alone_is_told_nothing() -> None:
-    """Nor is one that cannot join, nor one of a sender that offers no swarm."""
+    """A receiver that is alone, or cannot join, gets no invitation."""
     async with serving(memory(), swarm=SWARM) as site:
         for _ in range(2):
             assert "Aiockpt-Swarm" not in (await ask(site, "metadata", A)).headers
@@ -121,7 +121,7 @@ async def test_members_are_named_and_leave() -> None:
 
 
 async def test_a_member_is_told_what_nobody_has() -> None:
-    """With each answer, until everything was given once."""
+    """Each answer says it, until everything was given once."""
     size = 64 << 10
     async with serving(memory(), swarm=SWARM) as site:
         assert site.store.latest is not None
@@ -352,7 +352,7 @@ async def test_a_request_that_waits_while_the_memory_is_lent_asks_again() -> Non
 
 @proves("threat D18")
 async def test_one_host_leaves_streams_for_others() -> None:
-    """Of what a member has: at most a half is its own."""
+    """One host gets at most half of a member's streams."""
     async with (
         serving(swarm=SWARM) as site,
         relaying(site, [3]) as headers,

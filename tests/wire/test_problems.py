@@ -66,7 +66,7 @@ def answer(problem: Problem, **request: Any) -> AiockptError:
 def test_an_error_has_a_status_and_comes_back(
     error: Exception, status: int, kind: type[AiockptError]
 ) -> None:
-    """By RFC 9457, and as what it means for the client, naming the peer."""
+    """RFC 9457 carries it; the client gets its own meaning, with the peer's name."""
     problem = to_problem(error)
     document = json.loads(problem.body)
     assert problem.status == document["status"] == status
@@ -107,14 +107,14 @@ def test_headers_that_http_asks_for() -> None:
 
 @pytest.mark.parametrize("serving", [None, 4, 6])
 def test_a_missing_step_comes_back(serving: int | None) -> None:
-    """With the step that is being served instead."""
+    """The error has the step that is served instead."""
     error = answer(to_problem(StepNotFoundError(5, serving=serving)), step=5)
     assert isinstance(error, StepNotFoundError)
     assert (error.step, error.serving, error.url) == (5, serving, URL)
 
 
 def test_a_replaced_checkpoint_comes_back() -> None:
-    """With the snapshot that the client had, and the one that is there now."""
+    """The error has the snapshot that the client had, and the current one."""
     error = answer(
         to_problem(CheckpointChangedError(expected="x", actual="new")),
         snapshot_id="mine",
@@ -217,5 +217,5 @@ def test_any_answer_is_a_typed_error(status: int, body: bytes, after: str) -> No
     ],
 )  # fmt: skip
 def test_retry_after(value: str | None, seconds: float | None) -> None:
-    """Only seconds count: what time it is there, nobody knows."""
+    """Only seconds count, since the peer's clock is not known."""
     assert parse_retry_after(value) == seconds

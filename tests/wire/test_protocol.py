@@ -172,7 +172,7 @@ def test_prefer_wait(value: str | None, seconds: float | None) -> None:
 
 @given(st.floats(0, 1e9))
 def test_a_wait_round_trips(seconds: float) -> None:
-    """To a millisecond, or to a second where that is little."""
+    """Short waits are exact to a millisecond, and long ones to a second."""
     parsed = parse_prefer_wait(format_prefer_wait(seconds))
     assert parsed == pytest.approx(seconds, abs=0.001, rel=0.06)
 
@@ -184,7 +184,7 @@ def test_no_time_left_is_no_wait(seconds: float) -> None:
 
 
 def test_a_digest_round_trips() -> None:
-    """Only a digest of a known algorithm, in its full length, is one."""
+    """The digest of an unknown algorithm, or of another length, is none."""
     for digest in ("xxh3-128", ID), ("sha256", 2 * ID), ("blake3", 2 * ID):
         assert parse_digest(format_digest(*digest)) == digest
     for other in (

@@ -97,7 +97,7 @@ def decode(node: Node, registry: Registry = REGISTRY) -> Any:
     ids=repr,
 )
 def test_a_registered_type_comes_back(value: object) -> None:
-    """Also inside of each other, and as a key."""
+    """Registered types may nest, and may be keys."""
     assert encode(Phase.WARM) == ["ext", f"{__name__}.Phase", "WARM"]
     back = decode(encode(value))
     assert (type(back), back) == (type(value), value)

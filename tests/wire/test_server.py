@@ -357,7 +357,7 @@ async def test_a_newer_step_is_told_at_once():
     [(7, [6, 9], 9), (None, [8, 9], 9), (None, ["retract", "retract", 8], 8)],
 )
 async def test_the_wait_ends_with_the_next_publication(first, published, told):
-    """Only a newer step is news, of two the newest, and no retraction of nothing."""
+    """It ends with the newest step, and not with a retraction of nothing."""
     memory = None if first is None else Memory(1000, step=first)
     async with serving(memory) as site, waiting(site, "latest?after=7") as peer:
         for step in published:
@@ -470,7 +470,7 @@ async def test_too_many_readers_are_asked_to_come_back():
 @proves("threat D23")
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
 async def test_slow_readers_make_way_for_one_that_waits(host):
-    """Also for one behind the same proxy; manifests and small answers need no place."""
+    """They do so behind one proxy, too. Manifests and small answers need no place."""
     memory = Memory(LARGE)
     async with serving(memory, readers=2) as site, AsyncExitStack() as stack:
         slow = [

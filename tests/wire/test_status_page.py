@@ -154,7 +154,7 @@ async def test_the_page_has_no_data() -> None:
     ],
 )
 async def test_a_client_may_refuse_the_page(accept: str, kind: str) -> None:
-    """By a quality of zero (RFC 9110, 12.4.2)."""
+    """A quality of zero refuses it (RFC 9110, 12.4.2)."""
     async with serving(memory()) as site, site.peer() as peer:
         answer = await peer.ask("/checkpoint/", Accept=accept)
     assert answer.headers["Content-Type"] == kind
@@ -162,7 +162,7 @@ async def test_a_client_may_refuse_the_page(accept: str, kind: str) -> None:
 
 @proves("threat I7")
 async def test_the_policy_lets_only_the_page_itself_run() -> None:
-    """By the digests of what is in it."""
+    """The policy has the digests of the page's own scripts and styles."""
     async with serving(memory()) as site:
         answer = await page(site)
     text = answer.body.decode()
@@ -207,7 +207,7 @@ async def test_only_the_page_is_for_everybody() -> None:
 
 @proves("threat S6")
 async def test_pages_of_other_sites_do_not_get_the_page() -> None:
-    """Nor does a name that was rebound to an insecure server."""
+    """A name that was rebound to an insecure server does not get it, either."""
     async with serving(memory()) as site:
         for headers in (
             {"Origin": "https://evil.example"},
@@ -279,7 +279,7 @@ async def shown(chromium: str, place: Path, url: str) -> str:
 @pytest.mark.timeout(120)
 @proves("threat I7")
 async def test_a_browser_shows_the_members(chromium: str, tmp_path: Path) -> None:
-    """With the token in the fragment; what they say of themselves is text."""
+    """The token is in the fragment, and the members' words are shown as text."""
     async with serving(memory(), swarm=SWARM) as site:
         await post(site, A, {**SAID, "zone": HOSTILE, "have": 4})
         evil = "http://h:10/<script>alert(1)</script>/"

@@ -30,7 +30,7 @@ NAMES = st.from_regex(r"[\x21-\x7e]{1,100}", fullmatch=True)
 
 @given(NAMES, st.none() | st.integers(0, 2**63 - 1))
 def test_a_token_comes_back(receiver: str, step: int | None) -> None:
-    """And fits into metadata, where it is the token."""
+    """The token fits into metadata."""
     token = make_token(SECRET, receiver, step=step, expires=1000.5)
     assert read_token(token, SECRET) == Grant(receiver, step, 1001)
     metadata = format_metadata("http://h:1/checkpoint/", token)
@@ -54,7 +54,7 @@ def test_every_other_token_is_none() -> None:
 
 @given(st.text())
 def test_any_text_is_none(text: str) -> None:
-    """And raises nothing."""
+    """Other text is no token, and raises nothing."""
     assert read_token(text, SECRET) is None
 
 
@@ -96,7 +96,7 @@ def test_a_grant_has_a_step_and_an_end(grant, step, now, fault) -> None:
      ("r", 1e13, None), ("r", 1, -1), ("r", 1, 1 << 63)],
 )  # fmt: skip
 def test_what_cannot_be_written_is_refused(receiver, expires, step) -> None:
-    """Where the token is made."""
+    """The constructor of a token refuses it."""
     with pytest.raises(ValueError, match=r"receiver|time or step"):
         make_token(SECRET, receiver, expires=expires, step=step)
 

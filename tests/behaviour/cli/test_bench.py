@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 @pytest.mark.timeout(120)
 def test_a_conclusion_about_this_machine() -> None:
-    """Receive, send, and what to do."""
+    """The command concludes about receive and send, and says what to do."""
     done = run_aiockpt("bench", "--size", "4MiB")
     assert done.returncode == 0, done.stderr
     receive, send, conclusion = done.stdout.splitlines()
@@ -30,7 +30,7 @@ def test_a_conclusion_about_this_machine() -> None:
 
 @pytest.mark.timeout(120)
 def test_every_sample_as_json() -> None:
-    """What the lines are made of, and what the machine is; one round more is made."""
+    """The output has what the lines are made of, the machine, and one round more."""
     done = run_aiockpt("bench", "--size", "2MiB", "--repeat", "2", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

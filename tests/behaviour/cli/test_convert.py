@@ -308,7 +308,7 @@ class TestHostileSources:
     def test_no_header_is_believed(
         self, cli: Commands, tmp_path: Path, length: int | None, text: Any
     ) -> None:
-        """Nothing is allocated for what it claims, and nothing is left."""
+        """The command allocates nothing for a claim, and leaves nothing."""
         body = text if isinstance(text, bytes) else json.dumps(text).encode()
         size = len(body) if length is None else length
         bad = tmp_path / "bad.safetensors"
@@ -326,7 +326,7 @@ class TestHostileSources:
         assert "the header" in cli.error("convert", bad, tmp_path / "m-1")
 
     def test_no_file_at_all(self, cli: Commands, tmp_path: Path) -> None:
-        """What would never end is not read."""
+        """The command does not read what would never end."""
         os.mkfifo(tmp_path / "fifo")
         for bad in (tmp_path / "fifo", "/dev/zero"):
             cli.error("convert", bad, tmp_path / "m-1")
@@ -370,7 +370,7 @@ class TestDisk:
 
 
 class TestInTheWay:
-    """What is there already is replaced only where that was asked for."""
+    """The command replaces what is there only if it was asked to."""
 
     @pytest.mark.parametrize("name", ["copy.pt", "copy"])
     def test_overwrite(
@@ -471,7 +471,7 @@ class TestInTheWay:
     def test_its_own_death(
         self, cli: Commands, tmp_path: Path, source: Path, call: str
     ) -> None:
-        """Nothing has the name, and the next one takes it."""
+        """A killed command leaves the name free, and the next one takes it."""
         target = tmp_path / "m.pt"
         command = [sys.executable, "-m", "aiockpt", "convert", str(source), str(target)]
         fault = SystemCallFault(call, "KILL")
@@ -499,7 +499,7 @@ class TestInTheWay:
 
 
 class TestOptions:
-    """What was asked for is done, or refused."""
+    """The command does what each option asks for, or refuses it."""
 
     def test_those_that_mean_nothing(
         self, cli: Commands, tmp_path: Path, source: Path
@@ -541,7 +541,7 @@ class TestOptions:
     def test_permissions(
         self, cli: Commands, tmp_path: Path, source: Path, form: str
     ) -> None:
-        """Those of a file, which is no program, without what the umask takes."""
+        """A new file has the permissions of any new file."""
         before = os.umask(0o027)
         try:
             cli("convert", source, tmp_path / form)

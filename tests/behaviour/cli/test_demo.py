@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(180)  # two processes import torch, on a machine that may be slow
 def test_it_shows_a_resume_and_verifies_every_value(model: Path) -> None:
-    """In two processes, with the real model where it is installed."""
+    """The demo uses two processes, and the real model where it is installed."""
     options = [] if HAS_MODEL else ["--model", model]
     done = run_aiockpt("demo", *options)
     assert (done.returncode, done.stderr) == (0, "")

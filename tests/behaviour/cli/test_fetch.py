@@ -100,7 +100,7 @@ def test_the_environment_may_hold_the_token(
 
 
 class TestMessages:
-    """What is shown while it runs, and at its end."""
+    """The command shows its progress, and a summary at its end."""
 
     def test_a_summary_where_nobody_watches(
         self, cli: Commands, server: Serving, tmp_path: Path
@@ -184,7 +184,7 @@ def test_an_interrupt_before_the_first_chunk(server: Serving, tmp_path: Path) ->
 def test_the_next_fetch_goes_on(
     cli: Commands, server: Serving, file: Path, tmp_path: Path, end: str
 ) -> None:
-    """What was verified is not fetched again, and the old file stays until then.
+    """Verified chunks are not fetched again, and the old file stays until then.
 
     The next fetch is from another sender of the same checkpoint.
     """

@@ -110,14 +110,14 @@ def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 
 class TestSources:
-    """What it is made of."""
+    """Several kinds of sources make such a directory."""
 
     @pytest.mark.parametrize("size", ["5GB", "200"])
     @pytest.mark.parametrize("kind", LAYOUTS)
     def test_four_ranks(
         self, cli: Commands, tmp_path: Path, kind: str, size: str
     ) -> None:
-        """However they cut the tensors; the tied one is written once."""
+        """The ranks may cut tensors in any way; the tied one is written once."""
         source, target = sharded(tmp_path / "s-1", kind), tmp_path / "out"
         options = ["--hf", "--select", "model", "--rename", "model="]
         _, said = cli("convert", source, target, *options, "--max-shard-size", size)
@@ -169,7 +169,7 @@ class TestSources:
         assert found["seed"] == 1
 
     def test_values_that_differ(self, cli: Commands, tmp_path: Path) -> None:
-        """None is chosen silently; each option that the message names works."""
+        """The command chooses none silently, and each option in its message works."""
         source = sharded(tmp_path / "s-1", seed=torch.tensor)
         target = tmp_path / "out"
         error = cli.error("convert", source, target, "--hf")
@@ -189,7 +189,7 @@ class TestSources:
         assert "none of them was rank 4" in error
 
     def test_odd_elements(self, cli: Commands, tmp_path: Path) -> None:
-        """Those that are conjugated or negated are computed, also of a view."""
+        """Conjugated and negated elements are computed, also those of a view."""
         base = torch.randn(4, 6, dtype=torch.complex64)
         state = {
             "conj": base.conj(),
@@ -507,7 +507,7 @@ class TestFiles:
     def test_its_own_death(
         self, cli: Commands, tmp_path: Path, call: str, number: int
     ) -> None:
-        """Nothing has the name; the next one removes what is left, and takes it."""
+        """A killed command leaves the name free, and the next one cleans up."""
         source, target = sharded(tmp_path / "s-1"), tmp_path / "out"
         options = ["--hf", "--max-shard-size", "200"]
         fault = SystemCallFault(call, "KILL", number)

@@ -35,7 +35,7 @@ def ranks(tmp_path: Path) -> Path:
 
 
 class TestInspect:
-    """What a checkpoint holds, for people and for programs."""
+    """`inspect` says what a checkpoint holds, for people and for programs."""
 
     def test_the_table(self, cli: Commands, server: Serving, file: Path) -> None:
         """Step, tree, digests and tensors, the same of a file and of a peer."""

@@ -75,7 +75,7 @@ def test_what_is_said_of_odd_names(cli: Commands, tmp_path: Path) -> None:
 
 @proves("threat D21")
 def test_a_table_is_bounded() -> None:
-    """In width and rows, whatever a peer says; the last row counts all."""
+    """A peer cannot make it wider or longer; the last row counts all."""
     rows = ((f"{index or 'n' * 10_000_000}\x1b", "1") for index in range(MAX_ROWS + 5))
     lines = [
         *format_table(("a", "b"), rows, last=lambda count: (f"{count} in all", ""))
@@ -161,7 +161,7 @@ def test_what_the_encoding_of_a_terminal_lacks_is_escaped(tmp_path: Path) -> Non
 def test_nothing_waits_for_a_fifo(
     cli: Commands, small: Path, tmp_path: Path, command: list[str]
 ) -> None:
-    """Nobody may ever write to it; a directory's or a person's name made us open it."""
+    """Nobody may ever write to a FIFO that a directory or a person has named."""
     fifo, marker = tmp_path / "fifo", tmp_path / "step-9" / "commit.json"
     index = tmp_path / "shards" / "m.safetensors.index.json"
     os.mkfifo(fifo)

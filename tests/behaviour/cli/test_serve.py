@@ -130,7 +130,7 @@ class TestPrintedCommands:
 
     @pytest.mark.asyncio
     async def test_they_work_on_another_host(self, small: Path, tmp_path: Path) -> None:
-        """That host has a network of its own, and a link to the one that serves."""
+        """The other host has its own network, and a link to the sender."""
         async with AsyncExitStack() as stack:
             try:
                 link = await stack.enter_async_context(Link())

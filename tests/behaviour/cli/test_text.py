@@ -216,7 +216,7 @@ class TestOutline:
 
 
 class TestAddress:
-    """What names a checkpoint at a peer."""
+    """An address names a checkpoint at a peer."""
 
     @pytest.mark.parametrize(
         ("text", "base", "step"),

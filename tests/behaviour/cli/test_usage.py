@@ -62,7 +62,7 @@ CONTRADICTIONS = [
 def test_wrong_usage_is_one_line_and_exit_code_2(
     cli: Commands, arguments: list[str], reason: str, helps: bool
 ) -> None:
-    """Whoever finds it out; the secret is not repeated."""
+    """The message comes from any part of the command, and does not repeat a secret."""
     error = cli.error(*arguments, code=2)
     assert reason in error
     assert not helps or "--help)" in error
@@ -84,7 +84,7 @@ def test_a_reader_that_leaves(file: Path) -> None:
 
 @pytest.mark.usefixtures("fresh_interpreters")
 class TestImports:
-    """What a command costs before it works."""
+    """A command imports little before it works."""
 
     @pytest.mark.parametrize(
         ("command", "expected"),

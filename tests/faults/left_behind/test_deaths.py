@@ -82,7 +82,7 @@ def test_a_receiver_dies(cell: Cell, found: Mapping[str, str]) -> None:
 @pytest.mark.asyncio(loop_factories=[LOOP])
 @each_cell("PGTransport.disallow_checkpoint: the other one dies")
 async def test_a_withdrawal_ends(cell: Cell, tmp_path: Path) -> None:
-    """With the send that it waits for, which its receiver's death has broken."""
+    """It ends with the send, which the receiver's death has broken."""
     async with (
         ranks(tmp_path, "idle") as (group, (peer,)),
         GroupTransport(group, timeout=30) as ours,

@@ -89,7 +89,7 @@ async def outcome(task: asyncio.Task[Any], cell: Cell) -> None:
 async def test_a_receive_that_is_cut_short(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While bytes arrive it breaks the group; while a template is filled, nothing."""
+    """It breaks the group while bytes arrive, and nothing while it fills a template."""
     options, seen = options_of(cell.call), set()
     limit = 2 if cell.ending == "timeout" else 30
     async with dammed(monkeypatch, options, limit) as (both, send, receive):

@@ -138,7 +138,7 @@ async def test_a_send_that_does_not_succeed(cell: Cell) -> None:
     "HTTPTransport.send_checkpoint, Server(process=True): cancel",
 )
 async def test_a_send_to_a_process_that_does_not_succeed(cell: Cell) -> None:
-    """As little is left where the process that serves has all of it already."""
+    """It leaves as little, though the serving process has all of it already."""
     await failed_send(cell)
 
 

@@ -209,7 +209,7 @@ async def cut(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @each_cell("HTTPTransport.recv_checkpoint*: timeout", "HTTPTransport.prepare: timeout")
 async def test_a_deadline(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While bytes arrive, and while the template is filled."""
+    """The deadline ends it while bytes arrive, and while it fills the template."""
     await cut(cell, monkeypatch)
 
 

@@ -144,7 +144,7 @@ async def test_a_heir_dies(cell: Cell, tmp_path: Path) -> None:
 
 @each_cell("recover: the other one dies")
 async def test_a_keeper_dies(cell: Cell, tmp_path: Path) -> None:
-    """While it is asked: there is nothing to be had, and it is said at once."""
+    """The checkpoint process dies while it is asked, and the error comes at once."""
     async with kept(tmp_path) as found:
         await stopped(found)
         taking = asyncio.create_task(taken(found))
