@@ -50,7 +50,7 @@ async def wire_bytes(state: object) -> int:
 
 
 class TestContent:
-    """What is received is what was sent."""
+    """The receiver gets what was sent."""
 
     @proves("invariant 9")
     async def test_an_optimizer_step_cannot_tear_it(self) -> None:
@@ -151,7 +151,7 @@ class TestPeers:
                 assert_same(await receiver.recv_checkpoint(0, url, 1), weights())
 
     async def test_waiting_peers_cost_no_threads(self) -> None:
-        """However many ask for a step that is not there."""
+        """Any number of requests for a later step takes no thread."""
         async with transport(insecure=True) as sender:
             before = threading.active_count()
             peers = [Peer(port_of(sender), token=None) for _ in range(100)]

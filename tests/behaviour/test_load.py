@@ -156,7 +156,7 @@ class TestDamage:
     @pytest.mark.parametrize("offset", [9, 300, -1, -CHUNK, -3 * CHUNK])
     @pytest.mark.parametrize("mapped", [False, True])
     def test_a_flipped_bit_anywhere(self, tmp_path, offset: int, mapped: bool) -> None:
-        """In the header, and in each chunk; but not where nothing is compared."""
+        """A flip in the header or a chunk is found, unless nothing is compared."""
         path = save(tmp_path / "s", training_state())
         flip(path / FILE, offset)
         with pytest.raises((IntegrityError, StorageError)) as caught:
@@ -361,7 +361,7 @@ class TestTemplate:
         assert "is missing keys: a.c, a.l[0].y, u, 3" in caplog.text
 
     def test_a_strict_load_refuses_them(self, tmp_path) -> None:
-        """Before anything is changed; a RuntimeError that names them."""
+        """A RuntimeError names them before anything is changed."""
         path = save(tmp_path / "s", {"a": torch.ones(3), "n": 1})
         template = {"a": torch.zeros(3), "n": 0, "b": None}
         with pytest.raises(MissingKeysError, match="is missing keys: b") as caught:
@@ -450,7 +450,7 @@ class TestSelect:
     """A load reads only the selected paths and what is below them."""
 
     def test_by_paths(self, tmp_path) -> None:
-        """Those that are not there are missing; they may come from an iterator."""
+        """Paths may come from an iterator; those that are not there are missing."""
         state = training_state()
         path = save(tmp_path / "s", state)
         wanted = ["model.nor", "optimizer.state.1", "step", "x.y", "model.half"]
@@ -552,7 +552,7 @@ class TestDevice:
         ids=lambda where: str(where)[:12],
     )
     def test_a_device_that_is_not_here_is_named(self, tmp_path, where) -> None:
-        """Before the template is changed, and from a coroutine, too."""
+        """The error comes before the template is changed, also from a coroutine."""
         path = save(tmp_path / "s", {"w": torch.ones(3), "n": 1})
         into = {"w": torch.zeros(3), "n": 0}
         for template in (None, into):

@@ -53,7 +53,7 @@ async def test_no_descriptor_is_left() -> None:
 
 @proves("threat D5")
 async def test_fewer_descriptors_are_fewer_connections() -> None:
-    """Who has one connection goes on with it; the others wait, and do not storm."""
+    """One connection suffices, and the others wait without a storm of attempts."""
     events: list[TransferEvent] = []
     remove = add_hook(events.append)
     async with (

@@ -53,7 +53,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Names:
 @pytest.mark.parametrize("server", ["loop", "process"])
 @pytest.mark.asyncio
 async def test_a_name_is_looked_up_beside_the_loop(server: Any, names: Names) -> None:
-    """However slow the name service is, and before the URL is asked for."""
+    """A thread looks it up, before the URL is asked for."""
     sender = transport(host=NAME, advertise="127.0.0.1", process=server == "process")
     try:
         async with stalls() as longest:
@@ -182,7 +182,7 @@ async def test_a_cancelled_send_gives_back_what_was_mapped(
 async def test_kept_memory_is_unmapped_in_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before the end of the transport that kept it for its next receive."""
+    """A thread unmaps it before the transport that kept it has ended."""
     threads: list[int] = []
     close = Arena.close
 

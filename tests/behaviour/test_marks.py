@@ -281,7 +281,7 @@ class TestLoading:
 
     @pytest.mark.parametrize("how", OPTIONS, ids=str)
     async def test_a_receive(self, device: Device, how: dict[str, Any]) -> None:
-        """Whatever it reuses, and wherever its bytes arrive."""
+        """A receive waits, whatever it reuses and wherever its bytes arrive."""
         async with transport() as sender, transport() as receiver:
             await sender.send_checkpoint([], 1, {**weights(1.0, count=4), "step": 4})
 

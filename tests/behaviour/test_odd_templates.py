@@ -145,7 +145,7 @@ async def test_memory_that_is_conjugated_once_has_one_value() -> None:
 
 @pytest.mark.asyncio
 async def test_tensors_in_attributes_are_filled() -> None:
-    """Those of an OrderedDict, as its items."""
+    """The attributes of an OrderedDict are filled as its items are."""
     state, into = OrderedDict(w=torch.ones(1)), OrderedDict(w=zeros(1))
     state.t, into.t = torch.ones(2), zeros(2)  # type: ignore[attr-defined]
     own = into.t  # type: ignore[attr-defined]
@@ -215,7 +215,7 @@ def test_keys_may_have_registered_values_inside(tmp_path: Path, number: int) -> 
 
 @pytest.mark.parametrize("number", range(len(KEYS)))
 def test_keys_are_equal_as_in_a_dict(tmp_path: Path, number: int) -> None:
-    """However they are encoded; and a selection names them as text."""
+    """Keys are equal in any encoding, and a selection names them as text."""
     there, here = KEYS[number]
     path, own = save(tmp_path, {"a": {there: torch.ones(2)}}), zeros(2)
     aiockpt.load(path, {"a": {here: own}})
@@ -452,7 +452,7 @@ TEXTS = ((np.float64(1), "x"), ("x", np.float64(1)), (np.str_("x"), np.float64(1
 
 @pytest.mark.parametrize("number", range(len(TEXTS)))
 def test_a_number_of_numpy_is_no_text(tmp_path: Path, number: int) -> None:
-    """In either direction; a text of numpy is one."""
+    """A number does not replace a text, nor a text a number."""
     there, here = TEXTS[number]
     path = save(tmp_path, {"v": there, "t": "y", "b": True})
     with pytest.raises(TemplateMismatchError, match="v"):
@@ -472,7 +472,7 @@ def test_a_path_is_selected_as_an_error_writes_it(tmp_path: Path, path: str) -> 
 
 
 def test_a_tensor_of_a_leaf_stays_with_it(tmp_path: Path) -> None:
-    """On the CPU, as the docstring says; others go to the device."""
+    """Such a tensor stays on the CPU, and others go to the device."""
     weight = torch.ones(2)
     path = save(tmp_path, {"w": weight, "leaf": Summed(weight), "x": torch.ones(1)})
     got = aiockpt.load(path, map_location="meta")

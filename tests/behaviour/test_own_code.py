@@ -219,7 +219,7 @@ def test_a_signal_at_the_first_and_the_last_step(
 
 
 def test_a_signal_in_a_blocking_save(tmp_path, interrupted) -> None:
-    """In the background; it did not time out, and nothing is saved."""
+    """The save did not time out, and saves nothing."""
 
     class Slow(aiockpt.checkpointers.CheckpointStager):
         async def stage(self, state_dict: Any, **kwargs: Any) -> Any:

@@ -144,7 +144,7 @@ async def test_no_place_for_the_last_snapshot(tmp_path, monkeypatch) -> None:
 
 
 def test_threads_without_proc(monkeypatch) -> None:
-    """Those that Python has started are known all the same."""
+    """Without /proc, the threads that Python has started are still known."""
 
     def nothing(path: str) -> list[str]:
         raise FileNotFoundError(path)

@@ -157,7 +157,7 @@ def test_two_in_one_registry_are_refused(exporter) -> None:
 
 @pytest.mark.asyncio
 async def test_an_endpoint_shows_what_a_transport_does() -> None:
-    """In the text format, and as OpenMetrics; its counters stay when it has ended."""
+    """It does so as text and as OpenMetrics; counters outlive the transport."""
     app, path = web.Application(), "/internal/metrics"
     async with pair() as (sender, receiver):
         exporter = setup(app, {"sender": sender, "receiver": receiver}, path)

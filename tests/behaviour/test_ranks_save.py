@@ -163,7 +163,7 @@ class TestKilled:
     @pytest.mark.parametrize("victim", [0, 1])
     @pytest.mark.parametrize("moment", ["before", "at", "after"])
     def test_at_any_moment(self, tmp_path, kind, victim: int, moment: str) -> None:
-        """What can be loaded is whole, and the other rank does not wait for ever."""
+        """A loadable checkpoint is whole, and the other rank does not wait for ever."""
         lives = ["well", "well"]
         lives[victim] = moment
         said = ranks(tmp_path, kind, *lives)
@@ -320,7 +320,7 @@ def test_a_checkpoint_that_rank_0_has_moved_away(tmp_path, *, replaced: bool) ->
 
 
 class TestSamePathAgain:
-    """What is left in the store of an earlier save is not taken for the next one's."""
+    """Keys of an earlier save in the store do not count for the next one."""
 
     @pytest.mark.parametrize("restarted", [False, True])
     @pytest.mark.parametrize("first", [0, 1])
@@ -357,7 +357,7 @@ class TestSamePathAgain:
         assert [load(tmp_path / "step", rank=n)["value"] for n in (0, 1)] == [2, 2]
 
     def test_again_and_again(self, tmp_path) -> None:
-        """Whatever of the last save is removed from the store while this one meets."""
+        """The store may lose any key of the last save while this one meets."""
         with job(tmp_path / "step") as both:
             for value in range(20):
                 for each in [both.save(rank, value) for rank in (1, 0)]:
@@ -399,7 +399,7 @@ def one_of_two(rank: int, port: int, **options) -> TCPStoreBarrier:
 
 
 class TestStore:
-    """What the ranks leave in the store, and how long its host stays."""
+    """The ranks leave little in the store, and its host waits for the others."""
 
     @proves(
         "cell TCPStoreBarrier.meet: timeout",
@@ -462,7 +462,7 @@ class TestStore:
 
     @pytest.mark.parametrize("failing", [False, True])
     def test_it_does_not_grow(self, *, failing: bool) -> None:
-        """What is left of earlier saves is removed, whether they failed or not."""
+        """The keys of earlier saves are removed, whether these failed or not."""
         port, sizes = free_port(), []
         host, other = one_of_two(0, port), one_of_two(1, port)
         there = ("127.0.0.1", port)
@@ -645,7 +645,7 @@ class TestTwoCheckpointers:
                 assert reader.read(path)[0] == {"rank": rank, "which": which}
 
     def test_ranks_of_another_size_do_not_meet(self) -> None:
-        """What is left of a job of three ranks is nothing to a job of two."""
+        """The keys of a job of three ranks do not count for a job of two."""
         port = free_port()
         with closing(barrier(0, 3, port)) as host:
             with pytest.raises(TimeoutError):

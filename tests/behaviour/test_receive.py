@@ -108,7 +108,7 @@ async def test_values_come_beside_the_template(direct: bool) -> None:
 async def test_more_than_the_memory_is_refused(
     into: Callable[[], object], direct: bool
 ) -> None:
-    """What has no home in the template counts, however it is received."""
+    """Memory that the template lacks counts, for every way to receive."""
     async with sending(manifest_of(1 << 50, ["blob", 1])) as url:
         with pytest.raises(LimitExceededError, match="size"):
             await receive(url, into(), direct=direct)

@@ -159,7 +159,7 @@ async def test_without_direct_nothing_is_copied_early(device) -> None:
 
 @pytest.mark.parametrize("direct", [False, True])
 async def test_copies_wait_for_who_still_uses_the_template(device, direct) -> None:
-    """What the producer has enqueued before comes first."""
+    """The copies wait for what the producer has enqueued before."""
     async with held(strided, direct=direct) as receiving:
         device.produce(lambda: receiving.template["w"].fill_(5))
         receiving.fault.gate.set()
@@ -245,7 +245,7 @@ async def test_memory_outlives_the_copies_of_a_receive_that_fails(
 
 
 async def test_a_busy_device_holds_up_no_other_receive(device, monkeypatch) -> None:
-    """However many were cancelled that copy to it."""
+    """Any number of cancelled receives may still copy to it."""
     async with transport() as sender, transport() as receiver:
         await sender.send_checkpoint([], 1, one(1.0))
         for count in range(3):
@@ -343,7 +343,7 @@ async def test_a_copy_that_fails_ends_the_receive(device, monkeypatch) -> None:
 
 
 async def test_memory_that_is_kept_is_page_locked(device) -> None:
-    """Once for all receives, until it is given back."""
+    """The memory is locked once for all receives, until it is given back."""
     device.held = False
     async with transport() as sender:
         await sender.send_checkpoint([], 1, one(1.0))
@@ -386,7 +386,7 @@ async def test_small_tensors_arrive_together(device, full: bool, monkeypatch) ->
 
 @pytest.mark.parametrize("have", [False, True])
 async def test_a_prepared_step_is_page_locked(device, have: bool) -> None:
-    """Before it is applied, which somebody waits for; and until it is freed."""
+    """The memory is locked before the apply, and until it is freed."""
     device.held = False
     async with pair() as (sender, receiver):
         await sender.send_checkpoint([], 1, many(1.0))

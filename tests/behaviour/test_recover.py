@@ -28,7 +28,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 class TestFinishing:
-    """What was handed over is written, whatever becomes of the trainer."""
+    """The process writes what was handed over, whatever becomes of the trainer."""
 
     @proves(
         "cell AsyncCheckpointer.save: success",

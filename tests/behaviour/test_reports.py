@@ -131,7 +131,7 @@ def check_failed(made, said: str, events, log, place: Path) -> None:
 @pytest.mark.allow_error_logs
 @pytest.mark.parametrize("at", ["pre", "post"])
 async def test_a_process_that_dies(place, events, caplog, at: str) -> None:
-    """Before the commit, or after it and before its report."""
+    """The process dies before the commit, or between the commit and its report."""
     async with aiockpt.make_async_checkpointer(CONFIG, commit_hook=Troubled()) as made:
         first = await made.save(state(1), place / "step-1")
         assert await first.written()

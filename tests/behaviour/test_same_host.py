@@ -385,7 +385,7 @@ class TestHung:
 
     @proves("threat D22")
     async def test_it_is_counted_and_let_go(self, keep, events):
-        """After the stall timeout; what it has mapped stays valid."""
+        """The sender gives up after the stall timeout; what is mapped stays valid."""
         async with (
             lending(stall_timeout=0.5) as sender,
             hung(sender, keep=keep) as (_, fd),
@@ -652,7 +652,7 @@ class TestWho:
 
     @pytest.mark.parametrize("end", ["replaced", "retracted", "old"])
     async def test_a_ticket_is_for_its_checkpoint(self, end, monkeypatch):
-        """What was replaced or retracted is not lent; nor do old tickets open it."""
+        """An old ticket does not open what was replaced or retracted."""
         if end == "old":
             monkeypatch.setattr(lender, "_VALID", -1.0)
         async with lending() as sender:
@@ -1023,7 +1023,7 @@ class TestProcesses:
     @proves("threat S5")
     @needs_root
     async def test_another_user_gets_it_over_http(self):
-        """In either direction: the kernel tells whose process it is."""
+        """The kernel tells whose process it is, in both directions."""
         async with lending() as sender, another() as other, transport() as receiver:
             await other.call("become", user=NOBODY)
             ask = {"metadata": sender.metadata(), "step": 1, "share": True}

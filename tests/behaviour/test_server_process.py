@@ -444,7 +444,7 @@ class TestTheTrainersDeath:
 
 
 class TestOptions:
-    """What does not go together is refused when the transport is made."""
+    """The constructor refuses options that exclude each other."""
 
     @pytest.mark.parametrize(
         ("options", "error", "reason"),

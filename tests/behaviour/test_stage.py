@@ -59,7 +59,7 @@ class TestSnapshot:
                 assert all(view.readonly for view in views)
 
     async def test_equal_states_have_equal_ids(self) -> None:
-        """Whatever the memory held before, and without a copy, too."""
+        """The ids are equal in any memory, with and without a copy."""
         ids = []
         async with stager() as staging, stager(zero_copy=True) as in_place:
             for made, fill in ((staging, 1), (staging, 3), (staging, 1), (in_place, 1)):
@@ -221,7 +221,7 @@ class TestSmallTensors:
             assert_same(rebuilt(file_of(snapshot)), small())
 
     async def test_they_are_as_training_leaves_them(self) -> None:
-        """After its work, also when some of it comes between two pieces."""
+        """The copies come after training's work, also between two pieces."""
         device, live = FakeAccelerator(), small(0)
         for each in live.values():
             device.produce(partial(each.fill_, 7))

@@ -54,7 +54,7 @@ class TestOurs:
     """These files were made by aiockpt."""
 
     def test_the_state_dict_comes_back(self, tmp_path) -> None:
-        """Its containers, values, tied tensors and parameters; and the step."""
+        """Its containers, values, ties, parameters and step come back."""
         weight = torch.nn.Parameter(torch.randn(4, 4))
         model = OrderedDict(weight=weight, tied=weight, view=weight.detach()[1:])
         state = {"model": model, "values": [1, 2.5, None, ("a", {3})]}
@@ -74,7 +74,7 @@ class TestOurs:
 
 
 class TestChangedFiles:
-    """What is served is what was verified: nothing is read a second time."""
+    """The sender serves what it has verified, since it reads the file once."""
 
     @proves("threat T12")
     @pytest.mark.parametrize("kind", ["ours", "safetensors", "torch"])
@@ -211,7 +211,7 @@ class TestSafetensors:
             load(tmp_path)
 
     def test_a_tensor_in_two_files_is_an_error(self, tmp_path) -> None:
-        """None of them wins; they may be of two models."""
+        """The load chooses none of them, since they may be of two models."""
         for name in ("one", "two"):
             save_file({"x": torch.ones(3)}, tmp_path / f"{name}.safetensors")
         with pytest.raises(StorageError, match=r"one\.safetensors and two.* hold 'x'"):

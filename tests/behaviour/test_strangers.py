@@ -167,7 +167,7 @@ class TestLoads:
 
     @pytest.mark.parametrize("functions", [True, False])
     def test_both_remedies_work(self, tmp_path: Path, functions: bool) -> None:
-        """However the type is registered, and under its own tag."""
+        """Both work for every way to register a type, with its own tag."""
         path = save(tmp_path / "step-1", state())
         found = load(path, state())
         assert_same(found["opt"], state()["opt"])

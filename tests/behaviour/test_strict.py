@@ -229,7 +229,7 @@ def test_who_is_strict(tmp_path) -> None:
 )
 @pytest.mark.parametrize("kind", ["directory", "foreign", "torch"])
 def test_no_key_is_found(tmp_path, saved, template, words, strict, kind) -> None:
-    """That is an error in every way, which shows a key of each side."""
+    """Every load raises an error that shows a key of each side."""
     weight = torch.ones(2)
     state = {f"{saved}weight": weight, f"{saved}bias": weight}
     into = {f"{template}weight": torch.zeros(2), f"{template}bias": torch.zeros(2)}

@@ -167,7 +167,7 @@ async def test_the_source_sends_little_more_than_once(count: int) -> None:
 
 
 async def test_a_receive_that_hears_of_nobody_asks_as_without_a_swarm() -> None:
-    """After a moment. It was invited because another one might have joined."""
+    """The receiver waits for a moment, since another one might have joined."""
     async with sending() as sender, receivers(1) as (receiver,), slow(sender) as url:
         await offer_to_join(url)
         await all_of([receiver], url)

@@ -144,7 +144,7 @@ class TestCredentials:
 @proves("threat S3")
 @pytest.mark.every_loop
 async def test_an_untrusted_server_is_refused():
-    """Before the token is shown to it; a trusted one is read over https."""
+    """The receiver refuses it before it shows the token."""
     server, client = certified()
     async with (
         transport(ssl_context=server) as sender,
@@ -162,7 +162,7 @@ class TestAddress:
     """The options say which address peers are told."""
 
     async def test_the_bound_address_is_told(self, monkeypatch):
-        """That of an interface, too, named by argument or as frameworks name it."""
+        """An interface works, too, by argument or as frameworks name it."""
         for options in ({}, {"host": None, "interface": "lo"}, {"host": None}):
             async with transport(**options) as sender:
                 port = port_of(sender)

@@ -198,7 +198,7 @@ async def test_a_template_is_filled_after_the_callers_kernels(
 async def test_a_prepared_step_is_applied_after_the_callers_kernels(
     card: Card, have: bool | None, *, blocks: bool
 ) -> None:
-    """Those that were enqueued while it was prepared."""
+    """The apply waits for kernels that were enqueued during the prepare."""
     async with pair() as (sender, receiver):
         await sender.send_checkpoint([], 1, state_on(card, 1))
         template, seen = state_on(card, 0), list[torch.Tensor]()
@@ -251,7 +251,7 @@ async def test_memory_that_its_owner_frees_before_a_step_is_applied(card: Card) 
 @pytest.mark.parametrize("into", [False, True], ids=["new tensors", "template"])
 @on_a_loop
 async def test_a_load_from_a_file(card: Card, tmp_path: Path, *, into: bool) -> None:
-    """After the caller's kernels; new tensors may be used on any stream."""
+    """The load waits for the caller's kernels, and any stream may use new tensors."""
     path = save(tmp_path / "1", state_on(card, 1))
     if not into:
         found = load(path, map_location=str(card.device))

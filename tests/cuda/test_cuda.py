@@ -81,7 +81,7 @@ class TestStaging:
     @pytest.mark.parametrize("kind", KINDS)
     @on_a_loop
     async def test_a_state_on_a_device_arrives(self, kind: str) -> None:
-        """In host memory, bit by bit."""
+        """The state arrives in host memory, bit by bit."""
         state = {"leaf": KINDS[kind](), "step": 3}
         async with pair() as (sender, receiver):
             await sender.send_checkpoint([], 1, state)
@@ -244,7 +244,7 @@ class TestLoading:
     @pytest.mark.parametrize("direct", [False, True])
     @on_a_loop
     async def test_a_template_on_a_device_is_filled(self, direct: bool) -> None:
-        """In its own memory."""
+        """The template's own device memory is filled."""
         state, template = self.state(), self.state(0)
         async with pair() as (sender, receiver):
             await sender.send_checkpoint([], 1, state)

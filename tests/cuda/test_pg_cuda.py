@@ -40,11 +40,11 @@ def state(fill: float) -> dict[str, torch.Tensor]:
 
 
 class TestOverGloo:
-    """Through the host memory of both ends."""
+    """The bytes pass through the host memory of both ends."""
 
     @on_a_loop
     async def test_a_device_s_tensors_arrive(self) -> None:
-        """In host memory, without a template."""
+        """Without a template, they arrive in host memory."""
         async with transports() as (sender, receiver):
             got = await moved(sender, receiver, state(1.0))
         assert_same(got, state(1.0))
@@ -76,7 +76,7 @@ class TestOnTheDevice:
 
     @on_a_loop
     async def test_each_tensor_arrives_where_it_was(self) -> None:
-        """On the device, or in host memory."""
+        """A tensor arrives on the device or in host memory, as it was."""
         async with self.pair() as (sender, receiver, _):
             got = await moved(sender, receiver, state(1.0))
         assert_same(got, state(1.0))

@@ -96,7 +96,7 @@ def test_an_interval_is_the_narrowest_order_statistics_that_suffice(count: int) 
 def test_a_verdict_needs_the_whole_interval(
     at_least: float | None, at_most: float | None, expected: str
 ) -> None:
-    """On one side of the target; else it is undecided, as without an interval."""
+    """The interval must lie on one side of the target; otherwise it is undecided."""
     values = [1.0, 1.1, 1.2, 1.3, 1.4]
     target = {"at_least": at_least, "at_most": at_most}
     assert verdict(estimate(values), **target) == expected
@@ -189,7 +189,7 @@ def test_progress_counts_steps_of_the_time_that_is_asked_for() -> None:
 
 
 def test_what_is_lost_counts_against_the_loop_alone() -> None:
-    """In percent, and in time per GB, pauses between receives included."""
+    """The loss is in percent and in time per GB, with the pauses between receives."""
 
     def costs(*seconds: float) -> list[dict[str, float]]:
         starts = [sum(seconds[:at]) + at for at in range(len(seconds))]
@@ -656,7 +656,7 @@ def test_too_little_memory_is_an_error_before_anything_starts(
 def test_a_line_needs_root_and_its_tools(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who lacks them is told before anything starts."""
+    """A user who lacks them is told before anything starts."""
     monkeypatch.setattr("benchmarks.lines.shutil.which", lambda _: "/sbin/it")
     monkeypatch.setattr("benchmarks.lines.os.geteuid", lambda: 1000)
     assert program.main(["delta", "--scale", "0.01"]) == 1

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.torch_free
 
 
 def test_every_session_is_there() -> None:
-    """Those of the commands, and the parts of ``nightly``."""
+    """The sessions of the commands exist, and the parts of ``nightly``."""
     named = set(re.findall(r"nox -s ([\w-]+)", PAGE))
     parts = re.search(r"nightly parts are (.+?)\. `nox", PAGE, re.DOTALL)
     assert parts

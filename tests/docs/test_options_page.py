@@ -83,7 +83,7 @@ def options_of(described: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("heading", RECORDS)
 def test_each_option_has_its_row(heading: str) -> None:
-    """In the order of the signature, with the default that the code has."""
+    """The rows have the signature's order and the code's defaults."""
     on_page = {cells[0].strip("`"): cells[2] for cells in rows(heading)}
     assert list(on_page.items()) == list(options_of(RECORDS[heading]).items())
 

@@ -37,7 +37,7 @@ def test_there_is_something_to_copy() -> None:
 @pytest.mark.usefixtures("fresh_interpreters")
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_a_program_runs_by_itself(number: int, tmp_path: Path) -> None:
-    """In a fresh interpreter and an empty directory; it prints what it has done."""
+    """The program runs in a fresh interpreter, and prints what it has done."""
     script = tmp_path / "copied.py"
     script.write_text(PROGRAMS[number])
     done = subprocess.run(
@@ -75,7 +75,7 @@ def test_what_is_run_is_there() -> None:
 
 
 def test_figures_are_of_the_run_that_the_benchmarks_page_has() -> None:
-    """Who measures anew renews the table, too."""
+    """A new measurement renews the README's table, too."""
     section = README.partition("## How fast it is")[2].partition("\n## ")[0]
     page = (ROOT / "docs" / "reference" / "benchmarks.md").read_text()
     [day] = set(re.findall(r"\d{4}-\d\d-\d\d", section))

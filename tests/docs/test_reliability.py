@@ -63,7 +63,7 @@ def test_the_worst_of_all_tests_of_a_row_is_shown() -> None:
 
 
 def test_a_test_that_fails_fails_its_row() -> None:
-    """Whatever the others say; one that was skipped says why."""
+    """One failure counts, whatever the other tests say; a skipped test says why."""
     good, bad = Outcome(2, "a"), Outcome(2, "b", result="fail")
     skipped = Outcome(2, "c", result="no nginx")
     assert rows(written(good, bad, skipped))[2][5] == "**fail**"

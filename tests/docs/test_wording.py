@@ -42,7 +42,7 @@ def test_there_is_something_to_read() -> None:
 
 
 def test_the_token_has_one_name() -> None:
-    """In the pages, the help, the messages and the docstrings."""
+    """The pages, the help, the messages and the docstrings use one name."""
     found = [
         f"{path.name}:{number}: {text[:80]}"
         for path in [*PAGES, *SOURCES]
@@ -115,7 +115,7 @@ def test_an_entry_of_the_changelog_is_one_line() -> None:
 
 
 def test_the_glossary_says_each_word_in_one_sentence() -> None:
-    """In the order of the alphabet, each word once."""
+    """Each word is there once, in the order of the alphabet."""
     page = (ROOT / "docs" / "reference" / "glossary.md").read_text()
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)[1:]
     words = [word for word, _ in rows]

@@ -97,7 +97,7 @@ async def lagged(stall_timeout: float, slow: Drip) -> AsyncIterator[Any]:
 async def test_a_jump_of_the_wall_clock_moves_no_deadline(
     record: Record, jump: float
 ) -> None:
-    """In the middle of a receive; one that is short is kept, too."""
+    """The clock jumps during a receive, and a short deadline is kept, too."""
     for _ in range(record.pick(1, 20)):
         async with pair() as (sender, receiver):
             await sender.send_checkpoint([], 1, weights(mib=8))

@@ -80,7 +80,7 @@ async def changed(sender: Transport, act: str, new: Any) -> None:
 async def test_another_jobs_server_on_the_port_is_told_apart(
     record: Record, other: str
 ) -> None:
-    """In the middle of a transfer, and before one."""
+    """The receiver notices it before a transfer, and in the middle of one."""
     mine, theirs = noise(1), noise(1, step=2)
     shared = {
         "token": "t",

@@ -231,7 +231,7 @@ async def test_a_process_exits_beside_a_wait_for_its_group(
 async def test_a_forked_child_gets_a_clear_error_and_the_parent_goes_on(
     tmp_path: Path, record: Record
 ) -> None:
-    """In the middle of a receive; the child says what it was told."""
+    """The fork happens in the middle of a receive."""
     said = tmp_path / "said"
     for _ in range(record.pick(1, 20)):
         async with pair() as (sender, receiver):

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
 @proves("fault 13")
 async def test_a_sender_without_descriptors_serves_again(record: Record) -> None:
-    """What runs goes on; who comes meanwhile waits, and is served afterwards."""
+    """Running receives go on, and new ones wait and are served afterwards."""
     state = noise(16)
     async with (
         sender(mib=16) as peer,
@@ -155,7 +155,7 @@ def jain(rates: list[float]) -> float:
 
 @proves("fault 29")
 async def test_more_receivers_than_are_admitted_all_finish(record: Record) -> None:
-    """Those who are too many are told to come back, and do."""
+    """The sender refuses some of them, and they come back."""
     state = noise(4)
     async with AsyncExitStack() as stack:
         peer = await stack.enter_async_context(sender(mib=4, readers=4))

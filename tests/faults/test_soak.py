@@ -186,7 +186,7 @@ class Soak:
 
 @proves("fault 39")
 async def test_a_soak_of_random_faults_corrupts_nothing(record: Record) -> None:
-    """Whatever arrives is one whole step; at the end everything still works."""
+    """Each result is one whole step, and everything works at the end."""
     seed = int(os.environ.get("AIOCKPT_SOAK_SEED", "39"))
     seconds = float(os.environ.get("AIOCKPT_SOAK_SECONDS", record.pick(4, SECONDS)))
     options: dict[str, Any] = {"stall_timeout": 0.5, "reconnect_timeout": 1.0}

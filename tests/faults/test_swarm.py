@@ -133,7 +133,7 @@ def held(relays: list[Relay]) -> int:
 @proves("fault 59", "invariant 1")
 @pytest.mark.parametrize("early", [False, True], ids=["after", "before"])
 async def test_the_source_is_killed(record: Record, early: bool) -> None:
-    """Before or after each chunk has left it once."""
+    """The source is killed before or after each chunk has left it once."""
     options = {"reconnect_timeout": 0.3, "stall_timeout": 3.0}
     least = COUNT // 2 if early else COUNT
     loop = asyncio.get_running_loop()

@@ -87,7 +87,7 @@ def bomb(answer: web.Response) -> None:
 
 
 class TestFetchManifest:
-    """What is asked of a peer first, and how long."""
+    """A receiver requests the manifest first, within limits of time."""
 
     async def test_returns_what_the_peer_describes(self) -> None:
         """The manifest is the peer's."""
@@ -310,7 +310,7 @@ class TestFetchChunks:
 
 
 class TestErrors:
-    """What a peer's refusals become, and which are worth another attempt."""
+    """Each refusal of a peer becomes an error, and some are worth another attempt."""
 
     async def test_refused_credential_names_the_peer_and_not_the_token(self) -> None:
         """It is no use to try again."""

@@ -152,7 +152,7 @@ async def test_broken_connection_resumes_after_what_had_arrived(fast_path) -> No
 async def test_silent_peer_is_given_up_after_the_stall_timeout(
     fast_path, count
 ) -> None:
-    """Before or within its answer, and the error says after how long."""
+    """The silence begins before or within its answer, and the error has its length."""
     async with (
         serving(LARGE) as peer,
         FaultProxy("127.0.0.1", peer.port, otherwise=StallAfter(count)) as proxy,
@@ -212,7 +212,7 @@ async def test_peer_that_is_not_there_is_tried_until_the_reconnect_timeout(
     ids=["ssh", "smuggler", "flood", "zeros", "unframed", "hangup", "reset"],
 )
 async def test_impostor_is_told_from_a_sender(fast_path, fault, error) -> None:
-    """Whatever answers on the port, the error is ours and names it."""
+    """Any other server on the port leads to an error of ours that names it."""
     async with (
         serving(SMALL) as peer,
         FaultProxy("127.0.0.1", peer.port, otherwise=fault) as proxy,

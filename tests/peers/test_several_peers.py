@@ -48,7 +48,7 @@ class TestOneFails:
 
     @pytest.mark.parametrize("nbytes", [0, CHUNK + CHUNK // 2])
     async def test_stalled(self, nbytes: int) -> None:
-        """What it has in hand is taken from it, long before the stall timeout."""
+        """The planner takes its run away long before the stall timeout."""
         held = checkpoint()
         async with (
             replicas(held, held) as sites,
@@ -188,7 +188,7 @@ class TestAllFail:
 
     @proves("cell HTTPTransport.recv_checkpoint, metadata=[...]: error")
     async def test_killed_one_after_the_other(self) -> None:
-        """In the middle."""
+        """The peers die in the middle of the receive, one after the other."""
         held = checkpoint()
         async with (
             replicas(held, held) as sites,

@@ -117,7 +117,7 @@ def drawn_cuts(
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(rng=st.randoms(use_true_random=False))
 def test_any_state_of_any_mesh(rng: random.Random) -> None:
-    """In full, and into the shards of other ranks; tied tensors stay tied."""
+    """The load returns full tensors or other ranks' shards, and ties stay."""
     saving, loading = rng.choice([*GRIDS]), rng.choice([*GRIDS])
     whole = {f"{n}": drawn_tensor(rng) for n in range(rng.randint(1, 5))}
     cuts, tied = drawn_cuts(rng, whole, saving), rng.choice([*whole])
@@ -160,7 +160,7 @@ WAYS: dict[str, Any] = {
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(state=states())
 def test_equal_ranks_load_like_one(state: State) -> None:
-    """Whatever is in a tree, ranks that saved the same are no other case."""
+    """Ranks that saved the same load as one rank does, whatever the tree holds."""
     saved = {"tree": state["tree"], "tensors": [*state["tensors"]], "n": 1}
     with tempfile.TemporaryDirectory() as place:
         one = save(Path(place) / "one-1", saved)

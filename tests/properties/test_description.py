@@ -47,7 +47,7 @@ class TestEntries:
     """How tensors become entries."""
 
     def test_a_plain_tensor_is_an_entry_and_nothing_more(self) -> None:
-        """Its bytes are where it has them."""
+        """The bytes of the entry are the tensor's own memory."""
         weight = torch.ones(2, 3)
         found = described({"model": {"w": weight}})
         (backing,) = found.backings
@@ -84,7 +84,7 @@ class TestEntries:
         assert described(torch.zeros(100)[::2]).entries.nbytes == 99 * 4
 
     def test_an_element_that_is_repeated_travels_once(self) -> None:
-        """However many bytes the repetitions would be."""
+        """The number of repetitions does not count."""
         huge = torch.zeros(1).expand(2**31, 2**30)
         assert huge.nbytes == 2**63
         assert described(huge).entries.nbytes == 4
@@ -117,7 +117,7 @@ class TestEntries:
     @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50)
     @given(states())
     def test_every_tensor_is_aligned(self, state: State) -> None:
-        """In the segment as in memory: no machine may trap on it."""
+        """A tensor is aligned in the segment as in memory, since a machine may trap."""
         found = described(dict(state))
         numbers = dict(tensor_leaves(found.tree))
         for index, tensor in enumerate(state["tensors"]):
@@ -178,7 +178,7 @@ UNSUPPORTED: dict[str, Callable[[], object]] = {
 
 
 class TestRefusals:
-    """What cannot travel is named, with its path and before anything is copied."""
+    """The error names what cannot travel before anything is copied."""
 
     @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd tensors
     @pytest.mark.parametrize("kind", UNSUPPORTED)
@@ -190,7 +190,7 @@ class TestRefusals:
         assert str(caught.value).startswith("a[1].b is a ")
 
     def test_all_that_cannot_travel_is_named_at_once(self) -> None:
-        """Up to ten leaves, wherever and however they are refused."""
+        """The error names up to ten leaves, wherever they are."""
         state: dict[str, Any] = {
             "hooks": [print, object()],
             "odd": defaultdict(print, {}),

@@ -158,7 +158,7 @@ def test_a_template_holds_what_was_saved(
     pair: tuple[State, State],
     mmap: bool,
 ) -> None:
-    """Whatever shares memory, and whatever the template lacks."""
+    """It does so for any shared memory, and for any missing paths."""
     state, template = pair
     with tempfile.TemporaryDirectory() as place, make_sync_checkpointer() as loader:
         loader.save(state, f"{place}/c")

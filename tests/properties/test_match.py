@@ -105,7 +105,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
 def test_a_template_gets_what_is_there_or_nothing(
     pair: tuple[dict[str, Any], dict[str, Any]], strict: bool
 ) -> None:
-    """Whatever differs: every tensor of both is filled, or none has changed."""
+    """Every tensor of both is filled, or none has changed."""
     state, template = pair
     own = dict(paths(template))
     before = {path: tensor.clone() for path, tensor in own.items()}

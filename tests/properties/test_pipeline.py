@@ -97,7 +97,7 @@ def test_any_state_dict_is_a_safetensors_file(state: State) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd tensors
 @pytest.mark.parametrize("kind", LEAVES)
 def test_every_kind_of_leaf_is_in_a_safetensors_file(kind: str) -> None:
-    """Whatever else the file holds."""
+    """The file may hold anything beside it."""
     sees_its_tensors(staged({"leaf": LEAVES[kind](), "plain": torch.arange(3)}))
 
 

@@ -117,7 +117,7 @@ class _Shown:
 def test_one_that_differs_spoils_no_row(
     kind: Callable[[Any], Any], change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is not as plain as the others is found among them."""
+    """A tensor that is less plain than the others is found among them."""
     in_rows, one_by_one = both_ways(kind(change(plain())), monkeypatch)
     assert in_rows == one_by_one
 

@@ -68,7 +68,7 @@ COMPLEX = torch.ones(2, dtype=torch.complex64)
 
 
 class TestMatch:
-    """What fits."""
+    """These templates fit."""
 
     @pytest.mark.parametrize(
         ("theirs", "own"),
@@ -106,7 +106,7 @@ class TestMatch:
         assert len([*rule.changed()]) == bool(own["w"].numel())
 
     def test_only_the_path_counts(self) -> None:
-        """Whatever containers lead there, and whatever else is beside it."""
+        """Neither the kinds of containers nor their other items matter."""
         own = [torch.zeros(1), torch.zeros(2)]
         fill(
             {"x": {0: torch.ones(1), 1: torch.ones(2)}, "y": "new"},
@@ -131,7 +131,7 @@ class TestMatch:
 
 
 class TestMismatch:
-    """What does not fit says where and why, in the words of both sides."""
+    """The error says where and why a template does not fit, in words of both sides."""
 
     def test_the_first_that_only_one_has(self) -> None:
         """Theirs come first, also where the trees have parted before."""
@@ -332,7 +332,7 @@ WEIGHT = torch.zeros(1)
 
 
 class TestValues:
-    """What is made anew from what arrived."""
+    """These values are made anew from what arrived."""
 
     def test_registered_leaves_are_values(self) -> None:
         """A registered leaf that is made of tensors fills none of the template's."""

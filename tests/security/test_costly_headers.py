@@ -122,7 +122,7 @@ async def sending(kind: str) -> AsyncIterator[tuple[str, Transport]]:
 async def test_a_receive_ends_at_its_deadline(
     kind: str, seconds: float, options: dict[str, Any]
 ) -> None:
-    """Whatever the header is made of; the loop goes on meanwhile."""
+    """Any header is given up at the deadline, and the loop stays live."""
     async with sending(kind) as (url, receiver), stalls() as longest:
         start = time.monotonic()
         with suppress(AiockptError):

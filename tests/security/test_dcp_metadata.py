@@ -336,7 +336,7 @@ def test_archives_that_are_no_tensor_are_refused(tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("archive", [GOOD, PLAIN], ids=["torch", "another program"])
 def test_elements_are_found_in_an_archive(tmp_path: Path, archive: bytes) -> None:
-    """Whoever wrote the zip file."""
+    """The zip file of any writer works."""
     found = found_in(tmp_path / FILE, archive, before=10)
     content = (tmp_path / FILE).read_bytes()
     assert content[found.start : found.stop] == BODY

@@ -293,7 +293,7 @@ async def test_a_refused_name_is_not_shown_with_the_request() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("after", ["a deadline", "a cancel", "shutdown"])
 async def test_an_end_from_without_shows_no_token(after: str) -> None:
-    """What ends a wait passes through every frame that waits."""
+    """The error that ends a wait passes through each frame that waits."""
     async with peer(silent) as port:
         url = f"http://127.0.0.1:{port}/checkpoint/#{SECRET}"
         receiver = transport(reconnect_timeout=0)
@@ -344,7 +344,7 @@ async def test_ends_that_disagree_about_tls_show_no_token(scheme: str) -> None:
     ],
 )
 async def test_a_constructor_that_fails_shows_no_token(options: dict[str, Any]) -> None:
-    """Whatever else is wrong with its arguments."""
+    """Any other argument may be wrong."""
     with pytest.raises((ValueError, TypeError, aiockpt.AiockptError)) as caught:
         HTTPTransport(**{"timeout": 5, **grouped(**options)})
     check(caught.value)
@@ -370,7 +370,7 @@ def test_a_blocking_receive_shows_no_token() -> None:
 
 
 def test_the_walk_would_find_a_token() -> None:
-    """In locals of frames, attributes, notes and causes: the tests above can fail."""
+    """The walk looks at locals, attributes, notes and causes, so the tests can fail."""
     namespace: dict[str, Any] = {}
     source = (
         f"def inner(token):\n    raise OSError(1)\ndef outer():\n    inner('{SECRET}')"

@@ -70,7 +70,7 @@ class Announcing(Fault):
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 @pytest.mark.parametrize("piece", [CONTINUE, CONTINUE * 3 + HINTS, b"\r\n" + CONTINUE])
 async def test_a_few_of_them_are_allowed(piece: bytes, size: int) -> None:
-    """However they arrive: a proxy may send some, and HTTP allows it."""
+    """A proxy may send some in any pieces, and HTTP allows it."""
     async with pair(connections=2) as (sender, receiver):
         await sender.send_checkpoint([], 1, weights(mib=4))
         proxy: FaultProxy

@@ -163,7 +163,7 @@ async def test_a_source_cannot_make_a_receiver_flood_others(behaviour: str) -> N
 
 @proves("threat S8")
 async def test_a_receiver_does_not_ask_its_own_host_for_a_source_elsewhere() -> None:
-    """However the source spells it; nor anything at another path."""
+    """No spelling of the host or path makes it do so."""
     async with victim("gone") as target:
         port = target.port
         bad = [

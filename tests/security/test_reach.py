@@ -39,7 +39,7 @@ SERVICES = [
 @pytest.mark.asyncio
 @pytest.mark.parametrize("host", [*SERVICES, "224.0.0.1", "[ff02::1]"])
 async def test_no_metadata_leads_to_a_metadata_service(host: str) -> None:
-    """However it is spelled, nothing is sent there."""
+    """Nothing is sent there, for any spelling."""
     source = parse_metadata(f"http://{host}:80/checkpoint/#token")
     async with receiver(stall_timeout=0.5) as client:
         with pytest.raises(
@@ -111,7 +111,7 @@ async def test_a_name_does_not_lead_there_either(
 @proves("threat I6")
 @pytest.mark.asyncio
 async def test_a_name_that_changes_is_looked_up_once(book: Book) -> None:
-    """What was checked is what is connected to."""
+    """The receiver connects to the address that it has checked."""
     book.answers = [["127.0.0.1", "169.254.169.254"], ["169.254.169.254"]]
     async with serving(b"x" * 1000) as peer, receiver() as client:
         url = peer.base_url.replace("127.0.0.1", "trainer.example")
@@ -263,7 +263,7 @@ async def test_peers_bound_who_gets_a_shared_token() -> None:
     ids=repr,
 )
 def test_options_that_cannot_be_are_refused(options: Any) -> None:
-    """When they are given."""
+    """The call that gets them refuses them."""
     with pytest.raises(ValueError, match=r"manifest_key|peers"):
         Auth(**options)
     with pytest.raises(TypeError):

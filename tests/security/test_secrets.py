@@ -205,7 +205,7 @@ async def test_the_token_is_never_part_of_a_request_line() -> None:
 async def test_a_bad_token_file_is_refused_and_not_shown(
     content: bytes, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is in it: it may be the wrong file."""
+    """The error shows nothing of it, since it may be the wrong file."""
     (tmp_path / "token").write_bytes(content)
     monkeypatch.setenv("AIOCKPT_TOKEN_PATH", str(tmp_path / "token"))
     with pytest.raises(ValueError, match=fault) as caught:
@@ -330,7 +330,7 @@ async def test_mutual_tls_takes_certificates_of_its_authority_only(whose: str) -
 
 
 class TestAudit:
-    """Who fetched which step."""
+    """The audit says which receiver fetched which step."""
 
     @proves("threat R1")
     async def test_every_answer_with_bytes_is_told(

@@ -39,7 +39,7 @@ class TestSyncCheckpointer(CheckpointerConformance[SyncCheckpointer]):
     by="test_what_is_saved_is_loaded",
 )
 class TestAsyncCheckpointer(CheckpointerConformance[AsyncCheckpointer]):
-    """On the event loop; a process writes."""
+    """This checkpointer runs on the event loop, and a process writes."""
 
     config: ClassVar = CheckpointerConfig()
 
@@ -50,7 +50,7 @@ class TestAsyncCheckpointer(CheckpointerConformance[AsyncCheckpointer]):
 
 
 class TestAsyncCheckpointerInAThread(TestAsyncCheckpointer):
-    """On the event loop; a thread writes."""
+    """This checkpointer runs on the event loop, and a thread writes."""
 
     config = IN_A_THREAD
 

@@ -143,7 +143,7 @@ async def test_a_tuple_at_the_top_is_made_anew(way: str, tmp_path: Path) -> None
 
 @ANY
 async def test_places_are_found_by_key(way: str, tmp_path: Path) -> None:
-    """In another order, and in a container that is shared."""
+    """The order of keys does not matter, nor whether a container is shared."""
     groups: list[Any] = [{"lr": 0.1, "epoch": 1, "done": False}]
     template: State = {"a": groups, "b": {"again": groups}, "w": torch.zeros(2)}
     new = {"epoch": 2, "done": False, "lr": 0.2}
@@ -174,7 +174,7 @@ def overlaps() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 async def test_two_tensors_for_one_memory_are_refused(
     way: str, kind: str, tmp_path: Path, *, equal: bool
 ) -> None:
-    """Whatever their values are: the last one would win."""
+    """They are refused even if their values are equal."""
     one, other = overlaps()[kind]
     template: State = {"a": {"one": one}, "b": other, "c": torch.zeros(2)}
     sent: State = {
@@ -193,7 +193,7 @@ async def test_two_tensors_for_one_memory_are_refused(
 async def test_memory_that_is_shared_on_both_sides_is_filled(
     way: str, tmp_path: Path
 ) -> None:
-    """In the same way; so are tensors whose spans interleave, but not the elements."""
+    """The same sharing works, and spans that interleave without common elements."""
 
     def state(fill: float) -> State:
         whole, grid = torch.arange(6.0) * fill, torch.full((4, 4), fill)

@@ -259,7 +259,7 @@ class TestPoint5Send:
         send(source, 2, state())
 
     def test_the_same_step_again_has_the_new_content(self, pair: Pair) -> None:
-        """After a step that was not committed; nothing is mixed."""
+        """A step that was not committed may be sent again, and nothing is mixed."""
         source, heir = pair
         send(source, 1, state(1.0))
         send(source, 1, state(2.0))
@@ -330,7 +330,7 @@ class TestPoint8Disallow:
 
     @proves("cell torchft.HTTPTransport.send_checkpoint: success")
     def test_what_was_sent_is_a_copy(self, pair: Pair) -> None:
-        """Whoever mutates the state dict changes nothing."""
+        """A later change of the state dict reaches no receiver."""
         source, heir = pair
         live = state(1.0)
         send(source, 1, live)
@@ -379,7 +379,7 @@ class TestPoint8Disallow:
 
     @proves("cell torchft.HTTPTransport.disallow_checkpoint: error")
     def test_it_never_raises(self, make: Make) -> None:
-        """Whatever happens inside: a healthy replica would die of it."""
+        """An error would end a healthy replica, so the call logs it."""
 
         class Broken(aiockpt.HTTPTransport[Any]):
             async def disallow_checkpoint(self) -> None:
@@ -442,7 +442,7 @@ class TestPoint8Disallow:
 
 
 class TestPoint9Result:
-    """What arrives is what was sent, and the receiver's own."""
+    """The receiver gets what was sent, in memory of its own."""
 
     def test_plain_values_keep_their_types(self, pair: Pair) -> None:
         """The manager's counts are ints, and a scheduler's state is whatever it is."""
@@ -479,7 +479,7 @@ class TestPoint9Result:
 def test_point_10_the_caller_s_stream_is_waited_for(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the calling thread, whose stream it is, before the state is looked at."""
+    """The calling thread waits for its stream before the state is looked at."""
     source = make()
     settled: list[object] = []
 
@@ -589,7 +589,7 @@ class TestPoint12FailedSource:
 
 
 class TestPoint13Retries:
-    """What passes is tried again until the deadline, what does not is an answer."""
+    """Temporary errors are retried until the deadline, and others are final."""
 
     def test_a_source_that_comes_back_is_received_from(self, make: Make) -> None:
         """It resets connections for longer than one receive has patience."""
@@ -671,7 +671,7 @@ class TestPoint15Shutdown:
 
     @proves("cell torchft.HTTPTransport.shutdown: success")
     def test_waiting_it_ends_threads_and_sockets(self, make: Make) -> None:
-        """When it returns, not a moment later."""
+        """They have ended when the call returns."""
         source = make()
         send(source, 1, state())
         source.shutdown(wait=True)
@@ -699,7 +699,7 @@ class TestPoint15Shutdown:
     @proves("cell torchft.HTTPTransport.shutdown: this process dies")
     @pytest.mark.usefixtures("fresh_interpreters")
     def test_the_interpreter_ends_without_it(self, run_python: Any) -> None:
-        """Whoever forgets to shut down neither hangs nor reads a traceback."""
+        """A program that forgets it neither hangs nor prints a traceback."""
         done = run_python(
             "import torch\n"
             "from aiockpt.torchft import HTTPTransport\n"

@@ -132,7 +132,7 @@ BOMB = zstandard.ZstdCompressor().compress(bytes(64 << 20))
     ],
 )
 def test_what_is_no_delta_is_refused(kind: int, body: bytes, fault: str) -> None:
-    """Before more memory is taken than the chunk has."""
+    """It is refused before more memory is taken than the chunk has."""
     with pytest.raises(RemoteProtocolError, match=fault):
         changer(kind, memoryview(body), 64)
 

@@ -38,7 +38,7 @@ def ranges(sizes: list[int]) -> list[tuple[int, int]]:
 
 @given(st.lists(st.sampled_from([0, 1, 4096, 300 << 10, 3000 << 10, 40 << 20])))
 def test_messages_tile_the_segment(sizes: list[int]) -> None:
-    """In order, bounded, none of them empty."""
+    """The messages are in order, bounded, and never empty."""
     messages = plan_messages(ranges(sizes), MESSAGE_BYTES)
     assert [start for start, _ in messages][1:] == [stop for _, stop in messages][:-1]
     assert sum(stop - start for start, stop in messages) == sum(sizes)

@@ -109,7 +109,7 @@ def manifest() -> Manifest:
 
 
 class TestManifest:
-    """What a decoded manifest says, and what it refuses to say."""
+    """A decoded manifest answers questions, and refuses impossible ones."""
 
     def test_it_is_the_same_once_it_has_been_decoded(self, manifest: Manifest) -> None:
         """It does not depend on the memory that the header lay in."""
@@ -326,7 +326,7 @@ class TestLayout:
         assert decode_header(manifest.header, limits=LIMITS) == manifest
 
     def test_a_ragged_entry_is_refused(self) -> None:
-        """Whatever follows it would not be aligned."""
+        """The entry after it would not be aligned."""
         with pytest.raises(LocalProtocolError, match=r"'b': 10 bytes.* alignment of 8"):
             place(["a", "b"], ["U8"] * 2, [(8,), (10,)], [8, 10], [8, 8])
 
@@ -462,7 +462,7 @@ class TestLength:
             header_length(first8, limits=LIMITS)
 
     def test_a_long_header_is_refused_by_its_first_bytes(self) -> None:
-        """Before a byte of it is read."""
+        """It is refused before a byte of its text is read."""
         limits = Limits(max_header_bytes=1000)
         assert header_length(struct.pack("<Q", 1000), limits=limits) == 1008
         with pytest.raises(LimitExceededError) as caught:

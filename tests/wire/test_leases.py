@@ -193,7 +193,7 @@ async def test_each_request_renews_the_lease():
 
 
 async def test_what_is_kept_takes_the_memory_of_one_snapshot():
-    """However many receives begin meanwhile, and only while one of them goes on."""
+    """Any number of receives keeps one snapshot, until the last of them ends."""
     async with sending() as sender:
         await sender.publish(2)
         await sender.publish(3)

@@ -43,7 +43,7 @@ async def status(site: Site) -> dict[str, Any]:
 
 
 async def test_the_counters() -> None:
-    """Those of the server, also in the middle of a body."""
+    """The page has the server's counters, also in the middle of a body."""
     size = 16 << 20
     async with serving(Memory(size), send_buffer=4096) as site:
         first = await status(site)
@@ -70,7 +70,7 @@ async def test_the_counters() -> None:
 
 
 async def test_the_members() -> None:
-    """What each has, and how much the source has given; neither leases nor tokens."""
+    """The page says what each has, and shows neither leases nor tokens."""
     async with serving(memory(), swarm=SWARM) as site:
         empty = {"chunks": CHUNKS, "given": 0, "members": []}
         assert (await status(site))["swarm"] == empty
@@ -189,7 +189,7 @@ async def test_the_policy_lets_only_the_page_itself_run() -> None:
 
 @proves("threat S1")
 async def test_only_the_page_is_for_everybody() -> None:
-    """Whatever the path, the method, and what a request claims to be."""
+    """No path, method or header of a request gets anything else."""
     async with serving(memory(), swarm=SWARM) as site:
         for token in ("wrong", ""):
             assert (await page(site, token)).status == 401

@@ -52,7 +52,7 @@ def killing(scenario: Any) -> Any:
     "HTTPTransport.shutdown: this process dies",
 )
 def test_a_sender_dies(cell: Cell, found: Mapping[str, str]) -> None:
-    """In the middle of its call: whoever reads or waits hears of it, at once."""
+    """The sender dies in its call, and each reader or waiter gets an error at once."""
     assert found[cell.call.removeprefix("HTTPTransport.")] == cell.left
 
 
@@ -75,7 +75,7 @@ def test_a_receive_outlives_its_sender(cell: Cell, found: Mapping[str, str]) -> 
     "torchft.HTTPTransport.recv_checkpoint: this process dies",
 )
 def test_a_receiver_dies(cell: Cell, found: Mapping[str, str]) -> None:
-    """In the middle of it: its sender offers as before, and nobody reads."""
+    """The receiver dies in its call, and the sender has no reader any more."""
     assert found[cell.call.removeprefix("torchft.")] == cell.left
 
 

@@ -74,7 +74,7 @@ async def saved(path: Path) -> AsyncIterator[AsyncCheckpointer]:
 
 @each_cell("AsyncCheckpointer.load*: timeout", "AsyncCheckpointer.load*: cancel")
 async def test_a_cancel(cell: Cell, tmp_path: Path) -> None:
-    """When some is there: the thread that reads has ended, and keeps nothing."""
+    """The thread that reads has ended, and keeps nothing."""
     template, arrived, go = template_of(cell), asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 

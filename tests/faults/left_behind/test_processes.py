@@ -85,7 +85,7 @@ async def test_a_cancelled_wait_for_the_start(
 async def test_a_child_that_dies_at_its_start(
     cell: Cell, tmp_path: Path, gate: Gate
 ) -> None:
-    """Who waits for it is told; the next call starts another one."""
+    """The waiting call gets an error, and the next call starts another child."""
     made = late(gate)
     waiting = asyncio.create_task(made.ready())
     await eventually(lambda: made.pid, "the launch")

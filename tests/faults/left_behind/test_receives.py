@@ -215,5 +215,5 @@ async def test_a_deadline(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @each_cell("HTTPTransport.recv_checkpoint*: cancel", "HTTPTransport.prepare: cancel")
 async def test_a_cancel(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the same two moments."""
+    """The cancel ends it while bytes arrive, and while it fills the template."""
     await cut(cell, monkeypatch)

@@ -129,7 +129,7 @@ async def test_a_keeper_that_hangs(cell: Cell, tmp_path: Path) -> None:
 
 @each_cell("recover: this process dies")
 async def test_a_heir_dies(cell: Cell, tmp_path: Path) -> None:
-    """Before it has all of it: the next one gets it."""
+    """The restarted trainer dies before it has all of it, and the next one gets it."""
     async with kept(tmp_path) as found:
         await stopped(found)
         async with found.heir() as heir:
