@@ -689,7 +689,7 @@ async def configured(groups: list[Wrapped]) -> None:
 
 @LEFT
 async def test_a_group_need_not_know_its_rank_nor_be_ready() -> None:
-    """torchft's groups do neither; a new quorum takes a new transport."""
+    """Groups of torchft do neither; a new quorum takes a new transport."""
     groups = [Wrapped() for _ in range(3)]
     async with transports(groups=groups) as (ours, *others):
         for _ in range(2):

@@ -193,7 +193,7 @@ def test_every_test_of_devices_is_run() -> None:
 async def test_torch_may_close_its_stager_after_each_save(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch 2.11 closes it, and its next save failed with ``KeyError``."""
+    """Torch 2.11 closes it, and its next save failed with ``KeyError``."""
     staging: Any = import_module("torch.distributed.checkpoint.staging")
     # Without a device it can neither lock pages nor copy in the background.
     options = partial(staging.StagingOptions, False, True, True, False)

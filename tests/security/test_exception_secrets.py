@@ -351,7 +351,7 @@ async def test_a_constructor_that_fails_shows_no_token(options: dict[str, Any]) 
 
 
 def test_a_blocking_receive_shows_no_token() -> None:
-    """torchft's call passes through a thread of its own."""
+    """A call of torchft passes through a thread of its own."""
     pytest.importorskip("torchft", reason="torchft's Manager makes these transports")
     from aiockpt.torchft import HTTPTransport as BlockingTransport
 

@@ -91,7 +91,7 @@ class TestGroup:
     def test_0_is_the_group_s_if_that_is_longer(
         self, groups: list[ProcessGroupGloo]
     ) -> None:
-        """torchft's class passes 0 on to gloo, too."""
+        """The class of torchft passes 0 on to gloo, too."""
         source, heir = (over(each, SHORT / 10) for each in groups)
         nothing = timedelta(0)
         with ThreadPoolExecutor(1) as pool:
