@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -34,12 +33,12 @@ from aiockpt.http.protocol import (
     format_unsatisfied_range,
 )
 
-PROBLEM_TYPE = "application/problem+json"
-_TAG = "tag:aiockpt,2025:"
-_CLOSING = "closing"
-_MAX_BODY = 64 * 1024
-_MAX_DETAIL = 300
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+PROBLEM_TYPE: Final = "application/problem+json"
+_TAG: Final = "tag:aiockpt,2025:"
+_CLOSING: Final = "closing"
+_MAX_BODY_BYTES: Final = 64 * 1024
+_MAX_DETAIL_CHARACTERS: Final = 300
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
 class HostNotAllowed(RemoteProtocolError):  # noqa: N818 (a request's fault: HTTP 421)
@@ -95,21 +94,21 @@ class Problem:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
+    """How an error is told: the status, the kind, the title, and its attributes."""
+
     error: type[Exception]
     status: int
     kind: str
     title: str
     facts: tuple[str, ...] = ()
-    detail: Callable[[Exception], str] = str
 
 
-_TABLE = (
+_TABLE: Final = (
     _Row(HostNotAllowed, 421, "misdirected", "Not the host that was asked for"),
     _Row(
         StepNotFoundError,
-        404,
+        404,  # 410 if the step was superseded
         "step-not-found",
         "This step is not published",
         ("step", "serving"),
@@ -122,19 +121,12 @@ _TABLE = (
         ("expected", "actual"),
     ),
     _Row(PeerFailedError, 424, "sender-failed", "The sender gave up", ("reason",)),
-    _Row(
-        AuthenticationError,
-        401,
-        "authentication",
-        "Wrong or no token",
-        detail=attrgetter("detail"),
-    ),
+    _Row(AuthenticationError, 401, "authentication", "Wrong or no token", ("detail",)),
     _Row(RangeNotSatisfiable, 416, "range", "Range not satisfiable", ("size",)),
     _Row(PeerBusy, 503, "busy", "Too many readers", ("retry_after",)),
     _Row(ClosedError, 503, _CLOSING, "The server is shutting down"),
     _Row(RemoteProtocolError, 400, "bad-request", "The request makes no sense"),
 )
-_INTERNAL = _Row(Exception, 500, "internal", "Internal error")
 
 
 def to_problem(error: Exception) -> Problem:
@@ -143,22 +135,31 @@ def to_problem(error: Exception) -> Problem:
     An error that is not in the table becomes a 500 without any detail: it may hold
     what is none of the client's business.
     """
+    headers = {"Content-Type": PROBLEM_TYPE, "Cache-Control": "no-store"}
     if isinstance(error, RefusedError):
+        status = error.status.value
         document: dict[str, object] = {
             "type": "about:blank",
             "title": error.status.phrase,
-            "status": error.status.value,
+            "status": status,
             "detail": error.detail,
         }
-        headers = {**_headers_of(error), **error.headers}
-        return Problem(error.status.value, headers, msgspec.json.encode(document))
-    row = next((row for row in _TABLE if isinstance(error, row.error)), _INTERNAL)
-    status = 410 if _is_superseded(error) else row.status
-    document = {"type": f"{_TAG}{row.kind}", "title": row.title, "status": status}
-    if row is not _INTERNAL:
-        document["detail"] = row.detail(error)
-    document |= {fact: getattr(error, fact) for fact in row.facts}
-    return Problem(status, _headers_of(error), msgspec.json.encode(document))
+        headers |= error.headers
+    elif row := next((row for row in _TABLE if isinstance(error, row.error)), None):
+        status = 410 if _is_superseded(error) else row.status
+        document = {
+            "type": f"{_TAG}{row.kind}",
+            "title": row.title,
+            "status": status,
+            "detail": str(error),
+        }
+        document |= {fact: getattr(error, fact) for fact in row.facts}
+        headers |= _headers_of(error)
+    else:
+        status = 500
+        kind, title = f"{_TAG}internal", "Internal error"
+        document = {"type": kind, "title": title, "status": status}
+    return Problem(status, headers, msgspec.json.encode(document))
 
 
 def _is_superseded(error: Exception) -> bool:
@@ -171,17 +172,17 @@ def _is_superseded(error: Exception) -> bool:
 
 
 def _headers_of(error: Exception) -> dict[str, str]:
-    headers = {"Content-Type": PROBLEM_TYPE, "Cache-Control": "no-store"}
+    """Return the headers that HTTP asks for with the error's status."""
     match error:
-        case CheckpointChangedError() if error.actual is not None:
-            headers["ETag"] = format_etag(error.actual)
+        case CheckpointChangedError(actual=str(actual)):
+            return {"ETag": format_etag(actual)}
         case AuthenticationError():
-            headers["WWW-Authenticate"] = "Bearer"
+            return {"WWW-Authenticate": "Bearer"}
         case RangeNotSatisfiable():
-            headers["Content-Range"] = format_unsatisfied_range(error.size)
-        case PeerBusy() if error.retry_after is not None:
-            headers["Retry-After"] = str(math.ceil(error.retry_after))
-    return headers
+            return {"Content-Range": format_unsatisfied_range(error.size)}
+        case PeerBusy(retry_after=float() | int() as seconds):
+            return {"Retry-After": str(math.ceil(seconds))}
+    return {}
 
 
 class _Document(msgspec.Struct):
@@ -195,27 +196,13 @@ class _Document(msgspec.Struct):
     expected: str | int | None = None
     actual: str | int | None = None
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether a sender gave it: a proxy's error has another type, or none."""
+        return self.type.startswith(_TAG)
+
 
 _DOCUMENT: Final = msgspec.json.Decoder(_Document)
-
-
-@dataclass(frozen=True, slots=True)
-class _ErrorResponse:
-    status: int
-    url: str
-    step: int | None
-    snapshot_id: str | None
-    retry_after: float | None
-    document: _Document
-
-    @property
-    def ours(self) -> bool:
-        """Whether a sender gave it: a proxy's error has another type, or none."""
-        return self.document.type.startswith(_TAG)
-
-    @property
-    def detail(self) -> str:
-        return _printable(self.document.detail or self.document.title)
 
 
 def from_problem(
@@ -233,95 +220,58 @@ def from_problem(
     untrusted and may be of any size and kind; an unknown status is a
     `RemoteProtocolError`.
     """
-    document = _parse(body)
-    retry_after = parse_retry_after(headers.get("Retry-After"))
-    answer = _ErrorResponse(status, url, step, snapshot_id, retry_after, document)
-    return _BUILDERS.get(status, _unexpected)(answer)
+    said = _parse(body)
+    detail = _printable(said.detail or said.title)
+    match status:
+        case 401 | 403:
+            told = _printable(said.detail) if said.is_ours else ""
+            why = f"HTTP {status}, {told}" if told else f"HTTP {status}"
+            return AuthenticationError(url, why, by_sender=said.is_ours)
+        case 404 | 410 if said.is_ours:
+            return StepNotFoundError(step, serving=said.serving, url=url)
+        case 412 if snapshot_id or (said.is_ours and isinstance(said.expected, str)):
+            actual = _printable(said.actual) if isinstance(said.actual, str) else None
+            expected = snapshot_id or _printable(str(said.expected))
+            return CheckpointChangedError(expected=expected, actual=actual, url=url)
+        case 424 if said.is_ours:
+            return PeerFailedError(None, _printable(said.reason) or detail, url=url)
+        case 429 | 502 | 503 | 504:
+            # A reverse proxy says 502 or 504 while the server behind it restarts.
+            if said.type == _TAG + _CLOSING:  # no sign of life: it does not return
+                return PeerUnreachableError(url, "its transport has shut down")
+            retry_after = parse_retry_after(headers.get("Retry-After"))
+            proxy = None if said.is_ours else status
+            return PeerBusy(url, retry_after=retry_after, proxy=proxy)
+    return _unexpected(status, url, detail, is_ours=said.is_ours)
+
+
+def _unexpected(
+    status: int, url: str, detail: str, *, is_ours: bool
+) -> RemoteProtocolError:
+    """Return the error for an answer that no sender gives to this client."""
+    if status == HTTPStatus.MISDIRECTED_REQUEST:
+        return HostNotAllowed(f"{url} refuses this host name: {detail}")
+    if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+        why = f": {detail}" if detail else ""
+        return RemoteProtocolError(
+            f"{url} has no range of what its manifest describes (HTTP 416){why}"
+        )
+    hint = "" if is_ours else "; is that an aiockpt server?"
+    if 300 <= status < 400:
+        hint = "; redirects are not followed"
+    why = f" ({detail})" if detail else ""
+    return RemoteProtocolError(f"{url} answered HTTP {status}{why}{hint}")
 
 
 def _parse(body: bytes) -> _Document:
     try:
-        return _DOCUMENT.decode(body[:_MAX_BODY])
+        return _DOCUMENT.decode(body[:_MAX_BODY_BYTES])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return _Document()
 
 
 def _printable(text: str) -> str:
-    return _CONTROL.sub(" ", text[:_MAX_DETAIL]).strip()
-
-
-def _step_not_found(answer: _ErrorResponse) -> AiockptError:
-    if not answer.ours:
-        return _unexpected(answer)
-    serving = answer.document.serving
-    return StepNotFoundError(answer.step, serving=serving, url=answer.url)
-
-
-def _changed(answer: _ErrorResponse) -> AiockptError:
-    expected, actual = answer.document.expected, answer.document.actual
-    if answer.snapshot_id is None and not (answer.ours and isinstance(expected, str)):
-        return _unexpected(answer)  # no snapshot was asked for
-    return CheckpointChangedError(
-        expected=answer.snapshot_id or _printable(str(expected)),
-        actual=_printable(actual) if isinstance(actual, str) else None,
-        url=answer.url,
-    )
-
-
-def _sender_failed(answer: _ErrorResponse) -> AiockptError:
-    if not answer.ours:
-        return _unexpected(answer)
-    reason = _printable(answer.document.reason) or answer.detail
-    return PeerFailedError(None, reason, url=answer.url)
-
-
-def _refused(answer: _ErrorResponse) -> AiockptError:
-    told = _printable(answer.document.detail) if answer.ours else ""
-    why = f"HTTP {answer.status}" + (f", {told}" if told else "")
-    return AuthenticationError(answer.url, why, by_sender=answer.ours)
-
-
-def _busy(answer: _ErrorResponse) -> AiockptError:
-    if answer.document.type == _TAG + _CLOSING:  # no sign of life: it does not return
-        return PeerUnreachableError(answer.url, "its transport has shut down")
-    proxy = None if answer.ours else answer.status
-    return PeerBusy(answer.url, retry_after=answer.retry_after, proxy=proxy)
-
-
-def _bad_range(answer: _ErrorResponse) -> AiockptError:
-    why = f": {answer.detail}" if answer.detail else ""
-    return RemoteProtocolError(
-        f"{answer.url} has no range of what its manifest describes (HTTP 416){why}"
-    )
-
-
-def _misdirected(answer: _ErrorResponse) -> AiockptError:
-    return HostNotAllowed(f"{answer.url} refuses this host name: {answer.detail}")
-
-
-def _unexpected(answer: _ErrorResponse) -> AiockptError:
-    why = f" ({answer.detail})" if answer.detail else ""
-    hint = "" if answer.ours else "; is that an aiockpt server?"
-    if 300 <= answer.status < 400:
-        hint = "; redirects are not followed"
-    return RemoteProtocolError(f"{answer.url} answered HTTP {answer.status}{why}{hint}")
-
-
-_BUILDERS: dict[int, Callable[[_ErrorResponse], AiockptError]] = {
-    401: _refused,
-    403: _refused,
-    404: _step_not_found,
-    410: _step_not_found,
-    412: _changed,
-    416: _bad_range,
-    421: _misdirected,
-    424: _sender_failed,
-    429: _busy,
-    # A reverse proxy says 502 or 504 while the server behind it restarts.
-    502: _busy,
-    503: _busy,
-    504: _busy,
-}
+    return _CONTROL.sub(" ", text[:_MAX_DETAIL_CHARACTERS]).strip()
 
 
 def parse_retry_after(value: str | None) -> float | None:
