@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from functools import partial
 from itertools import chain, islice
-from typing import Annotated
 
 import msgspec
 
@@ -27,54 +26,17 @@ from aiockpt.cli.text import (
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.client import CheckpointClient, Request
 from aiockpt.http.protocol import Origin
+from aiockpt.http.status import ShownMember, ShownStatus
 
 __all__ = ["run"]
 
-_PAUSE = 1.0
-_LONGEST = 1 << 20  # bytes of an answer
-_BAR = 20
+_PAUSE_S = 1.0
+_MAX_ANSWER_BYTES = 1 << 20
+_BAR_CHARACTERS = 20
 _HEADS = ("MEMBER", "ADDRESS", "ZONE", "HAS", "", "RECEIVES", "COMPLAINTS")
 _COUNTS = ("readers", "waiting", "requests", "refused")
 _CLEAR = "\x1b[H\x1b[2J"
-_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
-
-class _ShownStep(msgspec.Struct):
-    step: int
-    snapshot_id: str
-    total_bytes: _Count
-
-
-class _ShownMember(msgspec.Struct):
-    id: str
-    url: str
-    zone: str
-    have: _Count
-    complaints: _Count
-
-
-class _ShownSwarm(msgspec.Struct):
-    chunks: _Count
-    given: _Count
-    members: list[_ShownMember]
-    more: _Count = 0
-
-
-class _Status(msgspec.Struct):
-    readers: _Count
-    waiting: _Count
-    bytes_sent: _Count
-    requests: _Count
-    refused: _Count
-    swarm: _ShownSwarm | None
-
-
-class _ShownStatus(msgspec.Struct):
-    serving: _ShownStep | None
-    status: _Status
-
-
-_decode = msgspec.json.Decoder(_ShownStatus).decode
+_decode = msgspec.json.Decoder(ShownStatus).decode
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -109,10 +71,10 @@ async def _watch(arguments: argparse.Namespace, *, lives: bool) -> None:
             shown = [line[: columns or None] for line in fitting]
             print(_CLEAR + "\n".join(shown), flush=True)
             before = found
-            await client.pause(_PAUSE)
+            await client.pause(_PAUSE_S)
 
 
-async def _ask(client: CheckpointClient, origin: Origin) -> _ShownStatus:
+async def _ask(client: CheckpointClient, origin: Origin) -> ShownStatus:
     """Return the status of a sender.
 
     Raises:
@@ -120,7 +82,7 @@ async def _ask(client: CheckpointClient, origin: Origin) -> _ShownStatus:
     """
     request = Request(origin=origin, path="", headers={"Accept": "application/json"})
     async with client.request(request) as answer:
-        body = await answer.read(_LONGEST, "its status")
+        body = await answer.read(_MAX_ANSWER_BYTES, "its status")
     try:
         return _decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -129,36 +91,40 @@ async def _ask(client: CheckpointClient, origin: Origin) -> _ShownStatus:
 
 
 def _lines(
-    found: _ShownStatus, before: _ShownStatus | None, seconds: float
+    found: ShownStatus, before: ShownStatus | None, seconds: float
 ) -> Iterator[str]:
     """Yield the lines that show a status; rates are those since the one before."""
     serving, status, swarm = found.serving, found.status, found.status.swarm
-    sending = ""
-    if before is not None:
-        sending = f" ({_rate(status.bytes_sent - before.status.bytes_sent, seconds)})"
     what = "nothing is served now"
     if serving is not None:
         size = format_bytes(serving.total_bytes)
         what = f"step {serving.step}  {size}  {clipped(serving.snapshot_id, MAX_CELL)}"
-    counts = {name: getattr(status, name) for name in _COUNTS}
-    counts["sent"] = format_bytes(status.bytes_sent) + sending
+    counts = {name: str(getattr(status, name)) for name in _COUNTS}
+    counts["sent"] = format_bytes(status.bytes_sent)
+    if before is not None:
+        sent = status.bytes_sent - before.status.bytes_sent
+        counts["sent"] += f" ({_rate(sent, seconds)})"
     yield what
     yield "  ".join(f"{name} {count}" for name, count in counts.items())
     if serving is None or swarm is None:
         return
     count = len(swarm.members) + swarm.more
-    given = f"{swarm.given} of {swarm.chunks} chunks given"
-    yield f"members {count}  {given}"
+    yield f"members {count}  {swarm.given} of {swarm.chunks} chunks given"
     if not swarm.members:
         return
-    known = _known(before) if _of(before) == serving.snapshot_id else {}
-    size_of_chunk = serving.total_bytes / max(swarm.chunks, 1)
+    earlier: dict[str, int] = {}
+    if before is not None and before.serving == serving and before.status.swarm:
+        earlier = {each.id: each.have for each in before.status.swarm.members}
+    bytes_per_chunk = serving.total_bytes / max(swarm.chunks, 1)
 
-    def row(each: _ShownMember) -> tuple[str, ...]:
-        share = min(each.have / max(swarm.chunks, 1), 1.0)
-        old = known.get(each.id)
-        rate = "" if old is None else _rate((each.have - old) * size_of_chunk, seconds)
-        has = _bar(share), f"{math.floor(100 * share)}%"
+    def row(each: ShownMember) -> tuple[str, ...]:
+        part, rate = min(each.have / max(swarm.chunks, 1), 1.0), ""
+        if each.id in earlier:
+            nbytes = (each.have - earlier[each.id]) * bytes_per_chunk
+            rate = _rate(nbytes, seconds)
+        filled = math.floor(part * _BAR_CHARACTERS)
+        bar = f"[{'#' * filled}{'-' * (_BAR_CHARACTERS - filled)}]"
+        has = bar, f"{math.floor(100 * part)}%"
         return (each.id, each.url, each.zone, *has, rate, str(each.complaints))
 
     yield ""
@@ -167,20 +133,5 @@ def _lines(
         yield f"and {swarm.more} more"
 
 
-def _known(before: _ShownStatus | None) -> dict[str, int]:
-    swarm = before.status.swarm if before is not None else None
-    return {} if swarm is None else {each.id: each.have for each in swarm.members}
-
-
-def _of(before: _ShownStatus | None) -> str | None:
-    serving = before.serving if before is not None else None
-    return None if serving is None else serving.snapshot_id
-
-
-def _rate(count: float, seconds: float) -> str:
-    return f"{format_bytes(max(count, 0) / max(seconds, 1e-3))}/s"
-
-
-def _bar(share: float) -> str:
-    filled = math.floor(share * _BAR)
-    return f"[{'#' * filled}{'-' * (_BAR - filled)}]"
+def _rate(nbytes: float, seconds: float) -> str:
+    return f"{format_bytes(max(nbytes, 0) / max(seconds, 1e-3))}/s"

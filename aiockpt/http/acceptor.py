@@ -16,8 +16,8 @@ import logging
 import socket
 import ssl
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -30,14 +30,14 @@ from aiockpt.runtime.system import descriptor_limit, is_hosts
 
 logger = logging.getLogger("aiockpt")
 
-_PART: Final = 4  # one in so many descriptors may be a connection without a token,
-_MOST_STRANGERS: Final = 1024  # and so many at most;
-_MOST_SPARED: Final = 256  # as many, up to this, are left to the application
-_LEAST: Final = 32  # connections that are kept however few descriptors are left
-_GRACE: Final = 0.5  # seconds in which a new connection may send a request
-_PAUSE: Final = 0.25  # seconds until the next try
-_PER_SHORTAGE: Final = 16  # idle connections that are closed if there is none left
-_PER_ROUND: Final = 64  # connections that are accepted in one round of the loop
+_MAX_STRANGERS: Final = 1024  # connections that have not shown a token
+_MAX_SPARED: Final = 256  # descriptors that are left to the application
+_LIMIT_PART: Final = 4  # both are at most a fourth of the process's descriptors
+_MIN_CONNECTIONS: Final = 32  # are kept however few descriptors are left
+_FIRST_REQUEST_S: Final = 0.5  # in which a new connection may send a request
+_RETRY_S: Final = 0.25  # until the next try to accept
+_CLOSED_PER_SHORTAGE: Final = 16  # idle connections, if no descriptor is left
+_ACCEPTED_PER_ROUND: Final = 64  # connections in one round of the loop
 _CLOSED_BY_UVLOOP: Final = "the handler is closed"  # a write after the connection ended
 
 
@@ -45,8 +45,8 @@ class Caller(web.RequestHandler):
     """One accepted connection.
 
     Attributes:
-        host: Whose it is, as `network_of` names it.
-        since: When it was accepted, or has answered last, in loop time.
+        host: The host at its other end, as `network_of` names it.
+        since: When it was accepted, or when its last answer ended, in loop time.
         is_known: Whether it has sent a request that may be answered.
     """
 
@@ -60,20 +60,21 @@ class Caller(web.RequestHandler):
         self._acceptor, self._requests, self.host = acceptor, 0, host
         self.since, self.is_known = loop.time(), False
 
-    def begin(self) -> None:
-        """Note that a request is being handled."""
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """Keep the connection open during the block, which handles a request of it."""
         self._requests += 1
         self._acceptor.busy(self)
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                self._acceptor.idle(self)
 
     def know(self) -> None:
-        """Note that the one who called may ask."""
+        """Note that a request of it may be answered."""
         self._acceptor.know(self)
-
-    def end(self) -> None:
-        """Note that its handler has returned."""
-        self._requests -= 1
-        if not self._requests:
-            self._acceptor.idle(self)
 
     def handle_error(
         self,
@@ -82,9 +83,9 @@ class Caller(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer a request that is no HTTP; repeat nothing of it, not even in a log.
+        """Answer a request that is no HTTP.
 
-        It may have a token.
+        The answer and the log repeat nothing of the request, which may have a token.
         """
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR or request.writer.output_size:
             return super().handle_error(request, status, exc, message)
@@ -113,7 +114,7 @@ class Acceptor:
         sockets: They listen.
         server: Handles the requests.
         ssl_context: Speak TLS with it.
-        options: For each connection, as `web.AppRunner` takes them.
+        options: Options of each connection, as `web.AppRunner` takes them.
 
     Attributes:
         log_limit: Bounds what connections can have logged.
@@ -132,18 +133,14 @@ class Acceptor:
         self._server, self._options = server, options
         self._ssl_context = ssl_context
         self._limit = descriptor_limit()
-        self._most_strangers = min(self._limit // _PART, _MOST_STRANGERS)
-        self._spared = min(self._limit // _PART, _MOST_SPARED)
-        self._callers = set[Caller]()
-        # The one that has begun no request for the longest time first.
-        self._of_hosts: dict[str, OrderedDict[Caller, None]] = {}
+        # By host. The one that has begun no request for the longest time comes first.
+        self._callers: dict[str, OrderedDict[Caller, None]] = {}
         self._strangers = 0
-        # Those that can be closed; the first ones first.
+        # Those that can be closed, in this order.
         self._idle_strangers = OrderedDict[Caller, None]()
         self._idle = OrderedDict[Caller, None]()
         self._opening: dict[Caller, asyncio.Task[Any]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._is_reading = False
         self.log_limit = LogLimit(self._loop.time)
         close_in_forks(self._sockets)
         for each in self._sockets:
@@ -165,48 +162,53 @@ class Acceptor:
     # -------------------------------------------------------------- connections
 
     def busy(self, caller: Caller) -> None:
-        """Count a connection among those in use, since a request is being handled."""
-        if caller in self._callers:
-            self._of_hosts[caller.host].move_to_end(caller)
+        """Note that a connection handles a request, so that it is not idle."""
+        if self._has(caller):
+            self._callers[caller.host].move_to_end(caller)
             self._idle_strangers.pop(caller, None)
             self._idle.pop(caller, None)
 
     def idle(self, caller: Caller) -> None:
-        """Close a connection if its descriptor is needed."""
-        if caller not in self._callers:
+        """Note that a connection handles no request, so that it may be closed."""
+        if not self._has(caller):
             return
         if caller.is_known:
             caller.since = self._loop.time()
             self._idle[caller] = None
         else:  # it has had its chance
-            caller.since = -_GRACE
+            caller.since = -_FIRST_REQUEST_S
             self._idle_strangers[caller] = None
             self._idle_strangers.move_to_end(caller, last=False)
 
     def know(self, caller: Caller) -> None:
-        """Count a connection among those that may ask."""
-        if not caller.is_known and caller in self._callers:
+        """Note that a connection has sent a request that may be answered."""
+        if not caller.is_known and self._has(caller):
             caller.is_known = True
             self._strangers -= 1
             self._resume_soon()
 
     def lost(self, caller: Caller) -> None:
         """Forget a connection."""
-        if caller in self._callers:
+        if self._has(caller):
             self.busy(caller)
-            self._callers.discard(caller)
-            of_host = self._of_hosts[caller.host]
-            del of_host[caller]
-            if not of_host:
-                del self._of_hosts[caller.host]
+            del self._callers[caller.host][caller]
+            if not self._callers[caller.host]:
+                del self._callers[caller.host]
             self._strangers -= not caller.is_known
             self._resume_soon()
+
+    def _has(self, caller: Caller) -> bool:
+        return caller in self._callers.get(caller.host, ())
+
+    def _count(self) -> int:
+        return sum(map(len, self._callers.values()))
 
     # ---------------------------------------------------------------- accepting
 
     def _accept(self, listening: socket.socket) -> None:
-        for _ in range(_PER_ROUND):
-            if self._strangers >= self._most_strangers and not self._close_stranger():
+        most = min(self._limit // _LIMIT_PART, _MAX_STRANGERS)
+        for _ in range(_ACCEPTED_PER_ROUND):
+            if self._strangers >= most and not self._close_first(self._idle_strangers):
                 self._pause()
                 return
             try:
@@ -216,7 +218,7 @@ class Acceptor:
             except OSError as error:
                 if is_hosts(error):
                     self._warn_of_shortage(str(error))
-                    for _ in range(_PER_SHORTAGE):
+                    for _ in range(_CLOSED_PER_SHORTAGE):
                         self._close_idle()
                 else:  # such as a firewall's
                     self._warn(str(error))
@@ -228,14 +230,14 @@ class Acceptor:
         accepted.settimeout(0)
         close_in_forks([accepted])
         # The kernel gives the lowest number that is free, so all lower ones are taken.
-        is_scarce = accepted.fileno() >= self._limit - self._spared
-        if is_scarce and len(self._callers) >= _LEAST and not self._make_room(host):
+        spared = min(self._limit // _LIMIT_PART, _MAX_SPARED)
+        is_scarce = accepted.fileno() >= self._limit - spared
+        if is_scarce and not self._make_way(host):
             self._warn_of_shortage("connections that are in use have taken all")
             accepted.close()
             return
         caller = Caller(self, self._server, host, **self._options)
-        self._callers.add(caller)
-        self._of_hosts.setdefault(host, OrderedDict())[caller] = None
+        self._callers.setdefault(host, OrderedDict())[caller] = None
         self._strangers += 1
         self._idle_strangers[caller] = None
         opening = self._loop.create_task(
@@ -258,25 +260,22 @@ class Acceptor:
 
         opening.add_done_callback(opened)
 
-    def _make_room(self, host: str) -> bool:
-        """Close a connection for a new one of a host, and say whether there was one."""
-        if self._close_idle():
+    def _make_way(self, host: str) -> bool:
+        """Close a connection for a new one of a host; return whether it may come."""
+        if self._count() < _MIN_CONNECTIONS or self._close_idle():
             return True
-        most = max(self._of_hosts.values(), key=len)
-        if len(most) <= len(self._of_hosts.get(host, ())) + 1:
+        most = max(self._callers.values(), key=len)
+        if len(most) <= len(self._callers.get(host, ())) + 1:
             return False
         self._close(next(iter(most)))
         return True
 
     def _close_idle(self) -> bool:
-        return self._close_stranger() or self._close_first(self._idle)
-
-    def _close_stranger(self) -> bool:
-        return self._close_first(self._idle_strangers)
+        return self._close_first(self._idle_strangers) or self._close_first(self._idle)
 
     def _close_first(self, among: OrderedDict[Caller, None]) -> bool:
         caller = next(iter(among), None)
-        if caller is None or self._loop.time() - caller.since < _GRACE:
+        if caller is None or self._loop.time() - caller.since < _FIRST_REQUEST_S:
             return False
         self._close(caller)
         return True
@@ -295,10 +294,10 @@ class Acceptor:
     def _pause(self) -> None:
         """Leave newcomers to the kernel until something has ended, or for a moment."""
         self._stop_reading()
-        self._timer = self._loop.call_later(_PAUSE, self._resume)
+        self._timer = self._loop.call_later(_RETRY_S, self._resume)
 
     def _resume_soon(self) -> None:
-        if not self._is_reading and self._timer is not None:
+        if self._timer is not None:
             self._timer.cancel()
             self._timer = self._loop.call_later(0, self._resume)
 
@@ -306,13 +305,11 @@ class Acceptor:
         self._timer = None
         for each in self._sockets:
             self._loop.add_reader(each, self._accept, each)
-            self._is_reading = True
 
     def _stop_reading(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._is_reading = False
         for each in self._sockets:
             with suppress(OSError, ValueError):
                 self._loop.remove_reader(each)
@@ -320,7 +317,7 @@ class Acceptor:
     def _warn_of_shortage(self, why: str) -> None:
         self._warn(
             f"few descriptors are left: {why}; this process may open {self._limit} "
-            f"files, with {len(self._callers)} connections among them: raise the limit "
+            f"files, with {self._count()} connections among them: raise the limit "
             "with `ulimit -n`"
         )
 

@@ -1,15 +1,16 @@
-"""Admit so many response bodies at a time; who reads slowly makes way for the others.
+"""Admit a number of response bodies at a time; the slowest ones make way for others.
 
 A request that finds no place free waits. The hosts that wait take turns, and the
-requests of one host are served in order of arrival. While requests have waited for a
-second, or were turned away, and few bodies end by themselves, some are ended: the
-slowest ones of the hosts that have more than their share of the places. A body that
-would soon end by itself is left alone, once and until then: when many honest receivers
-share a line, all of them are slow, and to end some would help nobody. A host that has
-its share can only take the place of a body of its own. So a host loses no place that is
-within its share, and behind a reverse proxy, where all receivers are one host, the
-slowest body of all ends.
+requests of one host are served in order of arrival.
 
+If requests have waited for a second, or were turned away, and few bodies have ended by
+themselves, the server ends some bodies. These are the slowest ones of the hosts that
+have more than an equal part of the places. A host that has its part can only take the
+place of a body of its own. So behind a reverse proxy, where all receivers are one host,
+the slowest body of all ends.
+
+A body that would soon end by itself is left alone, once and until then. When many
+honest receivers use one line, all of them are slow, and to end some would help nobody.
 A receiver whose body was ended asks again, from the last byte that came.
 """
 
@@ -25,14 +26,14 @@ from typing import Final, Protocol, TypeAlias
 
 from aiockpt.http.problems import PeerBusy
 
-_MOST_WAITING: Final = 4096  # requests,
-_MOST_OF_HOST: Final = 256  # and of one host
-_LOOK: Final = 1.0  # seconds between two looks, while requests wait
-_TURN: Final = 3.0  # seconds that a body has in any case,
-_SOON: Final = 20.0  # and once again, if it will end within so many seconds
-_PART: Final = 16  # one in so many places becomes free from one look to the next
-_RETRY_AFTER: Final = 1.0  # seconds
-_PER_ROUND: Final = 16  # requests that begin in one round of the loop
+_MAX_WAITING: Final = 4096  # requests
+_MAX_WAITING_OF_HOST: Final = 256  # requests
+_LOOK_INTERVAL_S: Final = 1.0  # while requests wait
+_TURN_S: Final = 3.0  # for which a body has its place in any case
+_SOON_S: Final = 20.0  # a body that ends within them is left alone, once
+_PLACES_PER_FREED: Final = 16  # one in so many becomes free at each look
+_RETRY_AFTER_S: Final = 1.0
+_BEGUN_PER_ROUND: Final = 16  # requests in one round of the loop
 
 _Waiter: TypeAlias = "asyncio.Future[None]"
 
@@ -52,9 +53,17 @@ class _Body(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _AdmittedBody:
-    """A place that a body has, and the pace at which its bytes arrived lately.
+    """A place that a body has, and how fast its bytes arrived lately.
 
-    ``due`` is when it is to have ended; it was promised by the pace, which may fall.
+    Attributes:
+        host: Who asked for it.
+        body: What is sent.
+        began: When it got the place, in loop time.
+        looked: When it was looked at last.
+        arrived: Bytes that had arrived by then.
+        rate: Bytes per second before that.
+        due: When it has to have ended, since its rate once promised that.
+        is_ended: Whether it was ended for another one.
     """
 
     host: str
@@ -67,18 +76,18 @@ class _AdmittedBody:
     is_ended: bool = False
 
     def is_long(self, now: float) -> bool:
-        """Return whether it has had its turn, and will go on for long."""
-        ends_soon = self.body.left <= self.rate * _SOON and now < self.due
-        return now - self.began >= _TURN and not ends_soon
+        """Return whether the body has had its turn, and will go on for long."""
+        ends_soon = self.body.left <= self.rate * _SOON_S and now < self.due
+        return now - self.began >= _TURN_S and not ends_soon
 
     def look(self, now: float) -> None:
-        """Measure the pace since the last look."""
+        """Measure the rate since the last look."""
         seconds, arrived = now - self.looked, self.body.acknowledged
         if seconds > 0:
             self.rate = (arrived - self.arrived) / seconds
             self.looked, self.arrived = now, arrived
-        if self.body.left <= self.rate * _SOON:
-            self.due = min(self.due, now + _SOON)
+        if self.body.left <= self.rate * _SOON_S:
+            self.due = min(self.due, now + _SOON_S)
 
 
 class Admission:
@@ -91,7 +100,6 @@ class Admission:
     def __init__(self, most: int) -> None:
         self._most = self._free = most
         self._places: dict[_AdmittedBody, None] = {}
-        self._held = Counter[str]()  # by host
         # The host whose turn it is comes first.
         self._queues = OrderedDict[str, OrderedDict[_Waiter, float]]()
         self._refused = Counter[str]()  # by host, since the last look
@@ -115,14 +123,10 @@ class Admission:
         now = asyncio.get_running_loop().time()
         place = _AdmittedBody(host, body, now, now)
         self._places[place] = None
-        self._held[host] += 1
         try:
             yield
         finally:
             del self._places[place]
-            self._held[host] -= 1
-            if not self._held[host]:
-                del self._held[host]
             self._freed += not place.is_ended
             self._put_back()
 
@@ -133,7 +137,7 @@ class Admission:
             self._free -= 1
             return
         ahead = len(self._queues.get(host, ()))
-        if wait <= 0 or ahead >= _MOST_OF_HOST or self.waiting >= _MOST_WAITING:
+        if wait <= 0 or ahead >= _MAX_WAITING_OF_HOST or self.waiting >= _MAX_WAITING:
             raise self._refusal(host)
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
@@ -175,25 +179,26 @@ class Admission:
     def _refusal(self, host: str) -> PeerBusy:
         self._refused[host] += 1
         self._look_later()
-        return PeerBusy(retry_after=_RETRY_AFTER)
+        return PeerBusy(retry_after=_RETRY_AFTER_S)
 
     # ------------------------------------------------------- ending the slowest
 
     def _look_later(self) -> None:
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(_LOOK, self._look)
+            self._timer = loop.call_later(_LOOK_INTERVAL_S, self._look)
 
     def _look(self) -> None:
         self._timer = None
         now = asyncio.get_running_loop().time()
         short, self._refused = self._refused, Counter()
         for host, queue in self._queues.items():
-            short[host] += sum(now - since >= _LOOK / 2 for since in queue.values())
+            waited = (now - since for since in queue.values())
+            short[host] += sum(each >= _LOOK_INTERVAL_S / 2 for each in waited)
         short = +short  # without those that lack nothing
         for place in self._places:
             place.look(now)
-        count = max(self._most // _PART, 1) - self._freed
+        count = max(self._most // _PLACES_PER_FREED, 1) - self._freed
         self._freed = 0
         if not self._free and short:
             self._end_slowest(short, count, now)
@@ -202,8 +207,8 @@ class Admission:
 
     def _end_slowest(self, short: Counter[str], count: int, now: float) -> None:
         """End up to ``count`` bodies, for hosts that are short of places."""
-        share = self._most / len({*self._held, *short})
-        held = self._held.copy()
+        held = Counter(each.host for each in self._places)  # places, by host
+        share = self._most / len({*held, *short})
         slowest = sorted(
             (each for each in self._places if each.is_long(now)),
             key=lambda each: each.rate,
@@ -250,7 +255,7 @@ class Rounds:
         loop = asyncio.get_running_loop()
         if not self._begun:
             loop.call_soon(self._next, loop)
-        if self._begun < _PER_ROUND:
+        if self._begun < _BEGUN_PER_ROUND:
             self._begun += 1
             return
         waiter = loop.create_future()
@@ -259,7 +264,7 @@ class Rounds:
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         self._begun = 0
-        while self._waiting and self._begun < _PER_ROUND:
+        while self._waiting and self._begun < _BEGUN_PER_ROUND:
             waiter = self._waiting.popleft()
             if not waiter.done():  # its client may have left
                 waiter.set_result(None)

@@ -25,9 +25,9 @@ logger = logging.getLogger("aiockpt.audit")
 _REFUSED: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, 421)
 STATUS: Final = "status"
 """The outcome of a look at the status page, which asks again each second."""
-_BURST: Final = 20  # lines about refusals in one period; a port scan sends thousands
-_PERIOD: Final = 60.0
-_LONGEST: Final = 200
+_LOGGED_PER_PERIOD: Final = 20  # refusals; a port scan sends thousands
+_PERIOD_S: Final = 60.0
+_MAX_CHARACTERS: Final = 200  # of a method, and of a path
 _STEP: Final = re.compile(r"[0-9]{1,19}")
 
 
@@ -88,8 +88,8 @@ class Visit:
         return Access(
             peer=request.remote or "",
             receiver=self.receiver,
-            method=request.method[:_LONGEST],
-            path=request.rel_url.raw_path[:_LONGEST],
+            method=request.method[:_MAX_CHARACTERS],
+            path=request.rel_url.raw_path[:_MAX_CHARACTERS],
             step=int(step) if _STEP.fullmatch(step) else None,
             status=self.status,
             nbytes=self.nbytes,
@@ -105,7 +105,7 @@ class Auditor:
     """Logs accesses at INFO; of many refusals it logs some, and counts the others."""
 
     def __init__(self) -> None:
-        self._since = -_PERIOD
+        self._since = -_PERIOD_S
         self._refusals = 0
 
     @contextmanager
@@ -130,10 +130,10 @@ class Auditor:
 
     def _refuse(self, access: Access) -> None:
         now = time.monotonic()
-        if now - self._since >= _PERIOD:
-            if self._refusals > _BURST:
-                logger.info("%d more were refused", self._refusals - _BURST)
+        if now - self._since >= _PERIOD_S:
+            if self._refusals > _LOGGED_PER_PERIOD:
+                logger.info("%d more were refused", self._refusals - _LOGGED_PER_PERIOD)
             self._since, self._refusals = now, 0
         self._refusals += 1
-        if self._refusals <= _BURST:
+        if self._refusals <= _LOGGED_PER_PERIOD:
             logger.info("%s", access)

@@ -28,8 +28,8 @@ from aiockpt.storage.files import named, regular_file
 
 logger = logging.getLogger("aiockpt")
 
-_LONGEST: Final = 4096  # bytes of a token file
-_SHORTEST: Final = 16  # characters of a token that nobody guesses
+_MAX_FILE_BYTES: Final = 4096
+_MIN_CHARACTERS: Final = 16  # of a token that nobody guesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ class Credentials:
 
     def warn_if_short(self) -> None:
         """Log a warning for a token that can be guessed; it is not repeated."""
-        if self.token is not None and len(self.token) < _SHORTEST:
+        if self.token is not None and len(self.token) < _MIN_CHARACTERS:
             logger.warning(
                 "the token has %d characters, and a short one can be guessed: use at "
                 "least %d random ones, as of python -c 'import secrets; "
                 "print(secrets.token_urlsafe())'",
                 len(self.token),
-                _SHORTEST,
+                _MIN_CHARACTERS,
             )
 
     def granted(self, receiver: str, *, step: int | None, expires: float) -> str:
@@ -113,9 +113,10 @@ def find_credentials(
 def _read_token_file(path: str) -> str:
     place = Path(expanded(path))
     with named(place), regular_file(place) as file:
-        content = file.read(_LONGEST + 1)
-    if len(content) > _LONGEST:
-        raise ValueError(f"the token file {path} is too long: at most {_LONGEST} bytes")
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        most = _MAX_FILE_BYTES
+        raise ValueError(f"the token file {path} is too long: at most {most} bytes")
     # No decoding that could fail: such an error would carry the content.
     return content.decode("ascii", "replace").strip()
 

@@ -54,8 +54,7 @@ THREAD_SLICE_BYTES: Final = 4 << 20
 """Most bytes per system call of a thread, which sends what the kernel has room for."""
 
 _MAX_BUFFERS: Final = 512  # of one sendmsg; Linux takes 1024
-_FIRST_SLICE: Final = 64 << 10  # grows while the views are large
-_BUFFER_PAUSE: Final = 0.005  # seconds
+_BUFFER_POLL_S: Final = 0.005
 
 
 class Outcome(enum.Enum):
@@ -101,7 +100,7 @@ class BodySender:
         self._nbytes = nbytes
         self._views = views
         self._threads = threads
-        self._slice = _FIRST_SLICE
+        self._slice = SLICE_BYTES  # grows while the views are large
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._clock = IdleClock(stall_timeout, self._loop.time())
@@ -190,7 +189,7 @@ class BodySender:
         pause = 0.0
         while self.outcome is None and self._transport.get_write_buffer_size():
             await asyncio.sleep(pause)
-            pause = _BUFFER_PAUSE
+            pause = _BUFFER_POLL_S
 
     def _is_worth_a_turn(self) -> bool:
         free = self._threads is not None and self._threads.free

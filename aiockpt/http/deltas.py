@@ -26,14 +26,14 @@ from aiockpt.runtime.system import usable_cores
 from aiockpt.runtime.tasks import run_all
 from aiockpt.transfer.deltas import RAW, SAME, encode, head
 
-_LONGEST: Final = 64 << 20  # bytes of a range of several chunks
-_THREADS: Final = 2  # per answer
-_MOST: Final = 0.5  # of the range; the range itself is sent instead of longer deltas
+_MAX_RANGE_BYTES: Final = 64 << 20  # of several chunks
+_THREADS_PER_ANSWER: Final = 2
+_MAX_PART: Final = 0.5  # of the range, which is sent itself instead of longer deltas
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaBody:
-    """The body of an answer with deltas from the snapshot ``base``, in pieces."""
+    """The body of an answer: deltas from the snapshot ``base``, in pieces."""
 
     base: str
     pieces: Sequence[bytes | memoryview]
@@ -44,7 +44,7 @@ class DeltaBody:
         return sum(map(len, self.pieces))
 
     def describe(self, reply: Reply) -> None:
-        """Have the reply to the range say that this is its body."""
+        """Change the reply to the range so that it announces this body."""
         reply.status = HTTPStatus.IM_USED
         reply.headers["IM"] = http.DELTA
         reply.headers[http.DELTA_BASE_HEADER] = http.format_etag(self.base)
@@ -63,11 +63,11 @@ class DeltaBody:
 
 
 class Deltas:
-    """Encodes the deltas of publications, each once.
+    """Encodes each delta of a publication once.
 
     Args:
-        store: Has the publications, and their bases.
-        threads: The threads that encode.
+        store: Holds the publications and their bases.
+        threads: Runs the encoder.
     """
 
     def __init__(self, store: Store, threads: Bridge) -> None:
@@ -77,7 +77,7 @@ class Deltas:
         self._turns: dict[tuple[Publication, int], asyncio.Future[None]] = {}
 
     async def answer(self, asked: Asked, reply: Reply) -> DeltaBody | None:
-        """Return the deltas of a planned range; the caller keeps what it is part of.
+        """Return the deltas of a planned range.
 
         If the store needs the memory of a snapshot, this ends after the chunks that are
         being encoded, and returns None.
@@ -92,7 +92,8 @@ class Deltas:
             return None
         # A long range would keep both snapshots for as long as it is encoded.
         chunks = _whole_chunks(reply, publication.servable.manifest)
-        if not chunks or (len(chunks) > 1 and reply.stop - reply.start > _LONGEST):
+        is_long = reply.stop - reply.start > _MAX_RANGE_BYTES
+        if not chunks or (len(chunks) > 1 and is_long):
             return None
         if not http.asks_for_delta(asked.request.headers, base.snapshot_id):
             return None
@@ -108,14 +109,14 @@ class Deltas:
     async def _body(
         self, target: Publication, base: Publication, chunks: range
     ) -> DeltaBody | None:
-        """Return the deltas of chunks, if they are short; both snapshots are kept."""
+        """Return the deltas of chunks, if they are short. The caller reads both."""
         known, waiting = target.deltas, iter(chunks)
 
         async def work() -> None:
             for chunk in waiting:
                 await self._encode(target, base, chunk)
 
-        await run_all([work] * min(_THREADS, len(chunks)))
+        await run_all([work] * min(_THREADS_PER_ANSWER, len(chunks)))
         grid = target.servable.manifest.grid
         pieces: list[bytes | memoryview] = []
         for chunk in chunks:
@@ -127,7 +128,7 @@ class Deltas:
             pieces += [head(RAW, stop - start), *target.servable.views(start, stop)]
         whole = grid.range(chunks[-1])[1] - grid.range(chunks[0])[0]
         body = DeltaBody(base.snapshot_id, pieces)
-        return body if body.nbytes <= _MOST * whole else None
+        return body if body.nbytes <= _MAX_PART * whole else None
 
     async def _encode(self, target: Publication, base: Publication, chunk: int) -> None:
         """Encode a chunk, or wait for the request that is encoding it."""

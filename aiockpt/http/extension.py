@@ -18,6 +18,7 @@ from aiohttp import web
 from aiockpt.http import protocol as http
 from aiockpt.http.body_writer import BodySender
 from aiockpt.http.responses import Reply
+from aiockpt.http.status import ShownSwarm
 from aiockpt.http.store import HasViews, Publication
 
 
@@ -115,9 +116,9 @@ class ServiceExtension:
         """
         return nullcontext(UNLIMITED)
 
-    def status(self, publication: Publication | None) -> Mapping[str, object]:
-        """Return what the status shows beside the counters."""
-        return {}
+    def status(self, publication: Publication) -> ShownSwarm | None:
+        """Return what the status shows of the swarm of a publication, if any."""
+        return None
 
 
 class Lends(Protocol):

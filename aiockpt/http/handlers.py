@@ -35,13 +35,14 @@ from aiockpt.errors import (
     RemoteProtocolError,
     StepNotFoundError,
 )
+from aiockpt.events import LogLimit, TransferEvent, emit
 from aiockpt.http import protocol as http
 from aiockpt.http import sockets
 from aiockpt.http.acceptor import Caller
 from aiockpt.http.admission import Admission, Rounds
 from aiockpt.http.audit import STATUS, VISIT, Auditor
 from aiockpt.http.auth import admit, bearer
-from aiockpt.http.body_writer import BodySender
+from aiockpt.http.body_writer import BodySender, Outcome
 from aiockpt.http.deltas import DeltaBody, Deltas
 from aiockpt.http.extension import (
     UNLIMITED,
@@ -59,17 +60,14 @@ from aiockpt.http.responses import (
     COMMON_HEADERS,
     Reply,
     chunks_of,
-    landing_reply,
     latest_reply,
     no_news_headers,
-    page_reply,
     plan_reply,
 )
 from aiockpt.http.security import network_of
-from aiockpt.http.status import wants_page
+from aiockpt.http.status import ShownCounters, page_reply, status_reply, wants_page
 from aiockpt.http.store import Publication, Statistics, Store
 from aiockpt.http.tokens import ManifestMacs
-from aiockpt.http.traffic import Traffic
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.system import crowding
 
@@ -83,12 +81,18 @@ SHARE: Final = web.RequestKey("aiockpt.share", Publication)
 
 _RETRY_AFTER: Final = 1.0  # seconds
 _METHODS: Final = ("GET", "HEAD")
-_FACTS: Final = ("readers", "waiting", "bytes_sent", "requests", "refused")
+_LEVELS: Final = {
+    Outcome.SENT: logging.DEBUG,
+    Outcome.GONE: logging.INFO,
+    Outcome.STALLED: logging.WARNING,
+    Outcome.EVICTED: logging.WARNING,
+    Outcome.INTERRUPTED: logging.INFO,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What a server needs to know of its transport; a server process gets it, too.
+    """How to serve: what a server, or a server process, gets from its transport.
 
     Attributes:
         options: How to serve.
@@ -128,13 +132,82 @@ class ServerConfig:
             )
 
 
+class Traffic:
+    """Counts the requests of a service, and the bytes that it sends.
+
+    Attributes:
+        requests: Requests that have arrived.
+        refused: Requests that were answered with an error.
+        gone: Bodies and waits that ended because the client left.
+        waiting: Requests that wait for a step.
+        bytes_sent: Bytes of the bodies that have ended.
+        limit: Says which log lines would only repeat others.
+    """
+
+    def __init__(self) -> None:
+        self.requests = self.refused = self.gone = self.waiting = self.bytes_sent = 0
+        self.limit = LogLimit()
+        self._stalled = 0
+        self._bodies: set[BodySender] = set()
+
+    def statistics(self) -> Statistics:
+        """Return the counters, with the bytes of the bodies that are being sent."""
+        return Statistics(
+            waiting=self.waiting,
+            requests=self.requests,
+            refused=self.refused,
+            bytes_sent=self.bytes_sent + sum(body.sent for body in self._bodies),
+            gone=self.gone,
+            stalled=self._stalled,
+        )
+
+    def evict(self) -> None:
+        """Abort all bodies that are being sent."""
+        for body in tuple(self._bodies):
+            body.evict()
+
+    @contextmanager
+    def sending(self, asked: Asked, body: BodySender, *, quiet: bool) -> Iterator[None]:
+        """Account for a body that is sent during the block.
+
+        If ``quiet``, no early end of it is a warning.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self._bodies.add(body)
+        try:
+            yield
+        finally:
+            self._bodies.discard(body)
+            self.bytes_sent += body.sent
+            outcome = body.outcome or Outcome.GONE
+            self.gone += outcome is Outcome.GONE
+            self._stalled += outcome is Outcome.STALLED
+            visit = asked.request[VISIT]
+            visit.nbytes, visit.outcome = body.sent, outcome.value
+            level = _LEVELS[outcome]
+            if level == logging.WARNING and (quiet or not self.limit.passes(outcome)):
+                level = logging.INFO
+            emit(
+                TransferEvent(
+                    stop="evict" if outcome is Outcome.EVICTED else "serve",
+                    step=asked.publication.step,
+                    peer=asked.request.remote or "",
+                    nbytes=body.sent,
+                    seconds=loop.time() - began,
+                    detail="" if outcome is Outcome.SENT else outcome.value,
+                    level=level,
+                )
+            )
+
+
 class CheckpointService:
     """The handlers over one store; any number of applications may route to them.
 
     Args:
-        store: What is served.
-        config: How.
-        extension: What is served beside checkpoints.
+        store: Holds what is served.
+        config: How to serve.
+        extension: Serves what belongs to no plain checkpoint.
         lender: Lends the memory to processes of this host.
     """
 
@@ -153,7 +226,7 @@ class CheckpointService:
         self._threads = Bridge(threads=sockets.IO_THREADS, name="aiockpt-serve")
         self._deltas = Deltas(store, self._threads)
         self._rounds = Rounds()
-        self._places = Admission(config.options.readers)
+        self._bodies = Admission(config.options.readers)
         self._manifests = Admission(config.options.readers)
         self._macs = ManifestMacs(config.manifest_key)
         self._auditor = Auditor()
@@ -162,7 +235,7 @@ class CheckpointService:
 
     def statistics(self) -> Statistics:
         """Return what the handlers have counted; the store counts the readers."""
-        waiting = self._places.waiting + self._manifests.waiting
+        waiting = self._bodies.waiting + self._manifests.waiting
         return self._traffic.statistics() + Statistics(waiting=waiting)
 
     def close(self) -> None:
@@ -184,9 +257,8 @@ class CheckpointService:
 
         A browser sends no token when it opens an address, but the page's script does.
         """
-        if wants_page(request.headers.get("Accept", "")):
-            return await self._answer(request, self._page, public=True)
-        return await self._answer(request, self._landing)
+        public = wants_page(request.headers.get("Accept", ""))
+        return await self._answer(request, self._landing, public=public)
 
     async def _answer(
         self,
@@ -197,11 +269,14 @@ class CheckpointService:
     ) -> web.StreamResponse:
         """Admit a request and handle it; turn errors into responses; audit it."""
         self._traffic.requests += 1
-        with _being_handled(request) as caller, self._auditor.visit(request) as visit:
+        caller = request.protocol if isinstance(request.protocol, Caller) else None
+        handling = nullcontext() if caller is None else caller.handling()
+        with handling, self._auditor.visit(request) as visit:
             try:
                 await self._rounds.begin()
-                is_public = self._admit(request, public=public)
-                if caller is not None and not is_public:
+                self._admit(request, public=public)
+                is_anonymous = public and "Authorization" not in request.headers
+                if caller is not None and not is_anonymous:
                     caller.know()
                 response = await handle(request)
             except ConnectionError:
@@ -217,17 +292,15 @@ class CheckpointService:
 
     # -------------------------------------------------------------- admitting
 
-    def _admit(self, request: web.Request, *, public: bool) -> bool:
-        """Check a request; return whether it is answered without any token."""
+    def _admit(self, request: web.Request, *, public: bool) -> None:
+        """Raise unless a request may be answered, and tune its connection."""
         if self._closed:
             raise ClosedError("the server")
         config, token = self.config, self.config.token
-        what = request.match_info.get("what")
-        if what is not None:
-            share = self.store.shared(bearer(request.headers))
-            if share is not None:
-                request[SHARE] = share
-                token = bearer(request.headers)  # the share's own
+        what, offered = request.match_info.get("what"), bearer(request.headers)
+        if what is not None and (share := self.store.shared(offered)) is not None:
+            request[SHARE] = share
+            token = offered  # the share's own
         grant = admit(request.headers, token=token, hosts=config.hosts, public=public)
         if grant is not None:
             visit = request[VISIT]
@@ -249,25 +322,20 @@ class CheckpointService:
                 dead_after=2 * config.stall_timeout,
                 began_classic=isinstance(request.protocol, Caller),
             )
-        return public and "Authorization" not in request.headers
 
     # --------------------------------------------------------------- handling
 
     @property
-    def _incarnation(self) -> str:
-        """The id of this start of the sender; another one after each return."""
-        started, returns = self.config.incarnation, self.store.returns
-        return f"{started}{returns:x}" if returns else started
-
-    @property
     def _identity(self) -> dict[str, str]:
-        return {http.INCARNATION_HEADER: self._incarnation}
+        """The id of this start of the sender; another one after each return."""
+        returns = f"{self.store.returns:x}" if self.store.returns else ""
+        return {http.INCARNATION_HEADER: self.config.incarnation + returns}
 
     async def _latest(self, request: web.Request) -> web.StreamResponse:
         after = http.parse_after(request.query.getall(http.AFTER, []))
         known = request.headers.get(http.INCARNATION_HEADER)
         # After a restart of the sender, or a return, whatever it serves is news.
-        restarted = known is not None and known != self._incarnation
+        restarted = known is not None and known not in self._identity.values()
         try:
             publication = await self._find(request, after=None if restarted else after)
         except StepNotFoundError as nothing:
@@ -278,28 +346,35 @@ class CheckpointService:
         headers, body = latest_reply(publication.servable.manifest)
         return PlainResponse(body=body, headers={**headers, **self._identity})
 
-    async def _page(self, request: web.Request) -> web.StreamResponse:
-        request[VISIT].outcome = STATUS
-        headers, body = page_reply()
-        return _moved(request) or PlainResponse(body=body, headers=headers)
-
     async def _landing(self, request: web.Request) -> web.StreamResponse:
         request[VISIT].outcome = STATUS
+        path = request.rel_url.raw_path
+        if not path.endswith("/"):  # what is there refers to paths below it
+            headers = {**COMMON_HEADERS, "Location": f"{path.rpartition('/')[2]}/"}
+            status = HTTPStatus.PERMANENT_REDIRECT
+            return PlainResponse(status=status, headers=headers)
+        if wants_page(request.headers.get("Accept", "")):
+            headers, body = page_reply()
+            return PlainResponse(body=body, headers=headers)
         now = self.store.latest
-        manifest = now.servable.manifest if now is not None else None
-        headers, body = landing_reply(manifest, self._status(now))
-        headers.update(self._identity)
-        return _moved(request) or PlainResponse(body=body, headers=headers)
-
-    def _status(self, now: Publication | None) -> dict[str, object]:
-        """Return what the status page shows; no token, and no lease."""
-        statistics = self.store.statistics() + self.statistics()
-        facts = {name: getattr(statistics, name) for name in _FACTS}
-        return {**facts, **self._extension.status(now)}
+        found = self.store.statistics() + self.statistics()
+        counters = ShownCounters(
+            readers=found.readers,
+            waiting=found.waiting,
+            bytes_sent=found.bytes_sent,
+            requests=found.requests,
+            refused=found.refused,
+            swarm=None if now is None else self._extension.status(now),
+        )
+        manifest = None if now is None else now.servable.manifest
+        headers, body = status_reply(manifest, counters)
+        return PlainResponse(body=body, headers={**headers, **self._identity})
 
     async def _resource(self, request: web.Request) -> web.StreamResponse:
-        lease, ends = _lease_of(request)
-        if lease is not None and ends:
+        now, headers = asyncio.get_running_loop().time(), request.headers
+        named, swarm = headers.get(http.LEASE_HEADER), headers.get(http.SWARM_HEADER)
+        lease = http.parse_lease(named, now=now, swarm=swarm)
+        if lease is not None and lease.until <= now:
             self.store.end_lease(lease)
             return PlainStream(status=HTTPStatus.NO_CONTENT, headers=self._identity)
         asked = await self._locate(request, lease)
@@ -310,8 +385,8 @@ class CheckpointService:
         reply.headers.update(self._identity)
         reply.headers.update(self._extension.headers(asked, reply))
         if asked.lease is not None and request.method == "GET":
-            patience = self.config.stall_timeout
-            self.store.lease(asked.publication, asked.lease, patience=patience)
+            silent = self.config.stall_timeout
+            self.store.lease(asked.publication, asked.lease, silence_timeout=silent)
         is_own = not asked.publication.is_shared
         if is_own and asked.resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._about(asked))
@@ -327,26 +402,31 @@ class CheckpointService:
     async def _locate(self, request: web.Request, lease: http.Lease | None) -> Asked:
         """Return what a request names, and the publication that has it."""
         step, share = request.match_info["step"], request.get(SHARE)
-        if share is not None:
-            resource = _resource_of(request, step)
-            if share.step != resource.step:
-                raise StepNotFoundError(resource.step, serving=share.step)
-            return Asked(request, resource, share, None, self._identity)
-        if step == http.LATEST:
+        publication = share
+        if share is None and step == http.LATEST:
             publication = await self._find(request)
-            resource = _resource_of(request, str(publication.step))
-        else:
-            resource = _resource_of(request, step)
+            step = str(publication.step)
+        try:
+            resource = http.parse_resource(step, request.match_info["what"])
+        except RemoteProtocolError as error:
+            raise RefusedError(HTTPStatus.NOT_FOUND, str(error)) from None
+        if publication is None:
             publication = await self._find(request, step=resource.step, lease=lease)
-        return Asked(request, resource, publication, lease, self._identity)
+        elif publication.step != resource.step:
+            raise StepNotFoundError(resource.step, serving=publication.step)
+        kept_by = lease if share is None else None
+        return Asked(request, resource, publication, kept_by, self._identity)
 
     async def _about(self, asked: Asked) -> Mapping[str, str]:
         """Return the headers with the manifest of a published checkpoint."""
-        publication, lease = asked.publication, asked.lease
-        headers = {
-            **await self._macs.headers_of(publication.servable.manifest),
-            **await self._offer(asked.request, publication, lease),
-        }
+        request, publication, lease = asked.request, asked.publication, asked.lease
+        headers = {**await self._macs.headers_of(publication.servable.manifest)}
+        if self._lender is not None and request.method == "GET":
+            probe = request.headers.get(http.PROBE_HEADER)
+            receiver = request[VISIT].receiver
+            offer = await self._lender.offer(publication, probe, receiver, lease)
+            if offer:  # its ticket is good for a while only: no cache should keep it
+                headers |= {http.OFFER_HEADER: offer, "Cache-Control": "no-store"}
         if (crowded := crowding()) is not None:
             headers[http.BUSY_HEADER] = http.format_busy(*crowded)
         if lease is not None:
@@ -392,21 +472,6 @@ class CheckpointService:
         finally:
             self._traffic.waiting -= 1
 
-    async def _offer(
-        self,
-        request: web.Request,
-        publication: Publication,
-        lease: http.Lease | None,
-    ) -> Mapping[str, str]:
-        """Return the header that offers the memory to a receiver on this host."""
-        if self._lender is None or request.method != "GET":
-            return {}
-        probe = request.headers.get(http.PROBE_HEADER)
-        receiver = request[VISIT].receiver
-        offer = await self._lender.offer(publication, probe, receiver, lease)
-        # A ticket is good for a while only: no cache should keep it.
-        return {http.OFFER_HEADER: offer, "Cache-Control": "no-store"} if offer else {}
-
     # ---------------------------------------------------------------- sending
 
     async def _send(
@@ -437,12 +502,12 @@ class CheckpointService:
             sending = self._extension.sending(asked, reply, body)
         async with sending as limits:
             is_small = nbytes <= (limits.unsent or SMALL_BYTES)
-            place: AbstractAsyncContextManager[None] = nullcontext()
+            admitted: AbstractAsyncContextManager[None] = nullcontext()
             if not is_small:
-                place = self._place(asked, reply, body)
+                admitted = self._admitted(asked, reply, body)
             evict = body.interrupt if limits.is_quiet else body.evict
             reading = self.store.reading(publication, evict=evict, lease=asked.lease)
-            async with place, reading:
+            async with admitted, reading:
                 transport_of(request)  # the client may have left while it waited
                 sockets.limit_unsent(transport, limits.unsent)  # or lift earlier limits
                 sockets.pace(transport, limits.rate)
@@ -459,14 +524,14 @@ class CheckpointService:
                     await body.run(request, response)
                 return response
 
-    def _place(
+    def _admitted(
         self, asked: Asked, reply: Reply, body: BodySender
     ) -> AbstractAsyncContextManager[None]:
-        """Return a place among the bodies that are sent at a time, to wait for."""
+        """Return what waits until a body is one of those that are sent at a time."""
         is_manifest = reply.stop <= asked.publication.servable.manifest.header_bytes
-        places = self._manifests if is_manifest else self._places
+        admission = self._manifests if is_manifest else self._bodies
         wait = asked.wait(self.config.max_wait, unasked=self.config.stall_timeout / 2)
-        return places.take(network_of(asked.request.remote or ""), body, wait=wait)
+        return admission.take(network_of(asked.request.remote or ""), body, wait=wait)
 
     def _response_to(self, error: AiockptError) -> web.Response:
         problem = to_problem(error)
@@ -499,54 +564,3 @@ async def _ignore_expect(_: web.Request) -> None:
     aiohttp writes its ``100 Continue`` before any handler, to clients that may have
     left, and logs that as an error.
     """
-
-
-@contextmanager
-def _being_handled(request: web.Request) -> Iterator[Caller | None]:
-    """Keep a connection of our own open during the block, and return it."""
-    caller = request.protocol
-    if not isinstance(caller, Caller):
-        yield None
-        return
-    caller.begin()
-    try:
-        yield caller
-    finally:
-        caller.end()
-
-
-def _moved(request: web.Request) -> web.Response | None:
-    """Return the way to the address with a slash at its end, unless it has one.
-
-    What is there refers to paths below it.
-    """
-    path = request.rel_url.raw_path
-    if path.endswith("/"):
-        return None
-    headers = {**COMMON_HEADERS, "Location": f"{path.rpartition('/')[2]}/"}
-    return PlainResponse(status=HTTPStatus.PERMANENT_REDIRECT, headers=headers)
-
-
-def _resource_of(request: web.Request, step: str) -> http.Resource:
-    """Return the resource that a request names.
-
-    Raises:
-        RefusedError: there is no such resource.
-    """
-    try:
-        return http.parse_resource(step, request.match_info["what"])
-    except RemoteProtocolError as error:
-        raise RefusedError(HTTPStatus.NOT_FOUND, str(error)) from None
-
-
-def _lease_of(request: web.Request) -> tuple[http.Lease | None, bool]:
-    """Return the lease that a request names, and whether the request ends it.
-
-    Raises:
-        RemoteProtocolError: the header is malformed.
-    """
-    now, headers = asyncio.get_running_loop().time(), request.headers
-    lease = http.parse_lease(
-        headers.get(http.LEASE_HEADER), now=now, swarm=headers.get(http.SWARM_HEADER)
-    )
-    return lease, lease is not None and lease.until <= now

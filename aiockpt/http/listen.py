@@ -89,7 +89,7 @@ class Endpoint:
         """Return the base URL, without the token.
 
         Raises:
-            ClosedError: after :meth:`refuse` or :meth:`close`.
+            ClosedError: after :meth:`refuse`.
             LocalProtocolError: the transport is mounted and was not told its URL, or
                 the interface does not exist, or a name has to be looked up, which
                 would block the event loop.
@@ -120,7 +120,7 @@ class Endpoint:
         return frozenset({name} if name else ())
 
     def check(self) -> None:
-        """Raise ``ClosedError`` after :meth:`refuse` or :meth:`close`."""
+        """Raise ``ClosedError`` after :meth:`refuse`."""
         if self._closed:
             raise ClosedError("the transport")
 
@@ -137,7 +137,7 @@ class Endpoint:
         if self._options.interface and not self._advertise:
             _address_of(self._options.interface)
         if not all(map(_accepts, self._sockets)):
-            self._close()
+            self.close()
         host = self._options.host
         if host is None or self.is_mounted or self._sockets or self._found is not None:
             return
@@ -169,18 +169,14 @@ class Endpoint:
         """Close the sockets: the application that mounts the transport has its own."""
         check_public_path(self._advertise, prefix)
         self.is_mounted = True
-        self._close()
+        self.close()
 
     def refuse(self) -> None:
         """Refuse every use from now on; the sockets stay as they are."""
         self._closed = True
 
     def close(self) -> None:
-        """Close the sockets for good. Idempotent."""
-        self._closed = True
-        self._close()
-
-    def _close(self) -> None:
+        """Close the sockets. Idempotent."""
         sockets, self._sockets = self._sockets, []
         for each in sockets:
             each.close()
@@ -399,10 +395,12 @@ def _address_of(interface: str) -> str:
 
 
 def _address_by_environment(env: Mapping[str, str]) -> str | None:
-    for variable, candidates in _interfaces_named_by(env).items():
-        for name in candidates:
-            address = interface_address(name)
-            if address is not None:
+    present = interface_names()
+    for variable, prefix in _INTERFACE_VARIABLES.items():
+        if not env.get(variable):
+            continue
+        for name in interfaces_matching(env[variable], present, prefix=prefix):
+            if (address := interface_address(name)) is not None:
                 return address
         logger.warning(
             "%s=%s names no network interface with an address; ignored",
@@ -451,16 +449,6 @@ def _first_address() -> str | None:
         if address is not None and not ipaddress.ip_address(address).is_loopback:
             return address
     return None
-
-
-def _interfaces_named_by(env: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return, for each variable that is set, the interfaces that it names."""
-    present = interface_names()
-    return {
-        variable: interfaces_matching(env[variable], present, prefix=prefix)
-        for variable, prefix in _INTERFACE_VARIABLES.items()
-        if env.get(variable)
-    }
 
 
 def interfaces_matching(

@@ -16,10 +16,10 @@ from aiockpt.runtime.secrets import Token
 from aiockpt.transport import check_fields, require, require_type
 
 _CONNECTIONS = min(4, os.cpu_count() or 4)
-_NICEST = 19
-_HIGHEST_PORT = 65535
-_SHORTEST_KEY = 16
-_LONGEST_ZONE = 64
+_MAX_NICE = 19
+_MAX_PORT = 65535
+_MIN_KEY_BYTES = 16
+_MAX_ZONE_CHARACTERS = 64
 
 
 def _float(number: float) -> float:
@@ -84,10 +84,10 @@ class Server:
     def __post_init__(self) -> None:
         check_fields(self)
         require(at_least=1, readers=self.readers)
-        if self.port > _HIGHEST_PORT:
-            raise ValueError(f"port must be at most {_HIGHEST_PORT}, got {self.port}")
-        if self.nice > _NICEST:
-            raise ValueError(f"nice must be at most {_NICEST}, got {self.nice!r}")
+        if self.port > _MAX_PORT:
+            raise ValueError(f"port must be at most {_MAX_PORT}, got {self.port}")
+        if self.nice > _MAX_NICE:
+            raise ValueError(f"nice must be at most {_MAX_NICE}, got {self.nice!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +121,9 @@ class Swarm:
             object.__setattr__(self, "rate", _float(self.rate))
             if self.rate == inf:
                 raise ValueError("rate must be finite; None is for no limit")
-        if len(self.zone) > _LONGEST_ZONE:
-            raise ValueError(f"zone must have at most {_LONGEST_ZONE} characters")
+        if len(self.zone) > _MAX_ZONE_CHARACTERS:
+            most = _MAX_ZONE_CHARACTERS
+            raise ValueError(f"zone must have at most {most} characters")
         try:
             self.zone.encode()
         except UnicodeEncodeError as error:
@@ -165,8 +166,8 @@ class Auth:
         check_fields(self)
         if self.token is not None:  # printing this record does not show the token
             object.__setattr__(self, "token", Token(self.token))
-        if self.key is not None and len(self.key) < _SHORTEST_KEY:
-            raise ValueError(f"manifest_key must have at least {_SHORTEST_KEY} bytes")
+        if self.key is not None and len(self.key) < _MIN_KEY_BYTES:
+            raise ValueError(f"manifest_key must have at least {_MIN_KEY_BYTES} bytes")
         check_peers(self.peers)
 
     @property

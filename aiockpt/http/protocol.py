@@ -64,14 +64,14 @@ _WAIT = re.compile(
     r'wait\s*=\s*"?([0-9]{1,9}(?:\.[0-9]{1,9})?)"?\s*(?:;.*)?', re.IGNORECASE
 )
 _BUSY = re.compile(r"nice=([0-9]{1,2}); load=([0-9]{1,6}\.[0-9]); cores=([0-9]{1,4})")
-_MOST_LOAD = 1e5
+_MAX_LOAD = 1e5
 _SILENCE = re.compile(r"silence=([0-9]{1,9}(?:\.[0-9]{1,9})?)")
 _ETAG = re.compile(r'(W/)?"([\x21\x23-\x7e\x80-\xff]*)"')
 _ETAGS = re.compile(rf"[ \t,]*(?:{_ETAG.pattern}[ \t]*(?:,[ \t,]*|$))*")
 _LEASE = re.compile(r"([0-9a-f]{32})[ \t]*;[ \t]*ttl=([0-9]{1,9}(?:\.[0-9]{1,3})?)")
 _SWARM_TOKEN = re.compile(r"[A-Za-z0-9_-]{43}")
 _INCARNATION = re.compile(r"[0-9a-f]{1,64}")
-_LONGEST_LEASE = 86_400.0  # seconds; a receive without a deadline asks again
+_MAX_LEASE_S = 86_400.0  # a receive without a deadline asks again
 # 19 digits hold every int64; longer ones only cost time.
 _RANGE = re.compile(r"([0-9]{0,19})-([0-9]{0,19})")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
@@ -152,13 +152,12 @@ def parse_after(values: Sequence[str]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What a receive calls itself, so that the sender keeps its snapshot.
+    """A receive's claim on a snapshot, which the sender keeps for it.
 
     Attributes:
         id: 32 random hex digits, drawn for each receive; the first 16 are those of
             the receiver, and are the same in all of its receives.
-        until: When the receive ends at the latest, in the loop time of whoever holds
-            this.
+        until: When the receive ends at the latest, in loop time of this process.
         joins: Whether the receiver can join a swarm.
     """
 
@@ -174,7 +173,7 @@ class Lease:
 
     @property
     def receiver(self) -> str:
-        """Whose receive it is: the first half of the id."""
+        """The id of the receiver: the first half of the receive's id."""
         return self.id[:16]
 
     def header(self, now: float) -> str:
@@ -182,7 +181,7 @@ class Lease:
 
         The seconds are relative, so the two clocks need not agree.
         """
-        left = min(max(self.until - now, 0.001), _LONGEST_LEASE)
+        left = min(max(self.until - now, 0.001), _MAX_LEASE_S)
         return f"{self.id}; ttl={left:.3f}"
 
     @property
@@ -197,14 +196,14 @@ def format_silence(seconds: float) -> str:
 
 
 def parse_silence(value: str | None) -> float | None:
-    """Return the seconds in such a value; None if it has none, as of older peers."""
+    """Return the seconds in such a value; None from older peers, which send none."""
     found = _SILENCE.fullmatch(value or "")
     return None if found is None else float(found[1])
 
 
 def format_busy(niceness: int, load: float, cores: int) -> str:
     """Return the value of `BUSY_HEADER`."""
-    return f"nice={niceness}; load={min(load, _MOST_LOAD):.1f}; cores={cores}"
+    return f"nice={niceness}; load={min(load, _MAX_LOAD):.1f}; cores={cores}"
 
 
 def parse_busy(value: str | None) -> str:
@@ -239,12 +238,12 @@ def parse_lease(
             f"{LEASE_HEADER} must be 32 hex digits and '; ttl=SECONDS', not "
             f"{value[:60]!r}"
         )
-    until = now + min(float(match[2]), _LONGEST_LEASE)
+    until = now + min(float(match[2]), _MAX_LEASE_S)
     return Lease(match[1], until, joins=swarm == JOINS)
 
 
 def check_incarnation(value: str | None) -> str | None:
-    """Return an incarnation id; None if it is absent or odd, as of an older peer."""
+    """Return an incarnation id; None if it is absent or odd. Older peers have none."""
     return value if value and _INCARNATION.fullmatch(value) else None
 
 
@@ -491,32 +490,25 @@ def parse_range(value: str | None, size: int) -> tuple[int, int] | None:
     Raises:
         RangeNotSatisfiable: the range is well formed and holds no byte.
     """
-    match = _RANGE.fullmatch(_only_spec(value))
-    if value is None or match is None or match[0] == "-":
-        return None
-    first, last = match.groups()
-    if not first:
-        return _suffix(value, int(last), size)
-    start, stop = int(first), int(last) + 1 if last else size
-    if last and stop <= start:
-        return None
-    if start >= size:
-        raise RangeNotSatisfiable(value, size)
-    return start, min(stop, size)
-
-
-def _only_spec(value: str | None) -> str:
     unit, _, specs = (value or "").partition("=")
     # RFC 9110 5.6.1: a list may hold blanks and empty elements.
     given = [spec for each in specs.split(",") if (spec := each.strip(" \t"))]
-    return given[0] if unit.lower() == "bytes" and len(given) == 1 else ""
-
-
-def _suffix(value: str, length: int, size: int) -> tuple[int, int] | None:
-    if length == 0:
+    is_one = unit.lower() == "bytes" and len(given) == 1
+    match = _RANGE.fullmatch(given[0]) if is_one else None
+    if value is None or match is None or match[0] == "-":
+        return None
+    first, last = match.groups()
+    if first:
+        start, stop = int(first), int(last) + 1 if last else size
+        if last and stop <= start:
+            return None
+    else:  # the last bytes
+        start, stop = max(size - int(last), 0), size
+        if not size and int(last):
+            return None  # they are satisfiable, and have no Content-Range
+    if start >= size:
         raise RangeNotSatisfiable(value, size)
-    # The last n bytes of nothing are satisfiable, and have no Content-Range.
-    return (max(size - length, 0), size) if size else None
+    return start, min(stop, size)
 
 
 def format_range(start: int, stop: int) -> str:

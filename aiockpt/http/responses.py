@@ -16,7 +16,6 @@ from aiockpt.errors import CheckpointChangedError
 from aiockpt.format.manifest import Manifest
 from aiockpt.http import protocol as http
 from aiockpt.http.problems import RefusedError
-from aiockpt.http.status import PAGE, PAGE_HEADERS
 
 COMMON_HEADERS: Final[Mapping[str, str]] = {
     "Server": "aiockpt",  # but not the versions of what it runs on
@@ -60,7 +59,9 @@ def plan_reply(
         )
     if not http.if_none_match(headers.get("If-None-Match"), tag):
         return Reply(HTTPStatus.NOT_MODIFIED, answer, start, start)
-    wanted = _wanted(headers, method, tag, stop - start)
+    wanted = None
+    if method == "GET" and http.if_range(headers.get("If-Range"), tag):
+        wanted = http.parse_range(headers.get("Range"), stop - start)
     if wanted is None:
         answer["Content-Length"] = str(stop - start)
         return Reply(HTTPStatus.OK, answer, start, stop)
@@ -84,10 +85,10 @@ def latest_reply(manifest: Manifest) -> tuple[dict[str, str], bytes]:
         "Content-Type": "application/json",
         "ETag": http.format_etag(manifest.snapshot_id),
     }
-    return headers, json.dumps(_describe(manifest)).encode()
+    return headers, json.dumps(describe(manifest)).encode()
 
 
-def _describe(manifest: Manifest) -> dict[str, Any]:
+def describe(manifest: Manifest) -> dict[str, Any]:
     """Return what people and programs are told of the served checkpoint."""
     return {
         "step": manifest.step,
@@ -102,14 +103,6 @@ def no_news_headers(serving: int | None) -> dict[str, str]:
     if serving is not None:
         headers[http.STEP_HEADER] = str(serving)
     return headers
-
-
-def _wanted(
-    headers: Mapping[str, str], method: str, tag: str, size: int
-) -> tuple[int, int] | None:
-    if method != "GET" or not http.if_range(headers.get("If-Range"), tag):
-        return None
-    return http.parse_range(headers.get("Range"), size)
 
 
 def _extent(resource: http.Resource, manifest: Manifest) -> tuple[int, int]:
@@ -144,36 +137,3 @@ def _headers(resource: http.Resource, manifest: Manifest) -> dict[str, str]:
         digest = manifest.digests[resource.chunk]
         answer[http.DIGEST_HEADER] = http.format_digest(manifest.algorithm, digest)
     return answer
-
-
-def landing_reply(
-    manifest: Manifest | None, status: Mapping[str, Any]
-) -> tuple[dict[str, str], bytes]:
-    """Return the headers and the JSON at the prefix: what is served, and how it goes.
-
-    Paths are relative to the address, which ends with a slash, since a proxy may show
-    it under another name.
-    """
-    headers = no_news_headers(None if manifest is None else manifest.step)
-    headers |= {"Content-Type": "application/json", "Vary": "Accept"}
-    found = {
-        "serving": None if manifest is None else _describe(manifest),
-        "paths": {} if manifest is None else _paths(manifest.step),
-        "status": status,
-    }
-    return headers, json.dumps(found).encode()
-
-
-def page_reply() -> tuple[dict[str, str], bytes]:
-    """Return the headers and the body of the status page, which has no data."""
-    return {**no_news_headers(None), **PAGE_HEADERS}, PAGE
-
-
-def _paths(step: int) -> dict[str, str]:
-    full, metadata = http.ResourceKind.FULL.value, http.ResourceKind.METADATA.value
-    return {
-        http.LATEST: http.LATEST,
-        full: f"{step}/{full}",
-        metadata: f"{step}/{metadata}",
-        "newest": f"{http.LATEST}/{full}",
-    }

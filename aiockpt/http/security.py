@@ -13,7 +13,6 @@ import ipaddress
 import re
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 
@@ -26,7 +25,6 @@ Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._*-]{1,253}")
-
 
 _SERVICES: Final = frozenset(
     map(
@@ -47,7 +45,7 @@ _SERVICES: Final = frozenset(
 )
 """Where clouds hand out the credentials of a host to any process on it."""
 
-_OF_HOST: Final = 64  # bits of an IPv6 address that one host cannot choose
+_HOST_BITS: Final = 64  # of an IPv6 address: one host cannot choose the others
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 _THIS_NETWORK: Final = ipaddress.IPv4Network("0.0.0.0/8")
 _NUMERIC: Final = re.compile(r"([0-9]+|0x[0-9a-f]*)", re.IGNORECASE)
@@ -115,18 +113,16 @@ class Reach:
             LocalProtocolError: no receiver connects there.
             PeerUnreachableError: the same, of a host that a peer named.
         """
-        if fault := self._fault_of_scope(host, scope_of(host)):
+        fault = self._fault_of_scope(host, scope_of(host))
+        if fault is None and (address := _address_of(host)) is not None:
+            fault = self.fault_of(host, address, spelled_out=True)
+        if fault is not None:
             raise self.refusal(host, fault)
-        with suppress(ValueError):
-            address = _plain(ipaddress.ip_address(host.partition("%")[0]))
-            if fault := self.fault_of(host, address, spelled_out=True):
-                raise self.refusal(host, fault)
 
     def allows(self, host: str) -> bool:
         """Return whether the list has a host that is given by name or by address."""
-        try:
-            address = _plain(ipaddress.ip_address(host.partition("%")[0]))
-        except ValueError:
+        address = _address_of(host)
+        if address is None:
             return self._has_name(host)
         return self.fault_of(host, address) is None
 
@@ -183,31 +179,34 @@ class CheckedResolver(AbstractResolver):
         Raises:
             LocalProtocolError, PeerUnreachableError: it has some, and none is allowed.
         """
-        found = await self._resolver.resolve(host, port, family)
-        faults = [self._fault_of(host, each["host"]) for each in found]
-        allowed = [
-            each for each, fault in zip(found, faults, strict=True) if fault is None
-        ]
-        if found and not allowed:
-            raise self._reach.refusal(host, faults[0] or "")
+        allowed, faults = list[ResolveResult](), list[str]()
+        for each in await self._resolver.resolve(host, port, family):
+            address = _address_of(each["host"])
+            assert address is not None, "a resolver gives addresses"
+            if fault := self._reach.fault_of(host, address):
+                faults.append(fault)
+            else:
+                allowed.append(each)
+        if faults and not allowed:
+            raise self._reach.refusal(host, faults[0])
         return allowed
-
-    def _fault_of(self, host: str, text: str) -> str | None:
-        address = ipaddress.ip_address(text.partition("%")[0])
-        return self._reach.fault_of(host, _plain(address))
 
     async def close(self) -> None:
         """Close the resolver."""
         await self._resolver.close()
 
 
-def _plain(address: Address) -> Address:
-    """Return the IPv4 address that stands inside of an IPv6 one."""
-    if isinstance(address, ipaddress.IPv6Address):
-        if address in _NAT64:
-            return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        return address.ipv4_mapped or address.sixtofour or address
-    return address
+def _address_of(text: str) -> Address | None:
+    """Return the address that a text is; the IPv4 one that an IPv6 one contains."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv4Address):
+        return address
+    if address in _NAT64:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour or address
 
 
 def scope_of(host: str) -> Scope:
@@ -220,10 +219,9 @@ def scope_of(host: str) -> Scope:
     """
     if "%" in host:
         return Scope.NOWHERE
-    try:
-        return _scope_of_address(_plain(ipaddress.ip_address(host)))
-    except ValueError:
-        name = host.rstrip(".").lower()
+    if (address := _address_of(host)) is not None:
+        return _scope_of_address(address)
+    name = host.rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return Scope.HOST
     is_number = _NUMERIC.fullmatch(name.rpartition(".")[2])
@@ -246,10 +244,8 @@ def _scope_of_address(address: Address) -> Scope:
 
 def plain_address(text: str) -> str:
     """Return an address without the IPv6 prefix of an IPv4 one."""
-    try:
-        return str(_plain(ipaddress.ip_address(text.partition("%")[0])))
-    except ValueError:
-        return text
+    address = _address_of(text)
+    return text if address is None else str(address)
 
 
 def network_of(address: str) -> str:
@@ -257,14 +253,12 @@ def network_of(address: str) -> str:
 
     A host that has one address of such a network has all of them.
     """
-    text = plain_address(address)
-    try:
-        found = ipaddress.ip_address(text)
-    except ValueError:
-        return text
+    found = _address_of(address)
+    if found is None:
+        return address
     if found.version == 4:
-        return text
-    return str(ipaddress.IPv6Network((found, _OF_HOST), strict=False))
+        return str(found)
+    return str(ipaddress.IPv6Network((found, _HOST_BITS), strict=False))
 
 
 def voter_of(address: str) -> tuple[str, str]:
@@ -275,15 +269,13 @@ def voter_of(address: str) -> tuple[str, str]:
     loopback addresses are those of this host, and a host can take any number of
     addresses of a link.
     """
-    text = plain_address(address)
-    try:
-        found = ipaddress.ip_address(text)
-    except ValueError:
-        return "name", text
+    found = _address_of(address)
+    if found is None:
+        return "name", address
     scope = _scope_of_address(found)
     if scope is not Scope.EVERYWHERE:
         return scope.name, ""
-    return f"IPv{found.version} {found.is_global}", network_of(text)
+    return f"IPv{found.version} {found.is_global}", network_of(address)
 
 
 def endpoint(url: str) -> tuple[str, int]:

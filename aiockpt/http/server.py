@@ -1,4 +1,4 @@
-"""Serve a store: on sockets of our own, and in an application of somebody else."""
+"""Serve a store: on sockets of its own, and in applications of the caller."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from aiockpt.http.listen import PREFIX
 from aiockpt.http.responses import COMMON_HEADERS
 from aiockpt.http.store import Statistics, Store
 
-_KEEPALIVE: Final = 75.0  # longer than the 60 s for which proxies keep idle connections
-_LINGERING: Final = 1.0  # for the rest of a body, for which no request here has any use
-_SHUTDOWN: Final = 1.0  # aiohttp may wait twice as long; handlers end at once when told
+_KEEPALIVE_S: Final = 75.0  # proxies keep idle connections for 60 s
+_UNREAD_BODY_S: Final = 1.0  # for the rest of a body, which no handler here reads
+_SHUTDOWN_S: Final = 1.0  # aiohttp may wait twice as long; handlers end when told
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
@@ -38,18 +38,18 @@ logger.addFilter(_is_ours)
 
 
 class CheckpointServer:
-    """A store, and what serves it: on sockets that listen, and in applications.
+    """Serves a store on sockets that listen, and in applications.
 
     Args:
-        config: What it needs to know.
-        ssl_context: Serve TLS with it on the sockets.
-        extend: Returns what is served beside the checkpoints of a store, if anything.
-        lend: Returns what lends the store's memory to processes of this host, if
-            the configuration says that it does.
+        config: How to serve.
+        ssl_context: The sockets speak TLS with it. None: they speak no TLS.
+        extend: Returns the extension of the service for a store. None: there is none.
+        lend: Returns what lends a store's memory to processes of this host. The server
+            calls it only if the configuration says that it lends.
 
     Attributes:
-        store: Where a checkpoint is published.
-        extension: What is served beside checkpoints.
+        store: Holds the checkpoint that is published.
+        extension: Serves what belongs to no plain checkpoint.
     """
 
     def __init__(
@@ -60,10 +60,7 @@ class CheckpointServer:
         extend: Callable[[Store], ServiceExtension] | None = None,
         lend: Callable[[Store], Lends] | None = None,
     ) -> None:
-        options = config.options
-        self.store = Store(
-            keep_superseded=options.keep_superseded, keep_base=options.keep_base
-        )
+        self.store = Store(config.options)
         self.extension = ServiceExtension() if extend is None else extend(self.store)
         self._config = config
         self._ssl_context = ssl_context
@@ -120,11 +117,11 @@ class CheckpointServer:
         options: dict[str, Any] = {
             "access_log": None,
             "logger": logger,
-            "keepalive_timeout": _KEEPALIVE,
-            "lingering_time": _LINGERING,
+            "keepalive_timeout": _KEEPALIVE_S,
+            "lingering_time": _UNREAD_BODY_S,
         }
         runner = web.AppRunner(
-            app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN, **options
+            app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S, **options
         )
         try:
             await runner.setup()
@@ -171,7 +168,8 @@ class CheckpointServer:
 
 
 async def _clean_up(runner: web.AppRunner) -> None:
-    transports = _transports(runner)
+    connections = runner.server.connections if runner.server else []
+    transports = [each.transport for each in connections if each.transport is not None]
     try:
         await runner.cleanup()
     finally:
@@ -181,12 +179,6 @@ async def _clean_up(runner: web.AppRunner) -> None:
             transport.abort()
     for _ in range(3):  # the loops close descriptors one to two iterations later
         await asyncio.sleep(0)
-
-
-def _transports(runner: web.AppRunner) -> list[asyncio.Transport]:
-    connections = runner.server.connections if runner.server else []
-    transports = [each.transport for each in connections]
-    return [transport for transport in transports if transport is not None]
 
 
 async def _healthz(_: web.Request) -> web.Response:

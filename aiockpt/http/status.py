@@ -1,199 +1,89 @@
-"""The status page: a few lines of HTML for a browser, without any data.
+"""The status of a sender: one model, as JSON for programs and as a page for people.
 
-A browser that opens an address sends no token. So everybody gets this page, and it is
-the same for all servers. Its script takes the token from the fragment of the address,
-polls the same address as a program does, and shows what comes.
+``aiockpt top`` shows the same model. A browser that opens an address sends no token. So
+everybody gets the page ``status.html``, which has no data and is the same for all
+servers. Its script takes the token from the fragment of the address, polls the same
+address as a program does, and shows what comes. Text gets into the page as textContent
+only, and the policy makes sure of it.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
-from collections.abc import Mapping
-from typing import Final
+from pathlib import Path
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from aiockpt.format.manifest import Manifest
+from aiockpt.http import protocol as http
+from aiockpt.http.responses import describe, no_news_headers
 
 _HTML: Final = "text/html"
 _REFUSED: Final = re.compile(r"q=0(\.0*)?")
+_PAGE: Final = Path(__file__).with_name("status.html").read_bytes()
 
-_STYLE: Final = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2328; background: #f6f8fa;
-  max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.3rem; margin: 0 0 1rem; }
-#says { color: #9a3412; }
-#says:empty, [hidden] { display: none; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr));
-  gap: 1px; margin: 0 0 1.5rem; background: #d8dee4; border: 1px solid #d8dee4;
-  border-radius: 6px; overflow: hidden; }
-dl div { background: #fff; padding: .5rem .8rem; }
-dt { color: #59636e; font-size: .8rem; }
-dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
-table { width: 100%; border-collapse: collapse; background: #fff;
-  border: 1px solid #d8dee4; }
-th, td { padding: .4rem .8rem; text-align: left; border-bottom: 1px solid #e6eaee; }
-th { color: #59636e; font-size: .8rem; font-weight: 500; }
-td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-.number { text-align: right; white-space: nowrap; }
-.bar { display: inline-block; vertical-align: middle; width: 9rem; height: .6rem;
-  margin-right: .6rem; background: #e6eaee; border-radius: .3rem; overflow: hidden; }
-.bar span { display: block; height: 100%; background: #2f6feb; }
-.bar .whole { background: #2da44e; }
-.has { white-space: nowrap; }
-.bad { color: #b42318; font-weight: 600; }
-"""
-
-# Text gets into the page as textContent only, and the policy makes sure of it.
-_SCRIPT: Final = """
-'use strict';
-const UNITS = ['B', 'kB', 'MB', 'GB', 'TB'];
-const at = (id) => document.getElementById(id);
-let before = null, round = 0;
-
-function make(tag, text = '', kind = '') {
-  const made = document.createElement(tag);
-  made.textContent = text;
-  made.className = kind;
-  return made;
-}
-
-function bytes(count) {
-  let unit = 0;
-  for (; count >= 999.95 && unit < UNITS.length - 1; unit += 1) count /= 1000;
-  return `${count.toFixed(unit ? 1 : 0)} ${UNITS[unit]}`;
-}
-
-function say(text) {
-  at('says').textContent = text;
-}
-
-function clear() {
-  before = null;
-  at('facts').replaceChildren();
-  at('members').hidden = true;
-}
-
-function fact(name, value) {
-  const both = make('div');
-  both.append(make('dt', name), make('dd', value));
-  return both;
-}
-
-function row(member, chunks, rate) {
-  const made = make('tr'), cell = make('td', '', 'has'), bar = make('div', '', 'bar');
-  const share = Math.min(member.have / chunks, 1);
-  const filled = make('span', '', share === 1 ? 'whole' : '');
-  filled.style.width = `${100 * share}%`;
-  bar.append(filled);
-  cell.append(bar, `${Math.floor(100 * share)} %`);
-  made.append(
-    make('td', member.id), make('td', member.url), make('td', member.zone), cell,
-    make('td', rate, 'number'),
-    make('td', member.complaints, member.complaints ? 'number bad' : 'number'));
-  return made;
-}
-
-function show({serving, status}) {
-  const {swarm} = status, now = {time: performance.now(), sent: status.bytes_sent};
-  now.snapshot = serving && serving.snapshot_id;
-  now.have = new Map(swarm ? swarm.members.map((each) => [each.id, each.have]) : []);
-  const seconds = before && (now.time - before.time) / 1000;
-  const speed = (count) => (seconds ? `${bytes(Math.max(count, 0) / seconds)}/s` : '');
-  const facts = serving ? [
-    fact('step', serving.step), fact('size', bytes(serving.total_bytes)),
-    fact('snapshot', serving.snapshot_id)] : [fact('step', 'none')];
-  facts.push(
-    fact('readers', status.readers), fact('waiting', status.waiting),
-    fact('sent', bytes(status.bytes_sent)),
-    fact('sending', before ? speed(now.sent - before.sent) : ''),
-    fact('requests', `${status.requests}, ${status.refused} refused`));
-  if (swarm) {
-    facts.push(
-      fact('chunks given once', `${swarm.given} of ${swarm.chunks}`),
-      fact('members', now.have.size + (swarm.more || 0)));
-  }
-  at('facts').replaceChildren(...facts);
-  const of = (each) => {
-    const old = before && before.snapshot === now.snapshot && before.have.get(each.id);
-    const size = serving.total_bytes / swarm.chunks;
-    return typeof old === 'number' ? speed((each.have - old) * size) : '';
-  };
-  const rows = swarm ? swarm.members.map((each) => row(each, swarm.chunks, of(each)))
-    : [];
-  at('members').hidden = !rows.length;
-  at('rows').replaceChildren(...rows);
-  at('more').textContent = swarm && swarm.more ? `and ${swarm.more} more` : '';
-  before = now;
-}
-
-async function poll() {
-  const mine = round += 1, token = location.hash.slice(1);
-  const headers = {Accept: 'application/json'};
-  let pause = 1000;
-  if (token) headers.Authorization = `Bearer ${token}`;
-  try {
-    const answer = await fetch(location.pathname,
-      {headers, cache: 'no-store', signal: AbortSignal.timeout(10000)});
-    const found = answer.ok ? await answer.json() : null;
-    if (mine !== round) return;
-    if (answer.status === 401) {
-      clear();
-      say(token ? 'The token in the address is not this server\\u2019s, or expired.'
-        : 'This page needs the token: open the whole address, with # and the token.');
-      return;
-    }
-    if (!found) throw new Error(`the server answered ${answer.status}`);
-    show(found);
-    say(found.serving ? '' : 'Nothing is served now.');
-  } catch (error) {
-    if (mine !== round) return;
-    say(`No answer: ${error.message}. The page goes on trying.`);
-    pause = 5000;
-  }
-  setTimeout(() => mine === round && poll(), pause);
-}
-
-addEventListener('hashchange', () => { clear(); poll(); });
-poll();
-"""
-
-PAGE: Final = f"""\
-<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>aiockpt</title>
-<style>{_STYLE}</style>
-<h1>aiockpt</h1>
-<p id="says">This page needs JavaScript. Programs get the same as JSON.</p>
-<dl id="facts"></dl>
-<table id="members" hidden>
-<thead><tr><th>member<th>address<th>zone<th>has<th class="number">receives<th
-class="number">complaints</thead>
-<tbody id="rows"></tbody>
-</table>
-<p id="more"></p>
-<script>{_SCRIPT}</script>
-""".encode()
-"""The page; it says nothing of the server, nor of what it serves."""
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-def _source(text: str) -> str:
-    found = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    return f"'sha256-{found}'"
+class ShownStep(msgspec.Struct):
+    """The checkpoint that is served."""
+
+    step: int
+    snapshot_id: str
+    total_bytes: Count
 
 
-PAGE_HEADERS: Final[Mapping[str, str]] = {
-    "Content-Type": f"{_HTML}; charset=utf-8",
-    # Nothing may run, be loaded, be framed or be sent but what is in the page above.
-    "Content-Security-Policy": (
-        f"default-src 'none'; style-src {_source(_STYLE)}; "
-        f"script-src {_source(_SCRIPT)}; connect-src 'self'; base-uri 'none'; "
-        "form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'"
-    ),
-    "Referrer-Policy": "no-referrer",
-    "Vary": "Accept",
-}
+class ShownMember(msgspec.Struct):
+    """A member of the swarm.
+
+    Attributes:
+        id: The beginning of what members know it by.
+        have: How many chunks it has.
+        complaints: How many hosts complained.
+    """
+
+    id: str
+    url: str
+    zone: str
+    have: Count
+    complaints: Count
+
+
+class ShownSwarm(msgspec.Struct, omit_defaults=True):
+    """The swarm of the served checkpoint.
+
+    Attributes:
+        given: How many of the chunks the source has given at least once.
+        more: How many further members there are.
+    """
+
+    chunks: Count
+    given: Count
+    members: list[ShownMember]
+    more: Count = 0
+
+
+class ShownCounters(msgspec.Struct):
+    """What `Statistics` of the same names count."""
+
+    readers: Count
+    waiting: Count
+    bytes_sent: Count
+    requests: Count
+    refused: Count
+    swarm: ShownSwarm | None
+
+
+class ShownStatus(msgspec.Struct, kw_only=True):
+    """What is served, the URLs of it relative to the prefix, and how it goes."""
+
+    serving: ShownStep | None
+    paths: dict[str, str] = {}
+    status: ShownCounters
 
 
 def wants_page(accept: str) -> bool:
@@ -203,3 +93,55 @@ def wants_page(accept: str) -> bool:
         if kind == _HTML:
             return not any(_REFUSED.fullmatch(part) for part in parameters)
     return False
+
+
+def status_reply(
+    manifest: Manifest | None, counters: ShownCounters
+) -> tuple[dict[str, str], bytes]:
+    """Return the headers and the JSON at the prefix.
+
+    Paths are relative to the address, which ends with a slash, since a proxy may show
+    it under another name.
+    """
+    status = ShownStatus(serving=None, status=counters)
+    if manifest is not None:
+        status.serving = ShownStep(**describe(manifest))
+        status.paths = _paths(manifest.step)
+    headers = no_news_headers(None if manifest is None else manifest.step)
+    headers |= {"Content-Type": "application/json", "Vary": "Accept"}
+    return headers, json.dumps(msgspec.to_builtins(status)).encode()
+
+
+def _paths(step: int) -> dict[str, str]:
+    full, metadata = http.ResourceKind.FULL.value, http.ResourceKind.METADATA.value
+    return {
+        http.LATEST: http.LATEST,
+        full: f"{step}/{full}",
+        metadata: f"{step}/{metadata}",
+        "newest": f"{http.LATEST}/{full}",
+    }
+
+
+def page_reply() -> tuple[dict[str, str], bytes]:
+    """Return the headers and the body of the status page."""
+    return {**no_news_headers(None), **_PAGE_HEADERS}, _PAGE
+
+
+def _source(tag: str) -> str:
+    """Return the source of the policy that allows what is in one element."""
+    text = _PAGE.partition(f"<{tag}>".encode())[2].partition(f"</{tag}>".encode())[0]
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
+
+
+_PAGE_HEADERS: Final = {
+    "Content-Type": f"{_HTML}; charset=utf-8",
+    # Nothing may run, be loaded, be framed or be sent but what is in the page.
+    "Content-Security-Policy": (
+        f"default-src 'none'; style-src {_source('style')}; "
+        f"script-src {_source('script')}; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "Referrer-Policy": "no-referrer",
+    "Vary": "Accept",
+}

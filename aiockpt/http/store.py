@@ -33,6 +33,7 @@ from aiockpt.errors import (
     StepNotFoundError,
 )
 from aiockpt.format.manifest import Manifest
+from aiockpt.http.options import Server
 from aiockpt.http.protocol import Lease
 from aiockpt.memory.arena import Lendable
 from aiockpt.memory.snapshot import Snapshot
@@ -41,14 +42,14 @@ from aiockpt.runtime.rwlock import RWLock
 
 logger = logging.getLogger("aiockpt")
 
-_MOST_LEASES: Final = 4096  # of one publication; a further receive gets no lease
-_CHECK_EVERY: Final = 0.5  # seconds between two checks of all waits
-_MAX_REASON: Final = 300  # characters of a failure's text
-_FAILURE_LASTS: Final = 10.0  # seconds; a replica takes longer to come back
+_MAX_LEASES: Final = 4096  # of one publication; a further receive gets no lease
+_CHECK_INTERVAL_S: Final = 0.5  # between two checks of all waits
+_MAX_REASON_CHARACTERS: Final = 300
+_FAILURE_LASTS_S: Final = 10.0  # a replica takes longer to come back
 
 
 class HasViews(Protocol):
-    """The bytes of a data segment, or of the part of it that is asked for."""
+    """Has the bytes of a data segment, or of a part of it."""
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes ``[start, stop)`` of the data segment, in order."""
@@ -87,7 +88,7 @@ class Shareable(Servable, Protocol):
         """Return whether a request with this token may read it."""
 
     def end(self) -> None:
-        """Learn that it is served no more; from now on, no token opens it."""
+        """Refuse every token from now on: the store serves it no more."""
 
 
 class Statistics(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -131,7 +132,7 @@ class Publisher(Protocol):
     """Publishes checkpoints: a `Store` of this process, or a server process.
 
     Attributes:
-        retractions: How often it was told to serve nothing.
+        retractions: How often :meth:`retract` was called.
     """
 
     retractions: int
@@ -185,32 +186,25 @@ class Failure:
         why = f"{type(error).__name__}: {error}"
         if isinstance(error, asyncio.CancelledError):
             why = "the send was cut short by a cancel or a deadline"
-        until = _now() + _FAILURE_LASTS
-        return cls(step, why[:_MAX_REASON], receivers or None, until)
+        until = _now() + _FAILURE_LASTS_S
+        return cls(step, why[:_MAX_REASON_CHARACTERS], receivers or None, until)
 
-    def concerns(self, step: int | None, lease: Lease | None) -> bool:
-        """Return whether to tell a receive that waits for ``step``."""
-        if step != self.step or _now() >= self.until:
-            return False
-        if lease is not None and lease.receiver in self.told:
-            return self.told[lease.receiver] == lease.id
-        return self.left != 0
+    def tell(self, step: int | None, lease: Lease | None) -> PeerFailedError | None:
+        """Return the error for a receive that waits for ``step``; None: it waits on.
 
-    def tell(self, lease: Lease | None) -> PeerFailedError:
-        """Return the error for one receive. One without a lease counts each time."""
-        if self.left is not None and (lease is None or lease.receiver not in self.told):
+        A receive without a lease counts each time.
+        """
+        told = None if lease is None else self.told.get(lease.receiver)
+        is_other = told is not None and lease is not None and told != lease.id
+        if step != self.step or _now() >= self.until or is_other:
+            return None
+        if told is None and self.left is not None:
+            if self.left == 0:
+                return None
             self.left -= 1
             if lease is not None:
                 self.told[lease.receiver] = lease.id
         return PeerFailedError(None, self.reason)
-
-
-@dataclass(slots=True, eq=False)
-class _Read:
-    """One request that is reading a publication's memory; ``evict`` ends it soon."""
-
-    since: float
-    evict: Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -220,15 +214,16 @@ class _HeldLease:
     Attributes:
         since: When the receive took the lease.
         until: The latest time at which the receive ends.
-        patience: Seconds without a request after which the receive has stalled.
+        silence_timeout: Seconds without a request after which the receive has stalled.
         seen: When its last request began or ended.
         requests: How many of its requests are being answered now.
     """
 
+    id: str
     since: float
-    until: float
-    patience: float
-    seen: float
+    until: float = 0.0
+    silence_timeout: float = 0.0
+    seen: float = 0.0
     requests: int = 0
 
     @property
@@ -236,47 +231,34 @@ class _HeldLease:
         """When the lease ends if the receive sends no further request."""
         if self.requests:
             return self.until
-        return min(self.until, self.seen + self.patience)
+        return min(self.until, self.seen + self.silence_timeout)
 
 
 class Publication:
     """One checkpoint, from its publication until its last reader has gone.
 
     Attributes:
-        lock: Every request holds it for reading; the store drains readers by writing.
-        reads: The requests that are reading the memory now.
-        deltas: The cache of `aiockpt.http.deltas`: by chunk, None for a raw chunk.
+        servable: The checkpoint's bytes.
         is_shared: Whether its own token opens it, and no lease keeps it.
+        kept: Whether the store still holds a reference, so that readers may come.
+        lock: Every request holds it for reading; the store drains readers by writing.
+        reads: What evicts each request that reads the memory now, and since when it
+            reads. The oldest one comes first.
+        deltas: The cache of `aiockpt.http.deltas`: by chunk, None for a raw chunk.
         lost: Why it cannot be served any more: its memory was a state dict's own, and
             the state dict gave it up.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_ends",
-        "_joining",
-        "_kept",
-        "_leases",
-        "deltas",
-        "is_shared",
-        "lock",
-        "lost",
-        "reads",
-        "servable",
-    )
-
     def __init__(self, servable: Servable, *, is_shared: bool = False) -> None:
         servable.acquire()
-        self.is_shared = is_shared
-        self._kept = True
+        self.servable, self.is_shared, self.kept = servable, is_shared, True
+        self.lock = RWLock()
+        self.reads: dict[Callable[[], None], float] = {}
+        self.deltas: dict[int, bytes | None] = {}
+        self.lost: PeerFailedError | None = None
         self._leases: dict[str, _HeldLease] = {}  # the oldest first
         self._ends = Deadlines[str]()  # of the leases
         self._joining = set[str]()  # the leases of receivers that can join a swarm
-        self.servable = servable
-        self.lock = RWLock()
-        self.reads: dict[_Read, None] = {}  # the oldest first
-        self.deltas: dict[int, bytes | None] = {}
-        self.lost: PeerFailedError | None = None
 
     @property
     def step(self) -> int:
@@ -287,11 +269,6 @@ class Publication:
     def snapshot_id(self) -> str:
         """The identity of the checkpoint's content."""
         return self.servable.manifest.snapshot_id
-
-    @property
-    def kept(self) -> bool:
-        """Whether the store still holds a reference, so that readers may come."""
-        return self._kept
 
     def has(self, chunks: range) -> bool:
         """Return whether all these chunks may be read."""
@@ -332,24 +309,23 @@ class Publication:
         self._leases.clear()
         self._joining.clear()
         self._ends = Deadlines()
-        if self._kept:
-            self._kept = False
+        if self.kept:
+            self.kept = False
             self.servable.release()
 
-    def take_lease(self, lease: Lease, *, patience: float) -> None:
+    def take_lease(self, lease: Lease, *, silence_timeout: float) -> None:
         """Take or renew a lease, unless the publication has the most of them."""
         now = _now()
         self._forget_expired(now)
         held = self._leases.get(lease.id)
-        if held is not None:
-            held.until, held.seen = lease.until, now
-            held.patience = max(held.patience, patience)
-        elif len(self._leases) < _MOST_LEASES:
-            held = self._leases[lease.id] = _HeldLease(now, lease.until, patience, now)
+        if held is None:
+            if len(self._leases) >= _MAX_LEASES:
+                return
+            held = self._leases[lease.id] = _HeldLease(lease.id, now)
             if lease.joins:
                 self._joining.add(lease.id)
-        else:
-            return
+        held.until, held.seen = lease.until, now
+        held.silence_timeout = max(held.silence_timeout, silence_timeout)
         self._ends.set(lease.id, held.expires)
 
     def end_lease(self, lease: Lease) -> None:
@@ -369,25 +345,21 @@ class Publication:
         ``evict`` must end the block soon.
         """
         held = None if lease is None else self._leases.get(lease.id)
-        read = _Read(_now(), evict)
-        self.reads[read] = None
-        self._count_request(lease, held, 1)
+        self.reads[evict] = _now()
+        self._count_request(held, 1)
         self.servable.acquire()
         try:
             yield
         finally:
             self.servable.release()
-            del self.reads[read]
-            self._count_request(lease, held, -1)
+            del self.reads[evict]
+            self._count_request(held, -1)
 
-    def _count_request(
-        self, lease: Lease | None, held: _HeldLease | None, more: int
-    ) -> None:
-        if lease is None or held is None:
-            return
-        held.requests, held.seen = held.requests + more, _now()
-        if self._leases.get(lease.id) is held:
-            self._ends.set(lease.id, held.expires)
+    def _count_request(self, held: _HeldLease | None, more: int) -> None:
+        if held is not None:
+            held.requests, held.seen = held.requests + more, _now()
+            if self._leases.get(held.id) is held:
+                self._ends.set(held.id, held.expires)
 
     def has_joining(self, *, besides: Lease) -> bool:
         """Return whether another receive than this one can join a swarm."""
@@ -398,7 +370,7 @@ class Publication:
         """Return since when it has been read; None if it is not read any more."""
         self._forget_expired(_now())
         since = [held.since for held in islice(self._leases.values(), 1)]
-        since += [read.since for read in islice(self.reads, 1)]
+        since += islice(self.reads.values(), 1)
         return min(since, default=None)
 
     def next_expiry(self) -> float:
@@ -414,45 +386,105 @@ class Publication:
         self._joining.discard(key)
 
 
+class _Waits:
+    """The requests that wait for a publication.
+
+    Followers wait nearly always, and there may be thousands of them. So a wait wakes
+    only for news. One timer makes the checks of all.
+
+    Attributes:
+        closed: Whether nothing comes any more.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._checks: dict[asyncio.Future[None], Callable[[], None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def announce(self) -> None:
+        """Have each wait look for what it waits for."""
+        for waiter in self._checks:
+            _wake(waiter)
+
+    def close(self) -> None:
+        """End all waits with `ClosedError`, also later ones."""
+        self.closed = True
+        self.announce()
+
+    async def until(
+        self,
+        look: Callable[[], Publication | None],
+        wait: float,
+        check: Callable[[], None],
+    ) -> Publication | None:
+        """Wait until ``look`` finds something; None after ``wait`` seconds."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait
+        while True:
+            if self.closed:
+                raise ClosedError("the store")
+            found = look()
+            if found is not None or loop.time() >= deadline:
+                return found
+            waiter = loop.create_future()
+            timer = loop.call_at(deadline, _wake, waiter)
+            self._checks[waiter] = check
+            if self._timer is None:
+                self._timer = loop.call_later(_CHECK_INTERVAL_S, self._check)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                del self._checks[waiter]
+            check()
+
+    def _check(self) -> None:
+        """End each wait whose check fails, for example because its client has left."""
+        self._timer = None
+        for waiter, check in self._checks.items():
+            try:
+                check()
+            except Exception as error:  # noqa: BLE001 - the wait raises it
+                if not waiter.done():
+                    waiter.set_exception(error)
+        if self._checks:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_CHECK_INTERVAL_S, self._check)
+
+
 class Store:
     """Holds the checkpoint that is being served. Bound to the loop that uses it.
 
+    Args:
+        options: How many superseded snapshots it keeps while they are read, and whether
+            it keeps the base of deltas.
+
     Attributes:
-        keep_superseded: How many superseded snapshots stay while they are read.
+        latest: The publication that is served now.
         retractions: How often :meth:`retract` was called.
         withdrawals: How often a retraction took something away.
         returns: How often a lower step was published than the one before.
     """
 
-    def __init__(self, *, keep_superseded: int = 1, keep_base: bool = False) -> None:
-        self.keep_superseded = keep_superseded
-        self._keep_base = keep_base
-        self._base: Publication | None = None
-        self.retractions = 0
-        self.withdrawals = 0
-        self.returns = 0
+    def __init__(self, options: Server = Server()) -> None:  # noqa: B008 - frozen
+        self._options = options
+        self.retractions = self.withdrawals = self.returns = 0
         self._last = -1  # the step of the last publication
-        self._current: Publication | None = None
+        self.latest: Publication | None = None
+        self._base: Publication | None = None
         self._outgoing: set[Publication] = set()
         self._shares: dict[Shareable, Publication] = {}
         self._failure: Failure | None = None
+        self._waits = _Waits()
         self._expiry: asyncio.TimerHandle | None = None
-        self._waits: dict[asyncio.Future[None], Callable[[], None]] = {}
-        self._checks: asyncio.TimerHandle | None = None
         self._evicted = 0
-        self._closed = False
-
-    @property
-    def latest(self) -> Publication | None:
-        """The checkpoint that is being served."""
-        return self._current
 
     def base_of(self, publication: Publication) -> Publication | None:
         """Return the base of deltas to a publication, or None.
 
         It is the previous publication, if both have the same entries and chunks.
         """
-        if publication is not self._current or self._base is None:
+        if publication is not self.latest or self._base is None:
             return None
         ours, theirs = self._base.servable.manifest, publication.servable.manifest
         same = ours.entries == theirs.entries and ours.chunk_bytes == theirs.chunk_bytes
@@ -461,11 +493,11 @@ class Store:
     @property
     def step(self) -> int | None:
         """The step that is published now."""
-        return self._current.step if self._current else None
+        return self.latest.step if self.latest else None
 
     def statistics(self) -> Statistics:
-        """Return what the store holds now, and who reads it."""
-        held = [*self._held(), *self._shares.values()]
+        """Return which step the store serves, and what reads its checkpoints."""
+        held = [*self._publications(), *self._shares.values()]
         locks = [each.lock.statistics() for each in held]
         return Statistics(
             step=self.step,
@@ -489,24 +521,25 @@ class Store:
             ClosedError: after :meth:`close`.
             StepNotFoundError: :meth:`retract` was called meanwhile, and is final.
         """
-        if self._closed:
+        if self._waits.closed:
             raise ClosedError("the store")
         before = self.retractions
-        await self._drain([each for each in self._held() if each.servable.live], grace)
+        live = [each for each in self._publications() if each.servable.live]
+        await self._drain(live, grace)
         if self.retractions != before:
             raise StepNotFoundError(snapshot.manifest.step)
         self.replace(snapshot)  # nothing is awaited between the last drain and this
 
     def replace(self, snapshot: Servable) -> None:
         """Serve ``snapshot`` at once; live memory must have no readers any more."""
-        old, self._current = self._current, Publication(snapshot)
+        old, self.latest = self.latest, Publication(snapshot)
         self._failure = None
-        step = self._current.step
+        step = self.latest.step
         self.returns, self._last = self.returns + (step < self._last), step
-        self._announce()
+        self._waits.announce()
         if old is not None:
             self._outgoing.add(old)
-            if self._keep_base:
+            if self._options.keep_base:
                 self._base = None if old.servable.live else old
             self._tidy()
 
@@ -517,7 +550,7 @@ class Store:
         stays.
         """
         self._failure = failure
-        self._announce()
+        self._waits.announce()
 
     async def retract(self, *, grace: float) -> None:
         """Serve nothing; once this returns, no byte of the old memory is read.
@@ -529,10 +562,10 @@ class Store:
         self.retractions += 1
         if self._failure is not None and self._failure.left is None:
             self._failure = None
-        old, self._current, self._base = self._current, None, None
+        old, self.latest, self._base = self.latest, None, None
         if old is not None:
             self.withdrawals += 1
-            self._announce()
+            self._waits.announce()
             self._outgoing.add(old)
         for each in self._outgoing:
             if not each.servable.live:
@@ -542,8 +575,7 @@ class Store:
 
     async def close(self) -> None:
         """Serve nothing for good: evict readers at once, end every wait."""
-        self._closed = True
-        self._announce()
+        self._waits.close()
         await self.retract(grace=0.0)
         for share in tuple(self._shares):
             await self.unshare(share)
@@ -551,12 +583,12 @@ class Store:
     # ----------------------------------------------------------------- shares
 
     def share(self, share: Shareable) -> None:
-        """Serve another checkpoint, too, to those that send its token.
+        """Serve another checkpoint, too, to each request that sends its token.
 
         Raises:
             ClosedError: after :meth:`close`.
         """
-        if self._closed:
+        if self._waits.closed:
             raise ClosedError("the store")
         self._shares[share] = Publication(share, is_shared=True)
 
@@ -567,9 +599,9 @@ class Store:
 
     @asynccontextmanager
     async def unread(self, share: Shareable) -> AsyncIterator[Publication | None]:
-        """Have nobody read a share during the block; requests that do are interrupted.
+        """Interrupt the requests that read a share, and admit none during the block.
 
-        Gives the publication of the share; None if it is not served.
+        Yields the publication of the share; None if it is not served.
         """
         publication = self._shares.get(share)
         if publication is None:
@@ -611,16 +643,16 @@ class Store:
         """
 
         def look() -> Publication | None:
-            now = self._current
+            now = self.latest
             if now is not None and step in (None, now.step):
                 return now
-            if self._failure is not None and self._failure.concerns(step, lease):
-                raise self._failure.tell(lease)
+            if self._failure is not None and (told := self._failure.tell(step, lease)):
+                raise told
             if now is not None and step is not None and now.step > step:
                 raise self._missing(step)
             return None
 
-        found = await self._wait(look, wait, check)
+        found = await self._waits.until(look, wait, check)
         if found is None:
             raise self._missing(step)
         return found
@@ -641,68 +673,20 @@ class Store:
         before, returns = self.withdrawals, self.returns
 
         def look() -> Publication | None:
-            now = self._current
+            now = self.latest
             if now is not None and (now.step > step or self.returns != returns):
                 return now
             if self.withdrawals != before:
                 raise self._missing(None)
             return None
 
-        found = await self._wait(look, wait, check)
+        found = await self._waits.until(look, wait, check)
         if found is None:
             raise self._missing(None)
         return found
 
-    async def _wait(
-        self,
-        look: Callable[[], Publication | None],
-        wait: float,
-        check: Callable[[], None],
-    ) -> Publication | None:
-        """Wait until ``look`` finds something; None after ``wait`` seconds.
-
-        Followers wait nearly always, and there may be thousands of them. So a wait
-        wakes only for news. One timer makes the checks of all.
-        """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait
-        while True:
-            if self._closed:
-                raise ClosedError("the store")
-            found = look()
-            if found is not None or loop.time() >= deadline:
-                return found
-            waiter = loop.create_future()
-            timer = loop.call_at(deadline, _wake, waiter)
-            self._waits[waiter] = check
-            if self._checks is None:
-                self._checks = loop.call_later(_CHECK_EVERY, self._check_waits)
-            try:
-                await waiter
-            finally:
-                timer.cancel()
-                del self._waits[waiter]
-            check()
-
-    def _check_waits(self) -> None:
-        """End each wait whose check fails, for example because its client has left."""
-        self._checks = None
-        for waiter, check in self._waits.items():
-            try:
-                check()
-            except Exception as error:  # noqa: BLE001 - belongs to the one who waits
-                if not waiter.done():
-                    waiter.set_exception(error)
-        if self._waits:
-            loop = asyncio.get_running_loop()
-            self._checks = loop.call_later(_CHECK_EVERY, self._check_waits)
-
     def _missing(self, step: int | None) -> StepNotFoundError:
         return StepNotFoundError(step, serving=self.step)
-
-    def _announce(self) -> None:
-        for waiter in self._waits:
-            _wake(waiter)
 
     # ---------------------------------------------------- leases and reading
 
@@ -713,23 +697,25 @@ class Store:
                 return each
         return None
 
-    def lease(self, publication: Publication, lease: Lease, *, patience: float) -> None:
+    def lease(
+        self, publication: Publication, lease: Lease, *, silence_timeout: float
+    ) -> None:
         """Take or renew a receive's lease; a receive has one lease at a time.
 
-        The lease ends at ``lease.until``, or after ``patience`` seconds without a
-        request, or with :meth:`end_lease` or :meth:`retract`. The longest ``patience``
-        of a receive counts.
+        The lease ends at ``lease.until``, or after ``silence_timeout`` seconds without
+        a request, or with :meth:`end_lease` or :meth:`retract`. The longest timeout of
+        a receive counts.
         """
-        for each in self._held():
+        for each in self._publications():
             if each is not publication:
                 each.end_lease(lease)
         if publication.kept:
-            publication.take_lease(lease, patience=patience)
+            publication.take_lease(lease, silence_timeout=silence_timeout)
         self._tidy()
 
     def end_lease(self, lease: Lease) -> None:
         """Release what is kept for a receive that has ended."""
-        for each in self._held():
+        for each in self._publications():
             each.end_lease(lease)
         self._tidy()
 
@@ -759,7 +745,7 @@ class Store:
         try:
             with await publication.lock.acquire_read(evict=evict_and_count):
                 if not publication.kept:
-                    now = self._current.snapshot_id if self._current else None
+                    now = self.latest.snapshot_id if self.latest else None
                     raise CheckpointChangedError(
                         expected=publication.snapshot_id, actual=now
                     )
@@ -768,9 +754,9 @@ class Store:
         finally:
             self._tidy()
 
-    def _held(self) -> list[Publication]:
-        # The current one last: it is served until all others have been drained.
-        now = [self._current] if self._current else []
+    def _publications(self) -> list[Publication]:
+        # The current one is the last: it is served until all others are drained.
+        now = [self.latest] if self.latest else []
         return [*self._outgoing, *now]
 
     def _tidy(self) -> None:
@@ -785,11 +771,11 @@ class Store:
                 self._outgoing.discard(each)
             elif since is not None and each.kept and not each.servable.live:
                 read[each] = since
-        for each in sorted(read, key=read.__getitem__)[self.keep_superseded :]:
+        for each in sorted(read, key=read.__getitem__)[self._options.keep_superseded :]:
             del read[each]
             each.let_go()
-            for one in tuple(each.reads):
-                one.evict()
+            for evict in tuple(each.reads):
+                evict()
             if not each.reads:
                 self._outgoing.discard(each)
         self._look_again(min((each.next_expiry() for each in read), default=math.inf))
@@ -797,17 +783,12 @@ class Store:
     def _look_again(self, when: float) -> None:
         """Tidy when the next lease ends. A timer that fires too early is left alone."""
         if self._expiry is not None:
-            if self._expiry.when() <= when < math.inf:
+            if _now() < self._expiry.when() <= when < math.inf:
                 return
             self._expiry.cancel()
             self._expiry = None
         if when < math.inf:
-            loop = asyncio.get_running_loop()
-            self._expiry = loop.call_at(when, self._expire)
-
-    def _expire(self) -> None:
-        self._expiry = None
-        self._tidy()
+            self._expiry = asyncio.get_running_loop().call_at(when, self._tidy)
 
     async def _drain(self, publications: list[Publication], grace: float) -> None:
         deadline = _now() + grace

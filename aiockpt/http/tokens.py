@@ -37,8 +37,8 @@ _ALGORITHM: Final = "hmac-sha256"
 _OF_TOKEN: Final = b"aiockpt receiver token\n"
 _OF_MANIFEST: Final = b"aiockpt manifest\n"
 _OF_SWARM: Final = b"aiockpt swarm\n"
-_SLICE: Final = 256 << 10  # bytes per round of the loop: a fraction of a millisecond
-_KEPT: Final = 4
+_BYTES_PER_ROUND: Final = 256 << 10  # of the loop: a fraction of a millisecond
+_KEPT_MACS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +163,13 @@ class ManifestMacs:
         """Return the header that authenticates a manifest; none without a key."""
         if self._key is None:
             return {}
-        name = manifest.snapshot_id
+        name, header = manifest.snapshot_id, memoryview(manifest.header)
         if name not in self._known:
-            self._known[name] = await self._compute(self._key, manifest)
-            while len(self._known) > _KEPT:
+            mac = manifest_mac(self._key)
+            for start in range(0, len(header), _BYTES_PER_ROUND):
+                mac.update(header[start : start + _BYTES_PER_ROUND])
+                await asyncio.sleep(0)
+            self._known[name] = format_mac(mac)
+            while len(self._known) > _KEPT_MACS:
                 del self._known[next(iter(self._known))]
         return {MAC_HEADER: self._known[name]}
-
-    async def _compute(self, key: bytes, manifest: Manifest) -> str:
-        mac = manifest_mac(key)
-        header = memoryview(manifest.header)
-        for start in range(0, len(header), _SLICE):
-            mac.update(header[start : start + _SLICE])
-            await asyncio.sleep(0)
-        return format_mac(mac)

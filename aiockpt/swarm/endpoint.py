@@ -45,6 +45,7 @@ from aiockpt.http.options import Swarm
 from aiockpt.http.problems import PeerBusy, RefusedError
 from aiockpt.http.responses import Reply, chunks_of, no_news_headers, plan_reply
 from aiockpt.http.security import Reach, network_of, plain_address
+from aiockpt.http.status import ShownSwarm
 from aiockpt.http.store import Publication, Store
 from aiockpt.http.tokens import swarm_token
 from aiockpt.runtime.bridge import Bridge
@@ -109,20 +110,18 @@ class SwarmEndpoint(ServiceExtension):
             return await self._members(asked)
         return await self._have(asked)
 
-    def status(self, publication: Publication | None) -> Mapping[str, object]:
+    def status(self, publication: Publication) -> ShownSwarm | None:
         """Return the members, and how many chunks the source has given."""
-        if publication is None or self._config.swarm is None:
-            return {"swarm": None}
+        if self._config.swarm is None:
+            return None
         tracker = self.tracker(publication)
         members = tracker.statistics(_MOST_SHOWN)
-        swarm = {
-            "chunks": len(publication.servable.manifest.grid),
-            "given": tracker.given,
-            "members": [each._asdict() for each in members],
-        }
-        if (more := len(tracker) - len(members)) > 0:
-            swarm["more"] = more
-        return {"swarm": swarm}
+        return ShownSwarm(
+            chunks=len(publication.servable.manifest.grid),
+            given=tracker.given,
+            members=members,
+            more=max(len(tracker) - len(members), 0),
+        )
 
     # ---------------------------------------------------- what each answer says
 
@@ -297,8 +296,8 @@ class SwarmEndpoint(ServiceExtension):
             self._tell_of_hidden(publication.step, address, said)
         if publication.has_lease(lease):
             # A member that gets everything from others sends heartbeats only.
-            patience = max(stall_timeout, answer.lease)
-            self._store.lease(publication, lease, patience=patience)
+            silent = max(stall_timeout, answer.lease)
+            self._store.lease(publication, lease, silence_timeout=silent)
         if self._has_others(publication, lease):
             self._interrupt(publication)
         headers = {**no_news_headers(publication.step), **asked.identity}

@@ -31,6 +31,7 @@ from aiockpt.http.security import (
     scope_of,
     voter_of,
 )
+from aiockpt.http.status import ShownMember
 from aiockpt.http.tuning import SlowAfter, Usual
 from aiockpt.runtime.deadlines import Deadlines
 from aiockpt.swarm.messages import (
@@ -76,21 +77,6 @@ class _Member(msgspec.Struct, array_like=True):
     def is_for(self, other: _Member) -> bool:
         """Return whether another member may be told of this one."""
         return not self.within or self.within == other.at != _NOBODY
-
-
-class MemberStatistics(NamedTuple):
-    """A member as the status page shows it.
-
-    Attributes:
-        id: The beginning of what members know it by.
-        complaints: How many hosts complained.
-    """
-
-    id: str
-    url: str
-    zone: str
-    have: int
-    complaints: int
 
 
 class Tracker:
@@ -285,12 +271,12 @@ class Tracker:
         """How many chunks the source has given at least once."""
         return self._chunks - self._new.bit_count()
 
-    def statistics(self, most: int = _MOST) -> list[MemberStatistics]:
+    def statistics(self, most: int = _MOST) -> list[ShownMember]:
         """Return the first ``most`` members, in the order in which they came."""
         self._forget_expired()
         members = map(_unpack, self._members.values())
         return [
-            MemberStatistics(
+            ShownMember(
                 f"m{each.number}",
                 each.url,
                 each.zone,

@@ -40,8 +40,8 @@ class Body:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let looks come soon, and bodies be old enough at once."""
-    monkeypatch.setattr(module, "_LOOK", 0.05)
-    monkeypatch.setattr(module, "_TURN", 0.0)
+    monkeypatch.setattr(module, "_LOOK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(module, "_TURN_S", 0.0)
 
 
 @asynccontextmanager
@@ -128,7 +128,7 @@ async def test_a_body_that_ends_soon_is_left_alone() -> None:
 @proves("threat D23")
 async def test_a_body_is_spared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reads ever more slowly always seems to be about to end."""
-    monkeypatch.setattr(module, "_SOON", 0.2)
+    monkeypatch.setattr(module, "_SOON_S", 0.2)
     places, fading = Admission(1), Body(1000, left=1)
     async with (
         asyncio.timeout(30),

@@ -57,7 +57,7 @@ async def superseded(count: int) -> tuple[Store, Lease]:
     assert old is not None
     leases = [lease_of(number) for number in range(count)]
     for each in leases:
-        store.lease(old, each, patience=FAR)
+        store.lease(old, each, silence_timeout=FAR)
     store.replace(Memory(step=2))
     return store, leases[count // 2]
 
@@ -72,7 +72,7 @@ async def test_a_request_beside_many_leases() -> None:
         async def request() -> None:
             publication = store.leased(lease, 1)
             assert publication is not None
-            store.lease(publication, lease, patience=FAR)
+            store.lease(publication, lease, silence_timeout=FAR)
             assert publication.has_joining(besides=lease)
             async with store.reading(publication, evict=print, lease=lease):
                 pass

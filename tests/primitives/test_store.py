@@ -339,7 +339,7 @@ class TestFailure:
 
     async def test_it_is_forgotten_by_itself(self, monkeypatch):
         """A receiver that asks much later is one of the next send."""
-        monkeypatch.setattr("aiockpt.http.store._FAILURE_LASTS", 0.05)
+        monkeypatch.setattr("aiockpt.http.store._FAILURE_LASTS_S", 0.05)
         store = Store()
         store.fail(Failure.of(OSError(), step=8, receivers=2))
         with pytest.raises(PeerFailedError):

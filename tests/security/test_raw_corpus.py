@@ -224,7 +224,7 @@ def unhidden(raw: bytes, memory: Memory) -> bool:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a server close what says nothing after half a second, not 75."""
-    monkeypatch.setattr("aiockpt.http.server._KEEPALIVE", 0.5)
+    monkeypatch.setattr("aiockpt.http.server._KEEPALIVE_S", 0.5)
 
 
 @proves("threat T6")
