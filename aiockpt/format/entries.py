@@ -84,9 +84,6 @@ class Entries:
         self.starts.extend([entry.data_offsets[0] for entry in each])
         self.stops.extend([entry.data_offsets[1] for entry in each])
 
-    def __repr__(self) -> str:
-        return f"<Entries {len(self)} bytes={self.nbytes}>"
-
     def __len__(self) -> int:
         return len(self.names)
 
@@ -195,11 +192,16 @@ def decode_entries(header: Bytes, start: int) -> Entries:
         found = decode(piece)
         # One checkpoint has one header: no duplicate keys, no second spelling.
         if encode(found) != piece:
-            raise RemoteProtocolError("the header is not in canonical form")
+            raise not_canonical()
         entries.extend(found)
     if comma != bool(len(entries)):
-        raise RemoteProtocolError("the header is not in canonical form")
+        raise not_canonical()
     return entries
+
+
+def not_canonical() -> RemoteProtocolError:
+    """Return the error that a header has another spelling than our writer's."""
+    return RemoteProtocolError("the header is not in canonical form")
 
 
 def _cut(header: Bytes, start: int) -> Iterator[bytes]:

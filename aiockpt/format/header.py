@@ -32,6 +32,7 @@ from aiockpt.format.entries import (
     Entry,
     decode_entries,
     encode_entries,
+    not_canonical,
 )
 from aiockpt.format.limits import Limits, enforce, enforce_values, raise_if_cancelled
 from aiockpt.format.manifest import (
@@ -273,7 +274,7 @@ def _decode_own(
     stop = raw.find(_END_OF_METADATA, LENGTH_BYTES)
     padded = len(raw) % ALIGNMENT == 0 and raw[-ALIGNMENT:] != b" " * ALIGNMENT
     if not padded or stop < start or raw[start - len(_AFTER_ID) : start] != _AFTER_ID:
-        raise _not_canonical()
+        raise not_canonical()
     with _reading("header"):
         text = _decode_text(raw, start, stop + 1, limits.max_text_bytes)
     with _reading("manifest"):
@@ -309,7 +310,7 @@ def _decode_text(raw: Bytes, start: int, stop: int, longest: int) -> bytes:
         piece = b'"%b"' % raw[start:end]
         text = msgspec.json.decode(piece, type=str)
         if msgspec.json.encode(text) != piece:
-            raise _not_canonical()
+            raise not_canonical()
         found += text.encode()
         start = end
     return bytes(found)
@@ -326,20 +327,20 @@ def _decode_manifest(
         )
     document = _DOCUMENT.decode(text)
     if msgspec.json.encode(document) != text:
-        raise _not_canonical()
+        raise not_canonical()
     views: list[TensorSpec] = []
     if document.views is not msgspec.UNSET:
         given = bytes(document.views)
         items = _ITEMS.decode(given)
         enforce("the number of tensors", len(items), limits.max_tensors, "max_tensors")
         if not items or _array(items) != given:
-            raise _not_canonical()
+            raise not_canonical()
         for first in range(0, len(items), _PIECE_ITEMS):
             raise_if_cancelled()
             piece = _array(items[first : first + _PIECE_ITEMS])
             some = _VIEWS.decode(piece)
             if msgspec.json.encode(some) != piece:
-                raise _not_canonical()
+                raise not_canonical()
             views += some
     return document, views
 
@@ -394,10 +395,6 @@ def _decode_foreign(raw: Bytes, header: memoryview, limits: Limits) -> ForeignHe
     found = ForeignHeader(entries, metadata, raw)
     enforce("the data segment", found.segment_bytes, limits.max_bytes, "max_bytes")
     return found
-
-
-def _not_canonical() -> RemoteProtocolError:
-    return RemoteProtocolError("the header is not in canonical form")
 
 
 @contextmanager

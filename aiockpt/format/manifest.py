@@ -108,12 +108,6 @@ class Manifest:
     header: Bytes
     header_bytes: int
 
-    def __repr__(self) -> str:
-        return (
-            f"<Manifest step={self.step} tensors={self.tensor_count} "
-            f"bytes={self.segment_bytes}>"
-        )
-
     @property
     def names(self) -> list[str]:
         """The names of the entries."""

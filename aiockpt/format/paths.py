@@ -38,10 +38,11 @@ def format_path(path: Iterable[object]) -> str:
     """Return a readable path: strings joined by dots, everything else in brackets."""
     text = ""
     for key in path:
-        if type(key) is str and key and key.isascii():  # most are, and there are many
+        # Most keys are ASCII, and there are many.
+        if isinstance(key, str) and key and (key.isascii() or is_unicode(key)):
             text = f"{text}.{key}" if text else key
         else:
-            text = _extend(text, key if isinstance(key, str) else "", key)
+            text = f"{text}[{key!r}]"
     return text
 
 
@@ -66,12 +67,6 @@ def _is_plain(key: object) -> bool:
     if type(key) is int:
         return key.bit_length() < _LONGEST
     return isinstance(key, _PLAIN)
-
-
-def _extend(prefix: str, name: str, key: object) -> str:
-    if not name or not is_unicode(name):
-        return f"{prefix}[{key!r}]"
-    return f"{prefix}.{name}" if prefix else name
 
 
 def is_unicode(text: str) -> bool:

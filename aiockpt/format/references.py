@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.limits import raise_if_cancelled
-from aiockpt.format.paths import NAMED_TUPLE, PYTREE, Node, Path, format_path
+from aiockpt.format.paths import NAMED_TUPLE, PYTREE, Node, Path
 from aiockpt.format.tree import children_of
 
 _Leaf: TypeAlias = tuple[Path, str] | None
@@ -109,15 +109,6 @@ def check_numbers(numbers: Sequence[int], count: int) -> None:
     if numbers and not 0 <= min(numbers) <= max(numbers) < count:
         wrong = next(number for number in numbers if not 0 <= number < count)
         raise RemoteProtocolError(f"the tree names tensor {wrong}")
-
-
-def tensor_paths(node: Node) -> dict[int, str]:
-    """Return where each tensor number (blobs included) appears first in the tree."""
-    paths: dict[int, str] = {}
-    for path, _, number, _ in references(node):
-        if number not in paths:
-            paths[number] = format_path(path)
-    return paths
 
 
 def tensor_leaves(node: Node) -> Iterator[tuple[Path, int]]:

@@ -43,25 +43,31 @@ BUILTIN_TYPES: Final[frozenset[type]] = frozenset(
 class Codec:
     """How one registered type becomes a value that the tree can carry, and back.
 
-    ``is_structure`` marks a named tuple or a pytree node that was registered without
-    functions; ``prefix`` stands before its tag then, and its tensors are the state
-    dict's own.
-    ``is_default`` marks a type of the package's own choice, which users may replace.
+    Attributes:
+        prefix: Stands before the tag of a named tuple or a pytree node that was
+            registered without functions; empty for all others. The tensors in such a
+            value are the state dict's own.
+        is_default: Marks a type of the package's own choice, which users may replace.
     """
 
     tag: str
     leaf_type: type
     encode: Callable[[Any], object]
     decode: Callable[[Any], object]
-    is_structure: bool = False
+    prefix: str = ""
     is_default: bool = False
-    prefix: str = NAMED_TUPLE
+
+    @property
+    def is_structure(self) -> bool:
+        """Whether the tensors in such a value are the state dict's own."""
+        return bool(self.prefix)
 
 
-StructureFinder: TypeAlias = Callable[
-    [type], "tuple[str, Callable[[Any], object], Callable[[Any], Any]] | None"
-]
-"""Returns the prefix and the functions of a type whose children only it knows."""
+Functions: TypeAlias = tuple[str, Callable[[Any], object], Callable[[Any], Any]]
+"""The prefix, the encoder and the decoder of a type."""
+
+StructureFinder: TypeAlias = Callable[[type], "Functions | None"]
+"""Returns the functions of a type whose children only it knows."""
 
 
 class Registry:
@@ -71,9 +77,6 @@ class Registry:
         self._by_type: dict[type, Codec] = {}
         self._by_tag: dict[str, Codec] = {}
 
-    def __repr__(self) -> str:
-        return f"<Registry types={len(self._by_tag)}>"
-
     def register(
         self,
         tag: str,
@@ -81,9 +84,8 @@ class Registry:
         encode: Callable[[T], object],
         decode: Callable[[Any], T],
         *,
-        is_structure: bool = False,
+        prefix: str = "",
         is_default: bool = False,
-        prefix: str = NAMED_TUPLE,
     ) -> None:
         """Carry values whose exact type is ``leaf_type`` as what ``encode`` returns.
 
@@ -98,7 +100,7 @@ class Registry:
         """
         if leaf_type in BUILTIN_TYPES:
             raise ValueError(f"{_name(leaf_type)} is carried already")
-        codec = Codec(tag, leaf_type, encode, decode, is_structure, is_default, prefix)
+        codec = Codec(tag, leaf_type, encode, decode, prefix, is_default)
         known = self._by_type.get(leaf_type)
         if known is not None and known.is_default:
             known = None
@@ -121,9 +123,9 @@ class Registry:
         if (codec := self._by_tag.get(tag)) is not None:
             return codec
         codec = self.named(tag)
-        if codec is None or not codec.is_structure:
-            return None
-        return codec if tag.startswith(codec.prefix) else None
+        if codec is not None and codec.prefix and tag.startswith(codec.prefix):
+            return codec
+        return None
 
     def named(self, tag: str) -> Codec | None:
         """Return the codec of the type that a tag with or without a prefix names."""
@@ -170,58 +172,45 @@ def register_leaf(
         ValueError: another kind of type without both functions, or the type or the tag
             is taken by another one.
     """
-    is_structure, prefix = False, NAMED_TUPLE
+    prefix = ""
     if encode is None and decode is None:
-        if (found := _structure(leaf_type)) is not None:
-            is_structure, (prefix, encode, decode) = True, found
-        else:
-            encode, decode = _default_codec(leaf_type)
-            is_structure = _is_named_tuple(leaf_type)
+        prefix, encode, decode = _functions_of(leaf_type)
     if encode is None or decode is None:
         raise ValueError(f"{_name(leaf_type)} needs both encode and decode")
-    REGISTRY.register(
-        tag or _name(leaf_type),
-        leaf_type,
-        encode,
-        decode,
-        is_structure=is_structure,
-        prefix=prefix,
-    )
+    tag = tag or _name(leaf_type)
+    REGISTRY.register(tag, leaf_type, encode, decode, prefix=prefix)
     return leaf_type
 
 
-def _structure(
-    leaf_type: type[Any],
-) -> tuple[str, Callable[[Any], object], Callable[[Any], Any]] | None:
-    if issubclass(leaf_type, enum.Enum) or dataclasses.is_dataclass(leaf_type):
-        return None
-    if _is_named_tuple(leaf_type):
-        return None
-    return next(filter(None, (ask(leaf_type) for ask in STRUCTURES)), None)
+def _functions_of(leaf_type: type[Any]) -> Functions:
+    """Return the functions of a type that is registered without any.
 
-
-def _default_codec(
-    leaf_type: type[Any],
-) -> tuple[Callable[[Any], object], Callable[[Any], Any]]:
+    Raises:
+        ValueError: it is of another kind.
+    """
     if issubclass(leaf_type, enum.Flag):
-        return lambda flag: flag.value, lambda found: leaf_type(exactly(int, found))
+        return "", lambda flag: flag.value, lambda found: leaf_type(exactly(int, found))
     if issubclass(leaf_type, enum.Enum):
         # An enum's own error shows the value, which may be a tensor, or very long.
-        return lambda member: member.name, lambda name: leaf_type[exactly(str, name)]
+        return (
+            "",
+            lambda member: member.name,
+            lambda name: leaf_type[exactly(str, name)],
+        )
+    prefix = ""
     if dataclasses.is_dataclass(leaf_type):
         names = [each.name for each in dataclasses.fields(leaf_type) if each.init]
-    elif _is_named_tuple(leaf_type):
-        names = list(leaf_type._fields)
+    elif issubclass(leaf_type, tuple) and hasattr(leaf_type, "_fields"):
+        prefix, names = NAMED_TUPLE, [*leaf_type._fields]
+    elif found := next(filter(None, (ask(leaf_type) for ask in STRUCTURES)), None):
+        return found
     else:
         raise ValueError(f"{_name(leaf_type)} needs encode and decode functions")
     return (
+        prefix,
         lambda value: {name: getattr(value, name) for name in names},
         lambda fields: leaf_type(**fields),
     )
-
-
-def _is_named_tuple(leaf_type: type[Any]) -> bool:
-    return issubclass(leaf_type, tuple) and hasattr(leaf_type, "_fields")
 
 
 def exactly(expected: type[T], value: object) -> T:

@@ -164,10 +164,6 @@ _register(date, "datetime.date", _of_date, _date)
 _register(datetime, "datetime.datetime", _of_datetime, _datetime)
 _register(Decimal, "decimal.Decimal", _of_decimal, _decimal)
 _register(UUID, "uuid.UUID", _of_uuid, _uuid)
-_PATHS: Final[tuple[type[PurePath], ...]] = (
-    PurePosixPath,
-    PureWindowsPath,
-    type(pathlib.Path()),  # a Path of the other kind of system exists only there
-)
-for _kind in _PATHS:
+# A Path of the other kind of system exists only there.
+for _kind in (PurePosixPath, PureWindowsPath, type(pathlib.Path())):
     _register(_kind, f"pathlib.{_kind.__name__}", str, _path_of(_kind))

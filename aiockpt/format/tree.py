@@ -19,6 +19,7 @@ import sys
 from binascii import a2b_base64, b2a_base64
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
@@ -104,10 +105,11 @@ def encode_tree(
     try:
         node = encoder.encode(value, path)
     except RecursionError:
-        raise _too_deep(encoder.depth, _cycle(value, path)) from None
+        cycle = _cycle(value, path, encoder.path)
+        raise _too_deep(encoder.depth, cycle) from None
     except LimitExceededError as error:
         if encoder.depth > limits.max_depth:
-            error.detail = _cycle(value, path)
+            error.detail = _cycle(value, path, encoder.path)
         raise
     encoder.refused.raise_if_any()
     return node
@@ -122,38 +124,29 @@ def _too_deep(depth: int, cycle: str = "") -> LimitExceededError:
     )
 
 
-def _cycle(value: object, path: Path) -> str:
-    """Return where a container contains itself; an empty text if none does."""
-    depths: dict[int, int] = {}  # of the containers that are being visited
-    clean: set[int] = set()
-    levels: list[tuple[object, Iterator[tuple[Any, object]]]] = []
-    keys = [*path]  # one path, since a path for each level would be much memory
+def _cycle(value: Any, root: Path, path: tuple[Any, ...]) -> str:
+    """Return where a container on a path contains itself; an empty text if none does.
 
-    def enter(value: object) -> None:
-        depths[id(value)] = len(keys)
-        items: Iterable[tuple[Any, object]] = ()
-        if isinstance(value, dict):
-            items = [*value.items()]
-        elif isinstance(value, list | tuple | deque):
-            items = enumerate(value)
-        levels.append((value, iter(items)))
-
-    enter(value)
-    while levels:
-        holder, items = levels[-1]
-        key, child = next(items, (None, levels))
-        if child is levels:
-            levels.pop()
-            del depths[id(holder)]
-            clean.add(id(holder))
-            if levels:
-                keys.pop()
-        elif (depth := depths.get(id(child))) is not None:
-            inner, outer = format_path((*keys, key)), format_path((*keys[:depth],))
+    Args:
+        value: The value at ``root``.
+        root: The beginning of the path.
+        path: A path below it.
+    """
+    depths: dict[int, int] = {}  # of the containers on the way
+    for depth in range(len(root), len(path) + 1):
+        if (first := depths.setdefault(id(value), depth)) < depth:
+            inner, outer = format_path(path[:depth]), format_path(path[:first])
             return f"{inner} is {outer or 'the state dict'} itself: leave it out"
-        elif id(child) not in clean and isinstance(child, dict | list | tuple | deque):
-            keys.append(key)
-            enter(child)
+        if depth == len(path):
+            break
+        if isinstance(value, dict):
+            value = value.get(path[depth])
+        elif isinstance(value, list | tuple | deque) and (
+            path[depth] in range(len(value))
+        ):
+            value = value[path[depth]]
+        else:  # a set, a key, or a value of a registered type
+            break
     return ""
 
 
@@ -185,23 +178,16 @@ class Refusals:
             del first  # else the error and this frame would hold each other
 
 
+@dataclass(slots=True)
 class _Encoder:
-    __slots__ = ("depth", "leaf", "limits", "nodes", "refused", "registry", "row")
-
-    def __init__(
-        self,
-        registry: Registry,
-        leaf: LeafEncoder,
-        limits: Limits,
-        row: RowEncoder | None,
-    ) -> None:
-        self.registry = registry
-        self.leaf = leaf
-        self.row = row
-        self.limits = limits
-        self.refused = Refusals()
-        self.depth = 0
-        self.nodes = 1
+    registry: Registry
+    leaf: LeafEncoder
+    limits: Limits
+    row: RowEncoder | None
+    refused: Refusals = field(default_factory=Refusals)
+    path: Path = ()  # of the last container that was entered
+    depth: int = 0
+    nodes: int = 1
 
     def encode(self, value: Any, path: Path) -> Node:
         return _ENCODERS.get(type(value), _Encoder.other)(self, value, path)
@@ -233,8 +219,7 @@ class _Encoder:
                 self.descend(path)
                 node = self.encode(payload, path)
                 self.ascend(1)
-                tag = codec.prefix + codec.tag if codec.is_structure else codec.tag
-                return ["ext", tag, node]
+                return ["ext", codec.prefix + codec.tag, node]
             if (node := self.leaf(value, path)) is None:
                 raise unsupported(value, format_path(path), remedy_for(value))
         except UnsupportedLeafError as error:
@@ -308,7 +293,7 @@ class _Encoder:
         return nodes
 
     def descend(self, path: Path) -> None:
-        self.depth += 1
+        self.depth, self.path = self.depth + 1, path
         if self.depth > self.limits.max_depth:
             what = f"the nesting of {format_path(path)[:200]}"
             enforce(what, self.depth, self.limits.max_depth, "max_depth")
@@ -316,12 +301,11 @@ class _Encoder:
     def ascend(self, nodes: int) -> None:
         self.depth -= 1
         self.nodes += nodes
-        enforce(
-            "the number of nodes in the tree",
-            self.nodes,
-            self.limits.max_nodes,
-            "max_nodes",
-        )
+        _enforce_nodes(self.nodes, self.limits)
+
+
+def _enforce_nodes(nodes: int, limits: Limits) -> None:
+    enforce("the number of nodes in the tree", nodes, limits.max_nodes, "max_nodes")
 
 
 def _are_tensors(keys: list[Any], values: list[Any]) -> bool:
@@ -366,7 +350,7 @@ def decode_tree(
     node: Node,
     *,
     registry: Registry,
-    tensors: Sequence[object],
+    tensors: Sequence[Any],
     limits: Limits,
     blob: Callable[[int], bytes] | None = None,
 ) -> object:
@@ -380,7 +364,8 @@ def decode_tree(
         RemoteProtocolError: malformed, or an unregistered type; names the path.
         LimitExceededError: too deep, or too many nodes.
     """
-    decoder = _Decoder(registry, tensors, limits, blob)
+    read_blob = blob or (lambda index: bytes(tensors[index]))
+    decoder = _Decoder(registry, tensors, limits, read_blob)
     try:
         return decoder.decode(node)
     except RecursionError:
@@ -436,37 +421,18 @@ def rebuilding(tag: str) -> str:
     return f"call aiockpt.register_leaf({short}, tag={name!r}{more})"
 
 
+@dataclass(slots=True)
 class _Decoder:
-    __slots__ = (
-        "blobs",
-        "collisions",
-        "costly",
-        "depth",
-        "limits",
-        "nodes",
-        "path",
-        "read_blob",
-        "registry",
-        "tensors",
-    )
-
-    def __init__(
-        self,
-        registry: Registry,
-        tensors: Sequence[Any],
-        limits: Limits,
-        blob: Callable[[int], bytes] | None,
-    ) -> None:
-        self.registry = registry
-        self.tensors = tensors
-        self.limits = limits
-        self.read_blob = blob or (lambda index: bytes(tensors[index]))
-        self.blobs: dict[int, bytes] = {}
-        self.path: list[object] = []
-        self.depth = 0
-        self.nodes = 1
-        self.collisions = 0
-        self.costly: set[type] = set()
+    registry: Registry
+    tensors: Sequence[Any]
+    limits: Limits
+    read_blob: Callable[[int], bytes]
+    blobs: dict[int, bytes] = field(default_factory=dict)
+    path: list[object] = field(default_factory=list)
+    depth: int = 0
+    nodes: int = 1
+    collisions: int = 0
+    costly: set[type] = field(default_factory=set)
 
     def decode(self, node: Any) -> Any:
         if type(node) in _PLAIN:
@@ -609,15 +575,9 @@ class _Decoder:
         raise_if_cancelled()
         self.depth += 1
         self.nodes += nodes
-        enforce(
-            "the nesting of the tree", self.depth, self.limits.max_depth, "max_depth"
-        )
-        enforce(
-            "the number of nodes in the tree",
-            self.nodes,
-            self.limits.max_nodes,
-            "max_nodes",
-        )
+        limit = self.limits.max_depth
+        enforce("the nesting of the tree", self.depth, limit, "max_depth")
+        _enforce_nodes(self.nodes, self.limits)
 
     def fail(self, why: str) -> NoReturn:
         path = format_received(self.path)

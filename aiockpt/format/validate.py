@@ -50,9 +50,13 @@ def fault_of(
         return f"step {document.step} is not between 0 and 2**63 - 1"
     if document.entries != len(entries):
         return f"{len(entries)} entries instead of {document.entries}"
+    names = {*entries.names}
+    if len(names) != len(entries):
+        return "two entries have the same name"
+    if "__metadata__" in names:
+        return "'__metadata__' cannot name a tensor"
     return (
-        _names_fault(entries)
-        or _tiling_fault(entries, _WRITTEN_BYTES, 1)
+        _tiling_fault(entries, _WRITTEN_BYTES, 1)
         or _alignment_fault(entries)
         or _grid_fault(document, entries.nbytes, algorithms)
         or views_fault(views, entries)
@@ -62,16 +66,6 @@ def fault_of(
 def foreign_fault(entries: Entries) -> str | None:
     """Return the first inconsistency within another tool's header."""
     return _tiling_fault(entries, CODE_BITS, 8)
-
-
-def _names_fault(entries: Entries) -> str | None:
-    """The names are those of different members, and none is the metadata's."""
-    names = {*entries.names}
-    if len(names) != len(entries):
-        return "two entries have the same name"
-    if "__metadata__" in names:
-        return "'__metadata__' cannot name a tensor"
-    return None
 
 
 def _tiling_fault(entries: Entries, sizes: Mapping[str, int], unit: int) -> str | None:

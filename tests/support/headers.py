@@ -10,9 +10,13 @@ import msgspec
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.entries import Entries, place
 from aiockpt.format.header import CHECK_SLICE, PREFIX, snapshot_id_of
+from aiockpt.format.paths import format_path
+from aiockpt.format.references import references
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from aiockpt.format.paths import Node
 
 CHUNK_BYTES = 64 * 1024
 Row: TypeAlias = tuple[str, str, tuple[int, ...], int]
@@ -103,3 +107,12 @@ def forged_manifest(entries: Any) -> dict[str, object]:
         "views": None,
         "tree": ["list", []],
     }
+
+
+def tensor_paths(node: Node) -> dict[int, str]:
+    """Return where each tensor number (blobs included) appears first in a tree."""
+    paths: dict[int, str] = {}
+    for path, _, number, _ in references(node):
+        if number not in paths:
+            paths[number] = format_path(path)
+    return paths

@@ -19,9 +19,10 @@ from aiockpt.errors import (
     RemoteProtocolError,
 )
 from aiockpt.format.limits import IS_CANCELLED, Limits, WorkCancelledError
-from aiockpt.format.references import registered, tensor_leaves, tensor_paths
+from aiockpt.format.references import registered, tensor_leaves
 from aiockpt.format.registry import REGISTRY, Registry
 from aiockpt.format.tree import decode_tree
+from tests.support.headers import tensor_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable

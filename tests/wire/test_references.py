@@ -13,8 +13,8 @@ from aiockpt.format.references import (
     registered,
     renumber,
     tensor_leaves,
-    tensor_paths,
 )
+from tests.support.headers import tensor_paths
 
 TREE: Node = [
     "dict",
