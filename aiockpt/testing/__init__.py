@@ -1,8 +1,7 @@
 """Tools to test a transport or a checkpointer, and to break one on purpose.
 
 `TransportConformance` and `CheckpointerConformance` need the extra `aiockpt[testing]`.
-The rest needs only the package. Each name loads when it is first used, and the command
-line loads none of them.
+The rest needs only the package. What needs torch or pytest loads when it is first used.
 """
 
 from __future__ import annotations
@@ -10,35 +9,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiockpt._lazy import lazy
+from aiockpt.testing.faults import (
+    Answer,
+    BlackHole,
+    CutAfter,
+    Delay,
+    Drip,
+    Drop,
+    Fault,
+    FaultProxy,
+    FlipBit,
+    Refuse,
+    StallAfter,
+)
+from aiockpt.testing.interrupting import Interruption, interrupted, interruptions
+from aiockpt.testing.processes import LaggingLoop, PeerProcess, wall_clock_jumped
 
 if TYPE_CHECKING:
     from aiockpt.state.equality import assert_same
     from aiockpt.testing.conformance import (
         CheckpointerConformance,
         TransportConformance,
-    )
-    from aiockpt.testing.faults import (
-        Answer,
-        BlackHole,
-        CutAfter,
-        Delay,
-        Drip,
-        Drop,
-        Fault,
-        FaultProxy,
-        FlipBit,
-        Refuse,
-        StallAfter,
-    )
-    from aiockpt.testing.interrupting import (
-        Interruption,
-        interrupted,
-        interruptions,
-    )
-    from aiockpt.testing.processes import (
-        LaggingLoop,
-        PeerProcess,
-        wall_clock_jumped,
     )
 
 __all__ = [
@@ -65,17 +56,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(__all__, "aiockpt.testing.faults"),
-    **dict.fromkeys(
-        ("CheckpointerConformance", "TransportConformance"),
-        "aiockpt.testing.conformance",
-    ),
-    **dict.fromkeys(
-        ("Interruption", "interrupted", "interruptions"), "aiockpt.testing.interrupting"
-    ),
-    **dict.fromkeys(
-        ("LaggingLoop", "PeerProcess", "wall_clock_jumped"), "aiockpt.testing.processes"
-    ),
+    "CheckpointerConformance": "aiockpt.testing.conformance",
+    "TransportConformance": "aiockpt.testing.conformance",
     "assert_same": "aiockpt.state.equality",
 }
 

@@ -35,6 +35,7 @@ _KINDS = (
     ("gi_frame", "gi_yieldfrom"),
 )
 _INFALLIBLE = ("asyncio/locks.py", "asyncio/tasks.py", "_backends/_asyncio.py")
+"""Locks and task groups, for which a wait cannot fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,9 @@ class _Aim:
         if self.reached or self.task.done():  # a task may outlive its call
             return False
         place = _place(waiting) if self.error is not None or not self.left else ""
-        if self.error is not None and (awaited is None or not _fallible(place)):
+        if self.error is not None and (
+            awaited is None or place.startswith(_INFALLIBLE)
+        ):
             return False
         self.left -= 1
         self.reached, self.where = self.left < 0, place
@@ -203,11 +206,6 @@ class _Watched(Coroutine[Any, Any, T]):
                 assert aim.task is not None
                 aim.task.cancel()
         return awaited
-
-
-def _fallible(place: str) -> bool:
-    """Tell whether what is waited for at a place can fail: not locks, nor groups."""
-    return not place.startswith(_INFALLIBLE)
 
 
 def _place(waiting: object) -> str:

@@ -15,6 +15,8 @@ from aiockpt.state.equality import elements
 from aiockpt.state.flatten import register_leaf
 from aiockpt.state.leaves import DTYPES
 
+_floats: Final = torch.randn
+
 OVERSIZED_BYTES: Final = 5000
 """Bytes of a ``bytes`` leaf that is too long for the manifest."""
 
@@ -61,10 +63,6 @@ def _noise(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _floats(*shape: int) -> torch.Tensor:
-    return torch.randn(shape)
-
-
 def _complex() -> torch.Tensor:
     return torch.randn(3, 4, dtype=torch.complex64)
 
@@ -84,19 +82,15 @@ def _module_state() -> OrderedDict[str, Any]:
     return network.state_dict()  # type: ignore[return-value]
 
 
-def _numpy() -> Any:
+def _numpy_scalars() -> list[object]:
     import numpy as np
 
-    return np
-
-
-def _numpy_scalars() -> list[object]:
-    np = _numpy()
     return [np.float64(0.1), np.float16(2), np.int64(-3), np.bool_(True), np.str_("å")]  # noqa: FBT003
 
 
 def _numpy_arrays() -> list[object]:
-    np = _numpy()
+    import numpy as np
+
     shapes = [np.arange(6.0).reshape(2, 3), np.array(3), np.empty((0, 2))]
     big = np.arange(5000, dtype=">i4")
     odd = [np.array(["a", "bc"]), np.array([1, 2], dtype="M8[ns]"), np.eye(2)[:, 1]]
