@@ -50,6 +50,14 @@ def test_the_architecture_page_names_functions_that_exist() -> None:
     ]
 
 
+def test_the_architecture_page_names_classes_that_exist() -> None:
+    """A class, or a method of one, is on the page by its name in the code."""
+    named = {*re.findall(r"`(_?[A-Z]\w+(?:\.\w+)?)`", ARCHITECTURE.read_text())}
+    assert len(named) > 50
+    files = (ROOT / "aiockpt").rglob("*.py")
+    assert named <= {name for file in files for name in names_in(file)}
+
+
 def test_the_torchft_page_names_tests_that_exist() -> None:
     """A promise without a test is none."""
     page = (DOCS / "howto" / "torchft.md").read_text()
