@@ -30,8 +30,10 @@ if TYPE_CHECKING:
         BackgroundTransport,
         make_background_transport,
     )
-    from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
-    from aiockpt.checkpointers.background import BackgroundCheckpointer
+    from aiockpt.checkpointers.async_checkpointer import (
+        AsyncCheckpointer,
+        BackgroundCheckpointer,
+    )
     from aiockpt.checkpointers.config import CheckpointerConfig
     from aiockpt.checkpointers.factories import (
         load,
@@ -97,7 +99,7 @@ __all__ = [
 _HOMES = {
     "AsyncCheckpointer": "aiockpt.checkpointers.async_checkpointer",
     "Auth": "aiockpt.http.options",
-    "BackgroundCheckpointer": "aiockpt.checkpointers.background",
+    "BackgroundCheckpointer": "aiockpt.checkpointers.async_checkpointer",
     "BackgroundTransport": "aiockpt.background_transport",
     "CheckpointTransport": "aiockpt.transport",
     "CheckpointerConfig": "aiockpt.checkpointers.config",

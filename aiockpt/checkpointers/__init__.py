@@ -1,7 +1,7 @@
 """Checkpointers: save without stalling training, and load complete checkpoints.
 
-This room turns state dicts into checkpoint directories and back. It may import every
-lower room; only the command line and the tests import it. `factories` makes a
+This package turns state dicts into checkpoint directories and back. It may import every
+lower layer; only the command line and the tests import it. `factories` makes a
 checkpointer from one config. A save begins at `SyncCheckpointer.save` or
 `AsyncCheckpointer.save`. Both end in `CheckpointWriter`, which writes one rank's file
 and commits it with the other ranks. A load begins at `CheckpointReader.read`.
@@ -13,8 +13,7 @@ base               the interface of all checkpointers, their statistics
 config             every option, as frozen dataclasses
 factories          a checkpointer with everything it needs, from one config
 sync               saves and loads in the foreground
-async_checkpointer stages, and passes the copy to a background writer
-background         the same, for programs without an event loop
+async_checkpointer stages, and passes the copy on; also without an event loop
 stager             the copy that training waits for
 handle             one save until it is durable, and the background writers' interface
 process            the trainer's end of the checkpoint process
@@ -37,8 +36,10 @@ from typing import TYPE_CHECKING
 from aiockpt._lazy import lazy
 
 if TYPE_CHECKING:
-    from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
-    from aiockpt.checkpointers.background import BackgroundCheckpointer
+    from aiockpt.checkpointers.async_checkpointer import (
+        AsyncCheckpointer,
+        BackgroundCheckpointer,
+    )
     from aiockpt.checkpointers.barriers import (
         TCPStoreBarrier,
         create_barrier_from_config,
@@ -118,7 +119,7 @@ __all__ = [
 
 _HOMES = {
     "AsyncCheckpointer": "aiockpt.checkpointers.async_checkpointer",
-    "BackgroundCheckpointer": "aiockpt.checkpointers.background",
+    "BackgroundCheckpointer": "aiockpt.checkpointers.async_checkpointer",
     "BackgroundWriter": "aiockpt.checkpointers.handle",
     "BarrierConfig": "aiockpt.checkpointers.config",
     "Checkpoint": "aiockpt.storage.directory",

@@ -2,18 +2,20 @@
 
 ``save`` stages the state dict into an arena, hands the arena to a background writer (a
 process or a thread), and returns a `SaveHandle`. The handle is done when the writer
-reports the commit or an error.
+reports the commit or an error. A `BackgroundCheckpointer` does the same for programs
+without an event loop: its `AsyncCheckpointer` runs in a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Final, Never, Self
 
@@ -30,7 +32,7 @@ from aiockpt.checkpointers.config import ELSEWHERE, BusyPolicy, SaveRanks
 from aiockpt.checkpointers.handle import BackgroundWriter, SaveEnd, SaveHandle
 from aiockpt.checkpointers.reader import (
     CheckpointReader,
-    load,
+    load_in_thread,
     loads_of,
     own_read,
 )
@@ -48,7 +50,8 @@ from aiockpt.errors import (
     StateDictError,
 )
 from aiockpt.events import Progress, TransferEvent, emit
-from aiockpt.memory.device import Marks, PortFor, port_for
+from aiockpt.memory.device import Marks, PortFor, marked, port_for
+from aiockpt.runtime.background import Background, blocking, direct
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.runtime.switching import switching_often
@@ -57,14 +60,12 @@ from aiockpt.state.selection import Select
 from aiockpt.storage.read import OnBytes, Verify
 from aiockpt.transport import Timeout, refuse_unknown, seconds
 
-__all__ = ["AsyncCheckpointer"]
-
 _SLOTS: Final = 2  # one save is being written, one waits
 _SLOTS_TO_REPLACE: Final = 3  # the waiting one stays until its successor is staged
-_CLOSING: Final = 5.0
-_KEPT: Final = 64  # failed saves whose errors nobody has looked at
+_CLOSING_S: Final = 5.0
+_MAX_FAILURES: Final = 64  # failed saves whose errors nobody has looked at
 
-# What no retry saves: the state dict or a keyword of the call is wrong.
+# The state dict, or a keyword of the call, is wrong: no retry would save it.
 _NEVER_SAVED: Final = (StateDictError, LimitExceededError)
 
 
@@ -113,13 +114,9 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         self._lifetime = Lifetime("the checkpointer")
         self._bridge = Bridge(threads=2, name="aiockpt-load")
         self._account = Account()
-        self._failures: deque[SaveHandle] = deque(maxlen=_KEPT)
+        self._failures: deque[SaveHandle] = deque(maxlen=_MAX_FAILURES)
         self._turn = asyncio.Lock()
         self._under_way: list[SaveHandle] = []  # the oldest first
-
-    def __repr__(self) -> str:
-        now = self.statistics()
-        return f"<AsyncCheckpointer written={now.written} under_way={now.under_way}>"
 
     @property
     def ports(self) -> PortFor:
@@ -182,28 +179,27 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         if own:
             own_ones = self._own_functions()
             refuse_unknown(AsyncCheckpointer.save, own, *own_ones, elsewhere=ELSEWHERE)
-        place = path_for(state_dict, path)
+        path = path_for(state_dict, path)
         if self._raises:
             self._raise_unobserved()
         check_policy(self._policy, self._writer.ranks())
-        handle = SaveHandle(place, step, progress=progress, on_end=self._note_end)
-        self._account.note_step(place, step)
+        handle = SaveHandle(path, step, progress=progress, on_end=self._note_end)
+        self._account.note_step(path, step)
         kwargs: dict[str, Any] = {**own}
         if step is not None:
             kwargs["step"] = handle.step
         began = time.monotonic()
+        limit = math.inf if timeout is None else seconds(timeout)
         try:
-            async with self._its_turn(timeout):
-                if not await self._find_room(handle):
-                    handle.end("skipped")
-                    return handle
-                keywords = {"step": handle.step, **kwargs}
-                with switching_often():
-                    staged = await stage_after(
-                        self._stager, marks, state_dict, **keywords
-                    )
-                    await self._hand_over(handle, staged, kwargs)
-                self._note_staged(handle, time.monotonic() - began)
+            async with Deadline(limit, stop="save"):
+                with self._lifetime.call():
+                    async with self._turn:
+                        if not await self._wait_for_slot(handle):
+                            handle.end("skipped")
+                            return handle
+                        with switching_often():
+                            await self._stage(handle, marks, state_dict, kwargs)
+                        self._note_staged(handle, time.monotonic() - began)
         except (SaveInProgressError, ClosedError, LocalProtocolError):
             raise
         except asyncio.CancelledError:
@@ -259,7 +255,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             rank_values=rank_values,
         )
         with self._lifetime.call():
-            return await load(
+            return await load_in_thread(
                 self._bridge,
                 self._reader,
                 path,
@@ -306,18 +302,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             own.append(self._stager.stage)
         return own
 
-    @asynccontextmanager
-    async def _its_turn(self, timeout: Timeout | None) -> AsyncIterator[None]:
-        """Wait until no other save is being staged; apply the deadline."""
-        limit: AbstractAsyncContextManager[object] = nullcontext()
-        if timeout is not None:
-            limit = Deadline(seconds(timeout), stop="save")
-        async with limit:
-            with self._lifetime.call():
-                async with self._turn:
-                    yield
-
-    async def _find_room(self, handle: SaveHandle) -> bool:
+    async def _wait_for_slot(self, handle: SaveHandle) -> bool:
         """Wait for earlier saves; return False if the policy says to skip this one."""
         slots = _SLOTS_TO_REPLACE if self._policy == "replace" else _SLOTS
         while len(self._under_way) >= slots:
@@ -330,10 +315,16 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return True
 
-    async def _hand_over(
-        self, handle: SaveHandle, staged: Any, kwargs: dict[str, Any]
+    async def _stage(
+        self,
+        handle: SaveHandle,
+        marks: Marks,
+        state_dict: Any,
+        kwargs: dict[str, Any],
     ) -> None:
-        """Pass the copy to the writer, and release the older kept copy."""
+        """Stage a copy, pass it to the writer, and release the older kept copy."""
+        keywords = {"step": handle.step, **kwargs}
+        staged = await stage_after(self._stager, marks, state_dict, **keywords)
         ours = staged if isinstance(staged, StagedState) else None
         unused = ours
         try:
@@ -385,7 +376,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         """Log the error, and keep it until a handle raises it."""
         self._account.count("failed", *([] if handle.staged else ["saves"]))
         unseen = [one for one in self._failures if not one.observed]
-        self._failures = deque([*unseen, handle], maxlen=_KEPT)
+        self._failures = deque([*unseen, handle], maxlen=_MAX_FAILURES)
         how = "may not be" if getattr(error, "may_be_committed", False) else "is not"
         detail = f"{handle.path} {how} saved: {type(error).__name__}: {error}"
         stop = "write" if handle.staged else "stage"
@@ -408,11 +399,11 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
 
     async def _end(self, end_writer: Callable[[], Any]) -> None:
         await self._lifetime.end(
-            partial(self._lifetime.calls_ended, timeout=_CLOSING),
+            partial(self._lifetime.calls_ended, timeout=_CLOSING_S),
             end_writer,
             self._release_last,
             self._stager.close,
-            partial(self._bridge.aclose, timeout=_CLOSING),
+            partial(self._bridge.aclose, timeout=_CLOSING_S),
         )
 
     async def _release_last(self) -> None:
@@ -436,3 +427,56 @@ def check_policy(policy: BusyPolicy, ranks: SaveRanks | None) -> None:
 
 def _announce(handle: SaveHandle, stop: str, detail: str, level: int) -> None:
     emit(TransferEvent(stop=stop, step=handle.step, detail=detail, level=level))
+
+
+# ------------------------------------------------- for programs without an event loop
+
+
+class _BlockingVerbs(Background[AsyncCheckpointer]):
+    # Apart from the class below: a type checker would otherwise take the types of the
+    # results from `Checkpointer`, where they are `Any`.
+
+    save = blocking(AsyncCheckpointer.save)
+    load = blocking(AsyncCheckpointer.load, strict=True)
+    statistics = direct(AsyncCheckpointer.statistics)
+
+
+class BackgroundCheckpointer(_BlockingVerbs, Checkpointer):
+    """Saves in the background without an event loop; any thread may use it.
+
+    ``save`` blocks only while the state dict is copied. Then call
+    :meth:`.SaveHandle.result` to wait until the checkpoint is committed. The verbs are
+    those of :class:`.AsyncCheckpointer`, and so are writes, commits, errors and
+    policies. What their descriptions say of a cancelled call is true of a call that
+    Ctrl-C interrupts. ``progress`` is called in the checkpointer's thread. ``load`` is
+    strict by default, as :func:`.load` is. If a program ends without :meth:`close`, the
+    staged saves are written nevertheless.
+
+    Args:
+        checkpointer: The checkpointer that does the work. Nothing else may use it.
+    """
+
+    def __init__(self, checkpointer: AsyncCheckpointer) -> None:
+        super().__init__(
+            checkpointer,
+            "the checkpointer",
+            # A background writer outlasts this thread by itself.
+            at_exit=_nothing,
+            entered=lambda: marked(checkpointer.ports),
+        )
+
+    def close(self) -> tuple[BaseException, ...]:
+        """Finish the staged saves, and close everything. Idempotent.
+
+        This takes at most ``subprocess_shutdown_timeout_secs``; see
+        :meth:`.AsyncCheckpointer.close`. If interrupted, the closing continues, and a
+        later call waits for it.
+
+        Returns:
+            The errors of failed saves that no handle has raised.
+        """
+        return self._end(self._source.close) or ()
+
+
+async def _nothing() -> None:
+    return

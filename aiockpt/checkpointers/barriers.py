@@ -44,8 +44,6 @@ from aiockpt.errors import PeerFailedError, TransferTimeoutError, TransportError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["TCPStoreBarrier", "create_barrier_from_config"]
-
 logger = logging.getLogger("aiockpt")
 
 Phase: TypeAlias = Literal["written", "committed"]

@@ -10,14 +10,11 @@ from collections.abc import Callable, Mapping
 from operator import add
 from typing import Any, Final, Literal, NamedTuple, Never
 
-from aiockpt.events import Progress, TransferEvent, emit, guarded
+from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.state.selection import Select
 from aiockpt.storage.directory import StrPath, expanded, step_in, step_of
 from aiockpt.transfer.repeats import Repeats
 from aiockpt.transport import exact_step
-
-__all__ = ["Checkpointer", "CheckpointerStatistics", "Written"]
-
 
 logger = logging.getLogger("aiockpt")
 
@@ -293,18 +290,17 @@ def step_for(path: StrPath, keywords: Mapping[str, object]) -> int:
     return step_of(path) if given is None else exact_step(given)
 
 
-def meter(
-    progress: Callable[[Progress], None] | None, nbytes: int
-) -> Callable[[int], None]:
-    """Return a function that reports the written bytes to ``progress``."""
-    began = time.monotonic()
-    report = None if progress is None else guarded(progress)
-
-    def tell(done: int) -> None:
-        if report is None:
-            return
+def report_written(
+    progress: Callable[[Progress], None] | None, began: float, done: int, total: int
+) -> None:
+    """Report so many of the bytes as written, with the rate since ``began``."""
+    if progress is not None:
         rate = done / max(time.monotonic() - began, 1e-6)
-        state = Progress(stop="write", bytes_done=done, bytes_total=nbytes, rate=rate)
-        report(state)
+        progress(Progress(stop="write", bytes_done=done, bytes_total=total, rate=rate))
 
-    return tell
+
+def warn_of_commit(step: int, warning: str) -> None:
+    """Emit an event if some rank has not confirmed a commit."""
+    if warning:
+        level = logging.WARNING
+        emit(TransferEvent(stop="write", step=step, detail=warning, level=level))

@@ -12,18 +12,6 @@ from typing import Final, Literal, get_args
 
 from aiockpt.transport import check_fields, whole_number
 
-__all__ = [
-    "BarrierConfig",
-    "BusyPolicy",
-    "CheckpointProcessConfig",
-    "CheckpointStagerConfig",
-    "CheckpointWriterConfig",
-    "CheckpointerConfig",
-    "GroupStore",
-    "RankInfo",
-    "SaveRanks",
-]
-
 BusyPolicy = Literal["wait", "skip", "replace", "fail"]
 """What a save does while another is being written and a third one waits."""
 

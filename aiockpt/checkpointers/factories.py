@@ -10,9 +10,9 @@ from typing import Any, Never
 
 from aiockpt.checkpointers.async_checkpointer import (
     AsyncCheckpointer,
+    BackgroundCheckpointer,
     check_policy,
 )
-from aiockpt.checkpointers.background import BackgroundCheckpointer
 from aiockpt.checkpointers.base import template_of
 from aiockpt.checkpointers.config import (
     ELSEWHERE,
@@ -38,13 +38,6 @@ from aiockpt.state.selection import Select
 from aiockpt.storage.directory import StrPath
 from aiockpt.storage.read import OnBytes, Verify
 from aiockpt.transport import names_its_options, refuse_unknown
-
-__all__ = [
-    "load",
-    "make_async_checkpointer",
-    "make_background_checkpointer",
-    "make_sync_checkpointer",
-]
 
 
 @names_its_options

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import errno
+import itertools
 import os
 import threading
 import time
@@ -18,15 +19,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from aiockpt.checkpointers.base import Written, anything, step_for
+from aiockpt.checkpointers.base import Written, anything, report_written, step_for
 from aiockpt.checkpointers.config import (
     CheckpointWriterConfig,
     RankInfo,
     SaveRanks,
 )
-from aiockpt.checkpointers.messages import LONGEST_TEXT, Forsake, plain
+from aiockpt.checkpointers.messages import (
+    MAX_TEXT_CHARACTERS,
+    Forsake,
+    Kept,
+    Progressed,
+    plain,
+)
 from aiockpt.checkpointers.ranks import RankLookup
-from aiockpt.checkpointers.writer import remove_old
+from aiockpt.checkpointers.writer import Writers, remove_old
 from aiockpt.errors import (
     AiockptError,
     LocalProtocolError,
@@ -41,8 +48,6 @@ from aiockpt.storage.commit import is_committed
 from aiockpt.storage.directory import StrPath, expanded, resolve_target
 from aiockpt.transport import Timeout, seconds
 
-__all__ = ["BackgroundWriter", "SaveHandle"]
-
 _DISK_ANSWER_S: Final = 10.0
 """How long to ask a disk, which may hang, for the result of a write."""
 
@@ -50,8 +55,9 @@ _OTHERS_COMMIT_S: Final = 2.0
 """How long to wait for rank 0 to commit what this rank has written."""
 
 _POLL_S: Final = 0.05
-_LONGEST_PATH: Final = 16 << 10
+_MAX_PATH_CHARACTERS: Final = 16 << 10
 
+_numbers: Final = itertools.count(1)
 
 SaveEnd: TypeAlias = Written | BaseException | Literal["skipped", "replaced"]
 """How a save ends: the result of its commit, its error, or why it is not written."""
@@ -91,25 +97,25 @@ class SaveHandle:
         self.step = step_for(path, {"step": step})
         self.nbytes = 0
         self.begun = self.unchanged = False
-        # Of the writer: which of its saves this is, from 1; its copy, until the end;
-        # and the `Draft.identity` of the complete file, once that is known.
+        # Of the writer: which of this process's saves this is, from 1; its copy, until
+        # the end; and the `Draft.identity` of the complete file, once that is known.
         self.number = 0
         self.snapshot: Snapshot | None = None
         self.file: tuple[int, int] | None = None
         self.staged_at = 0.0
         self.observed = False  # whether somebody has seen the error
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[SaveEnd] = asyncio.get_running_loop().create_future()
         self._ended_for_threads = threading.Event()
-        self._outcome: SaveEnd | None = None
         self._progress = None if progress is None else guarded(progress)
         self._on_end = on_end
 
     def __repr__(self) -> str:
+        outcome = self._outcome
         state = "staged" if self.staged else "new"
-        if isinstance(self._outcome, str):
-            state = self._outcome
-        elif self._outcome is not None:
-            state = "written" if isinstance(self._outcome, Written) else "failed"
+        if isinstance(outcome, str):
+            state = outcome
+        elif outcome is not None:
+            state = "written" if isinstance(outcome, Written) else "failed"
         return f"<SaveHandle {self.path} step={self.step} {state}>"
 
     @property
@@ -134,15 +140,15 @@ class SaveHandle:
     @property
     def error(self) -> BaseException | None:
         """Return why the save failed, or None; each time another copy of the error."""
-        if not isinstance(self._outcome, BaseException):
+        if not isinstance(outcome := self._outcome, BaseException):
             return None
         self.observed = True
-        return kept(self._outcome)  # a raise adds the caller's frames
+        return kept(outcome)  # a raise adds the caller's frames
 
     @property
     def warning(self) -> str:
         """Return why some rank has not confirmed the commit, or an empty text."""
-        return self._outcome.warning if isinstance(self._outcome, Written) else ""
+        return outcome.warning if isinstance(outcome := self._outcome, Written) else ""
 
     async def written(self) -> bool:
         """Wait until the checkpoint is durable, and committed by all ranks.
@@ -185,6 +191,10 @@ class SaveHandle:
             raise TransferTimeoutError("write", limit, what=f"of {self.path}")
         return self._result()
 
+    @property
+    def _outcome(self) -> SaveEnd | None:
+        return self.ended.result() if self.ended.done() else None
+
     def _result(self) -> bool:
         if (error := self.error) is not None:
             raise error
@@ -192,22 +202,22 @@ class SaveHandle:
 
     # -------------------------------------------- for the checkpointer and the writer
 
-    def hand_over(self, number: int, snapshot: Snapshot) -> None:
+    def hand_over(self, snapshot: Snapshot) -> None:
         """Note that a writer has the save. The handle keeps the snapshot to its end."""
         snapshot.acquire()
-        self.number, self.snapshot = number, snapshot
+        self.number, self.snapshot = next(_numbers), snapshot
         self.step = snapshot.manifest.step
         self.nbytes = snapshot.manifest.segment_bytes
         self.staged_at = time.monotonic()
 
-    def advance(self, nbytes: int) -> None:
-        """Report that the writer has consumed so many bytes."""
-        if self._progress is not None:
-            seconds = max(time.monotonic() - self.staged_at, 1e-6)
-            rate, total = nbytes / seconds, self.nbytes
-            self._progress(
-                Progress(stop="write", bytes_done=nbytes, bytes_total=total, rate=rate)
-            )
+    def hear(self, message: Progressed | Kept) -> None:
+        """Note what the writer says before the end."""
+        if isinstance(message, Kept):
+            self.file = message.device, message.inode
+        elif self.begun:
+            report_written(self._progress, self.staged_at, message.nbytes, self.nbytes)
+        else:
+            self.begun = True
 
     def end(self, outcome: SaveEnd) -> None:
         """Record the end, and release the snapshot. Only the first end counts.
@@ -215,28 +225,34 @@ class SaveHandle:
         Args:
             outcome: The result of the commit, or why the save is not written.
         """
-        if self._outcome is not None:
+        if self.ended.done():
             return
-        self._outcome = outcome
-        if isinstance(outcome, BaseException):
-            self._outcome = kept(outcome)
         if self.snapshot is not None:
             self.snapshot.release()
         if isinstance(outcome, Written):
-            self.advance(self.nbytes)
+            report_written(self._progress, self.staged_at, self.nbytes, self.nbytes)
         # They may refer to anything, and a handle may be kept for long.
         on_end, self._on_end = self._on_end, None
         self.snapshot = self._progress = None
+        known = kept(outcome) if isinstance(outcome, BaseException) else outcome
+        # Who waits for the future wakes in a later round of the loop.
+        self.ended.set_result(known)
         try:
             if on_end is not None:
                 on_end(self, outcome)
         finally:
-            self.ended.set_result(None)
             self._ended_for_threads.set()
 
 
 class BackgroundWriter(ABC):
-    """Writes snapshots one after another, off the event loop."""
+    """Writes snapshots one after another, off the event loop.
+
+    Attributes:
+        writers: What makes the writer that gets the keywords of a save; None if that
+            is not known.
+    """
+
+    writers: Writers | None = None
 
     @abstractmethod
     async def submit(
@@ -260,7 +276,7 @@ class BackgroundWriter(ABC):
 
     def own_functions(self) -> Sequence[Callable[..., object]]:
         """Return the user's own functions that get the keywords of a save."""
-        return [anything]  # `submit` gets them
+        return [anything] if self.writers is None else self.writers.own_functions()
 
     @abstractmethod
     def drop(self, handle: SaveHandle) -> None:
@@ -280,7 +296,7 @@ class BackgroundWriter(ABC):
         Raises:
             ValueError: there are several ranks, and nowhere to meet.
         """
-        return None
+        return None if self.writers is None else self.writers.lookup.of_save()
 
     async def abandon(self) -> None:
         """End as if this process had died, if the writer can outlive it."""
@@ -319,13 +335,13 @@ async def find_out(
 
     def ask() -> bool:
         until = time.monotonic() + (_OTHERS_COMMIT_S if rank else 0.0)
-        target = resolve_target(path)
-        while not is_committed(target, rank, file):
+        destination = resolve_target(path)
+        while not is_committed(destination, rank, file):
             if time.monotonic() >= until:
                 return False
             time.sleep(_POLL_S)
         if not rank and config is not None:
-            remove_old(target, config)
+            remove_old(destination, config)
         return True
 
     try:
@@ -360,7 +376,7 @@ def absolute_path(path: StrPath) -> str:
         except OSError as error:
             detail = f"the working directory cannot be read: {error.strerror}"
             raise StorageError(text, detail) from error
-    if len(text) > _LONGEST_PATH:
+    if len(text) > _MAX_PATH_CHARACTERS:
         raise StorageError(f"{text[:100]}…", os.strerror(errno.ENAMETOOLONG))
     return text
 
@@ -379,5 +395,5 @@ def forsaking(lookup: RankLookup, path: str, step: int, reason: str) -> Forsake 
     try:
         where = absolute_path(path)
     except StorageError:  # then no rank can write it, and each fails by itself
-        where = path[:_LONGEST_PATH]
-    return Forsake(os.fsencode(where), step, ranks, plain(reason)[:LONGEST_TEXT])
+        where = path[:_MAX_PATH_CHARACTERS]
+    return Forsake(os.fsencode(where), step, ranks, plain(reason)[:MAX_TEXT_CHARACTERS])

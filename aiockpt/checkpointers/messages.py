@@ -24,11 +24,11 @@ from aiockpt.format.registry import REGISTRY
 from aiockpt.format.tree import decode_tree, encode_tree
 from aiockpt.memory.snapshot import TRUSTED
 
-LONGEST_TEXT: Final = 4096
-"""The longest reason or warning, because a message must fit one packet."""
+MAX_TEXT_CHARACTERS: Final = 4096
+"""The length of a reason or a warning at most: a message must fit one packet."""
 
-_LONGEST_PART: Final = 8 << 10  # of a failure
-_HUGE: Final = 10**308  # what a float can hold
+_MAX_FAILURE_CHARACTERS: Final = 8 << 10  # of each text of a failure
+_MAX_FLOAT: Final = 10**308
 
 
 # ------------------------------------------------------------------- to the process
@@ -153,9 +153,9 @@ def failure_of(error: BaseException) -> RemoteFailure:
             for name, value in vars(error).items()
             if not name.startswith("_")
         }
-    text = plain(str(error) or repr(error))[:_LONGEST_PART]
+    text = plain(str(error) or repr(error))[:_MAX_FAILURE_CHARACTERS]
     return RemoteFailure(
-        type(error).__name__, text, plain(lines)[-_LONGEST_PART:], facts
+        type(error).__name__, text, plain(lines)[-_MAX_FAILURE_CHARACTERS:], facts
     )
 
 
@@ -181,7 +181,7 @@ def ended(number: int, outcome: Written | BaseException) -> Ended:
     """Return the message about the end of a write."""
     if isinstance(outcome, BaseException):
         return Ended(number, failure=failure_of(outcome))
-    warning = plain(outcome.warning)[:LONGEST_TEXT]
+    warning = plain(outcome.warning)[:MAX_TEXT_CHARACTERS]
     return Ended(number, warning=warning, content=outcome.content)
 
 
@@ -202,10 +202,10 @@ def plain(text: str) -> str:
 def _short(value: object) -> Fact:
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         # MessagePack has no such number, and an error shows it as it shows others.
-        return float(max(-_HUGE, min(value, _HUGE)))
+        return float(max(-_MAX_FLOAT, min(value, _MAX_FLOAT)))
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    return plain(str(value))[:_LONGEST_PART]
+    return plain(str(value))[:_MAX_FAILURE_CHARACTERS]
 
 
 # ------------------------------------------------------------------------- keywords

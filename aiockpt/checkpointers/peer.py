@@ -15,7 +15,13 @@ from aiockpt.events import Progress
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.manifests import PATIENCE, chase
-from aiockpt.http.options import Auth, Receive
+from aiockpt.http.options import (
+    READER_CONNECTIONS,
+    READER_STALL_TIMEOUT_S,
+    READER_THREADS,
+    Auth,
+    Receive,
+)
 from aiockpt.http.peers import Peer, Peers
 from aiockpt.http.protocol import Lease, parse_address
 from aiockpt.http.source import HttpSource
@@ -25,14 +31,9 @@ from aiockpt.runtime.sync_facade import run_blocking
 from aiockpt.storage.read import OnBytes
 from aiockpt.transfer.receive import Received, ReceiveOptions, receive
 
-__all__ = ["load_from_peer"]
+_SILENT_CALL_EVERY_S: Final = 0.1
 
-_THREADS: Final = 2
-_CONNECTIONS: Final = 4
-_STALL_TIMEOUT: Final = 10.0
-_BEAT: Final = 0.1
-
-_IDLE_LIMIT: Final = 60.0
+_IDLE_TIMEOUT_S: Final = 60.0
 """Seconds in which the manifest must come, and then each next byte of the chunks."""
 
 
@@ -65,19 +66,19 @@ async def _load(
     origin = replace(address.origin, lease=Lease.begin(inf), patience=patience)
     asked = "a checkpoint" if address.step is None else f"step {address.step}"
     what = f"{asked} from {origin.base_url}"
-    deadline = Deadline(_IDLE_LIMIT, stop="fetch_manifest", what=what)
+    deadline = Deadline(_IDLE_TIMEOUT_S, stop="fetch_manifest", what=what)
     meter = _ByteReporter(on_bytes, deadline)
     options = replace(options, progress=meter.update)
     known = find_credentials(None, insecure=False, env=os.environ)
-    with closing(Bridge(threads=_THREADS, name="aiockpt-peer")) as bridge:
+    with closing(Bridge(threads=READER_THREADS, name="aiockpt-peer")) as bridge:
         client = CheckpointClient(
             Receive(
                 limits=options.terms.limits,
-                connections=_CONNECTIONS,
-                reconnect_timeout=_STALL_TIMEOUT,
+                connections=READER_CONNECTIONS,
+                reconnect_timeout=READER_STALL_TIMEOUT_S,
             ),
             Auth(token=known.to_send),
-            stall_timeout=_STALL_TIMEOUT,
+            stall_timeout=READER_STALL_TIMEOUT_S,
             bridge=bridge,
         )
         async with aclosing(client), deadline, meter.raising():
@@ -106,15 +107,15 @@ class _ByteReporter:
 
     While a peer is silent, the listener is called with 0 bytes, so that it can end the
     fetch. The deadline is renewed by bytes of a step beyond the highest count so far,
-    and once by each stage of its receive. Bytes that are received again, because they
+    and once by each phase of its receive. Bytes that are received again, because they
     were wrong, do not renew it.
     """
 
     def __init__(self, on_bytes: OnBytes | None, deadline: Deadline) -> None:
         self._on_bytes = on_bytes
         self._deadline = deadline
-        self._come = self._most = 0
-        self._stops: set[str] = set()
+        self._received = self._highest = 0
+        self._phases: set[str] = set()
         self._step: int | None = None
         self._task = asyncio.current_task()
         self._failure: BaseException | None = None
@@ -122,15 +123,18 @@ class _ByteReporter:
     def begin(self, step: int) -> None:
         """Note the step that is received from now on, perhaps again."""
         if step != self._step:
-            self._step, self._most = step, 0
-            self._stops.clear()
+            self._step, self._highest = step, 0
+            self._phases.clear()
 
     def update(self, progress: Progress) -> None:
         """Handle a progress report of the receive."""
-        nbytes, self._come = progress.bytes_done - self._come, progress.bytes_done
-        if self._come > self._most or progress.stop not in self._stops:
-            self._most = max(self._most, self._come)
-            self._stops.add(progress.stop)
+        nbytes, self._received = (
+            progress.bytes_done - self._received,
+            progress.bytes_done,
+        )
+        if self._received > self._highest or progress.stop not in self._phases:
+            self._highest = max(self._highest, self._received)
+            self._phases.add(progress.stop)
             self._deadline.renew()
         if nbytes:
             self.tell(nbytes)
@@ -167,5 +171,5 @@ class _ByteReporter:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(_BEAT)
+            await asyncio.sleep(_SILENT_CALL_EVERY_S)
             self.tell(0)

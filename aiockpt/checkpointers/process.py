@@ -12,34 +12,34 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from aiockpt.checkpointers.base import Written, path_for
+from aiockpt.checkpointers.base import Written, path_for, warn_of_commit
 from aiockpt.checkpointers.config import (
     CheckpointProcessConfig,
     CheckpointStagerConfig,
     RankInfo,
-    SaveRanks,
 )
 from aiockpt.checkpointers.handle import (
     BackgroundWriter,
+    SaveEnd,
     SaveHandle,
     absolute_path,
     find_out,
     forsaking,
 )
 from aiockpt.checkpointers.messages import (
-    LONGEST_TEXT,
+    MAX_TEXT_CHARACTERS,
     Close,
     DropWrite,
     Ended,
     Forsake,
-    Kept,
     WorkerSetup,
     Write,
     decode_from_worker,
@@ -70,8 +70,6 @@ from aiockpt.runtime.ipc import pack
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.runtime.system import failing_here, refused_by_host
 
-__all__ = ["CheckpointProcess"]
-
 _CLOSING_S: Final = 5.0
 
 _MAX_TRIES: Final = 3
@@ -83,12 +81,20 @@ _DYING_S: Final = 5.0
 
 @dataclass(slots=True)
 class _Delivery:
-    """What a process needs for a save, until that has ended: another may need it."""
+    """What a process needs for a save, until that has ended: another may need it.
+
+    Attributes:
+        handle: The save.
+        message: What is sent.
+        parcel: The descriptor of the parcel that goes with it.
+        deadline: When the write must have ended; set when it has begun.
+        tries: How many processes have got it.
+    """
 
     handle: SaveHandle
     message: Write
     parcel: int
-    deadline: float = float("inf")
+    deadline: float = math.inf
     tries: int = 0
 
 
@@ -113,6 +119,9 @@ class CheckpointProcess(BackgroundWriter):
             ``if __name__ == "__main__":``.
         staging_config: How a state dict that is not staged yet is staged.
 
+    Attributes:
+        restarts: How often the child was replaced.
+
     Raises:
         LocalProtocolError: a function or an argument cannot be pickled.
     """
@@ -135,30 +144,23 @@ class CheckpointProcess(BackgroundWriter):
             checkpoint_writer_init_args or {},
         )
         # It makes no writer here; it knows what the process will make.
-        self._writers = Writers(
+        self.writers: Writers = Writers(
             checkpoint_writer_init_fn, checkpoint_writer_init_args or {}, rank_info
         )
-        self._settling: set[asyncio.Task[None]] = set()
-        self._restarts = 0
+        self.restarts = 0
         self._config = config
         self._lifetime = Lifetime("the checkpoint process")
         self._bridge = Bridge(threads=2, name="aiockpt-process")
         self._stager = DefaultStager(staging_config)
-        self._count = 0
-        self._writes: dict[int, _Delivery] = {}  # those that have not ended
-        self._untold: list[Forsake] = []  # failed writes to report to other ranks
+        self._deliveries = _Deliveries(self._bridge, self.writers)
         self._running: _Running | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._pauses = Pauses()
         self._rested = asyncio.Event()  # unset: no process is started for a while
         self._rested.set()
-        self._closing: Close | None = None  # what the process is told last
-        self._close_by = float("inf")
+        self._closing: _Closing | None = None
         # A process takes a while to start, so it starts before there is a loop.
         self._starting: Future[Child] | None = self._start()
-
-    def __repr__(self) -> str:
-        return f"<CheckpointProcess pid={self.pid} writes={len(self._writes)}>"
 
     @property
     def pid(self) -> int | None:
@@ -169,11 +171,6 @@ class CheckpointProcess(BackgroundWriter):
         if starting is None or not starting.done() or starting.exception():
             return None
         return starting.result().pid
-
-    @property
-    def restarts(self) -> int:
-        """How often the child was replaced."""
-        return self._restarts
 
     async def ready(self) -> None:
         """Wait until the child's init functions have returned.
@@ -209,26 +206,14 @@ class CheckpointProcess(BackgroundWriter):
             await self.forsake(handle.path, step, str(error) or type(error).__name__)
             raise
         await handle.written()
-        if handle.warning:
-            emit(
-                TransferEvent(
-                    stop="write",
-                    step=step,
-                    detail=handle.warning,
-                    level=logging.WARNING,
-                )
-            )
-
-    def own_functions(self) -> Sequence[Callable[..., object]]:
-        """Return the functions of the commit hook; anything for a user's writer."""
-        return self._writers.own_functions()
+        warn_of_commit(step, handle.warning)
 
     async def submit(
         self, handle: SaveHandle, staged: Any, keywords: Mapping[str, Any]
     ) -> None:
         """Take over a save; see :class:`.BackgroundWriter`."""
         with self._lifetime.call():
-            ranks = self.ranks()
+            ranks = self.writers.lookup.of_save()
             snapshot = await self._stager.snapshot(staged, step=handle.step)
             try:
                 header = snapshot.manifest.header
@@ -248,8 +233,7 @@ class CheckpointProcess(BackgroundWriter):
                     os.close(parcel)
                     raise
                 # Nothing is awaited from here on, so a cancel cannot cut in.
-                self._count += 1
-                handle.hand_over(self._count, snapshot)
+                handle.hand_over(snapshot)
             finally:
                 snapshot.release()
             message = Write(
@@ -259,9 +243,10 @@ class CheckpointProcess(BackgroundWriter):
                 header_bytes=len(header),
                 segment_bytes=handle.nbytes,
             )
-            self._writes[handle.number] = write = _Delivery(handle, message, parcel)
+            write = _Delivery(handle, message, parcel)
+            self._deliveries.add(write)
             if running is not None:  # else the next process gets it
-                self._post(running, write)
+                self._deliveries.post(write, running)
 
     def drop(self, handle: SaveHandle) -> None:
         """Drop a save, unless its write has begun. The handle ends in either case."""
@@ -269,24 +254,19 @@ class CheckpointProcess(BackgroundWriter):
             return
         if self._running is not None:
             self._running.child.send(DropWrite(handle.number))
-        elif (write := self._writes.pop(handle.number, None)) is not None:
-            os.close(write.parcel)
-            handle.end("replaced")
+        else:
+            self._deliveries.end(handle.number, "replaced")
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
-        if (message := forsaking(self._writers.lookup, path, step, reason)) is None:
+        if (message := forsaking(self.writers.lookup, path, step, reason)) is None:
             return
         if not self._rested.is_set():
-            self._untold.append(message)
+            self._deliveries.untold.append(message)
             return
         # Without a process, the other ranks cannot be told.
         with suppress(WorkerError, ClosedError), self._lifetime.call():
             (await self._reach()).child.send(message)
-
-    def ranks(self) -> SaveRanks:
-        """Return the ranks of a save that begins now."""
-        return self._writers.lookup.of_save()
 
     async def close(self) -> None:
         """Let the child finish what it was given, and end it.
@@ -316,26 +296,25 @@ class CheckpointProcess(BackgroundWriter):
         )
 
     async def _finish(self) -> None:
-        self._closing = Close()
         limit = self._config.subprocess_shutdown_timeout_secs
-        self._close_by = asyncio.get_running_loop().time() + limit
+        by = asyncio.get_running_loop().time() + limit
+        self._closing = _Closing(Close(), by)
         if self._starting is not None and self._rested.is_set():  # never used
             with suppress(AiockptError):  # or it could not be, and nothing is left
                 await self._reach()
         self._rested.set()
         if self._running is not None:
-            self._running.child.send(self._closing)
+            self._running.child.send(self._closing.message)
             self._running.changed.set()
         if self._supervision is not None:
             await asyncio.wait({self._supervision})
-        if self._settling:
-            await asyncio.wait(self._settling)
+        await self._deliveries.settled()
 
     async def _leave(self) -> None:
-        self._closing = Close(keep=True)
+        self._closing = _Closing(Close(keep=True))
         self._rested.set()
         running = await self._reach()
-        running.child.send(self._closing)
+        running.child.send(self._closing.message)
         if self._supervision is not None:
             self._supervision.cancel()
             await asyncio.wait({self._supervision})
@@ -344,8 +323,7 @@ class CheckpointProcess(BackgroundWriter):
         detail = "it was left to the checkpoint process, which this process has left"
         left = WorkerError(detail)
         left.may_be_committed = True
-        for write in [*self._writes.values()]:
-            self._take(write).end(left)
+        self._deliveries.end_all(left)
 
     # -------------------------------------------------------------- supervision
 
@@ -371,8 +349,8 @@ class CheckpointProcess(BackgroundWriter):
                 raise WorkerError(detail) from error
             if self._starting is starting:  # no other call has taken it meanwhile
                 self._starting = None
-                self._running = _Running(child, self._writes, self._config)
-                self._take_over(self._running)
+                self._running = _Running(child, self._deliveries, self._config)
+                self._deliveries.post_all(self._running)
                 if self._supervision is None or self._supervision.done():
                     loop = asyncio.get_running_loop()
                     self._supervision = loop.create_task(self._supervise())
@@ -380,42 +358,16 @@ class CheckpointProcess(BackgroundWriter):
 
     def _start(self) -> Future[Child]:
         """Start a process in a thread; the first call that needs it gets its error."""
-        ranks = self._writers.lookup.at_start()
+        ranks = self.writers.lookup.at_start()
 
         def start() -> Child:
-            ours, directory = self._config, None
-            if ours.keep_last_seconds:  # or it needs no such directory
-                directory = socket_directory(ours.runtime_dir)
-            config = CheckpointProcessConfig(  # only the fields that the process needs
-                write_timeout_secs=ours.write_timeout_secs,
-                nice=ours.nice,
-                io_idle=ours.io_idle,
-                keep_last_seconds=ours.keep_last_seconds,
-                runtime_dir=directory,
-            )
+            directory = None
+            if self._config.keep_last_seconds:  # or it needs no such directory
+                directory = socket_directory(self._config.runtime_dir)
+            config = replace(self._config, runtime_dir=directory)
             return self._init.start(WorkerSetup(config, ranks))
 
         return self._bridge.begin(start)
-
-    def _take_over(self, running: _Running) -> None:
-        """Give a new process the writes that the previous one has left."""
-        for message in self._untold:
-            running.child.send(message)
-        self._untold.clear()
-        for write in [*self._writes.values()]:
-            if write.tries < _MAX_TRIES:
-                self._post(running, write)
-            else:
-                detail = "each checkpoint process dies before it begins this write"
-                self._fail([write], WorkerError(detail))
-
-    def _post(self, running: _Running, write: _Delivery) -> None:
-        """Send a write to a process, or fail it if no descriptor is left for it."""
-        try:
-            running.post(write)
-        except OSError as error:
-            what = "handing over what was staged"
-            self._fail([write], refused_by_host(what, error))
 
     async def _supervise(self) -> None:
         """Replace each process that ends, until `close` or a failed start."""
@@ -431,28 +383,29 @@ class CheckpointProcess(BackgroundWriter):
             self._running = None
             if self._closing:
                 if exitcode:
-                    _tell(str(error))
-                self._fail([*self._writes.values()], error)
+                    _emit_restart(str(error))
+                self._deliveries.fail(error)
             elif not running.ready:
-                _tell(str(error), logging.ERROR)
-                self._fail([*self._writes.values()], error)
+                _emit_restart(str(error), logging.ERROR)
+                self._deliveries.fail(error)
             else:
                 pause = self._pauses.next(running.lived)
                 when = f" in {pause:g} s" if pause else ""
-                _tell(f"{error}; another one is started{when}")
-                self._restarts += 1
-                self._fail_begun(error)
+                _emit_restart(f"{error}; another one is started{when}")
+                self.restarts += 1
+                self._deliveries.fail_begun(error)
                 await self._rest(pause)
-                if self._closing == Close() and not self._writes:
+                closing = self._closing
+                if closing and not closing.message.keep and not self._deliveries:
                     return
                 try:
                     successor = await self._reach()
                 except AiockptError as failure:
-                    _tell(str(failure), logging.ERROR)
-                    self._fail([*self._writes.values()], failure)
+                    _emit_restart(str(failure), logging.ERROR)
+                    self._deliveries.fail(failure)
                 else:
                     if self._closing:
-                        successor.child.send(self._closing)
+                        successor.child.send(self._closing.message)
 
     async def _rest(self, pause: float) -> None:
         """Start no process for so long; `close` and `abandon` cut it short."""
@@ -470,7 +423,8 @@ class CheckpointProcess(BackgroundWriter):
         """Wait for the end of a process; kill it, and say why, if it is overdue."""
         while not running.child.gone.is_set():
             running.changed.clear()
-            overdue, when = running.overdue(self._close_by)
+            by = self._closing.by if self._closing else math.inf
+            overdue, when = running.overdue(by)
             if overdue:
                 running.child.kill()
                 with suppress(TimeoutError):
@@ -482,41 +436,116 @@ class CheckpointProcess(BackgroundWriter):
                     await running.changed.wait()
         return ""
 
-    def _fail_begun(self, error: AiockptError) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Closing:
+    """What a process is told last, and when it must have ended."""
+
+    message: Close
+    by: float = math.inf
+
+
+class _Deliveries:
+    """The writes that have not ended, in their order.
+
+    Args:
+        bridge: Runs the thread that asks the disk.
+        writers: Say what the process does after a commit.
+
+    Attributes:
+        untold: Failures that the next process tells the other ranks.
+    """
+
+    def __init__(self, bridge: Bridge, writers: Writers) -> None:
+        self.untold: list[Forsake] = []
+        self._bridge, self._writers = bridge, writers
+        self._by_number: dict[int, _Delivery] = {}
+        self._settling: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __iter__(self) -> Iterator[_Delivery]:
+        return iter(self._by_number.values())
+
+    def add(self, write: _Delivery) -> None:
+        """Note a write that a process will get."""
+        self._by_number[write.handle.number] = write
+
+    def get(self, number: int) -> _Delivery | None:
+        """Return a write that has not ended."""
+        return self._by_number.get(number)
+
+    def post(self, write: _Delivery, running: _Running) -> None:
+        """Send a write to a process, or fail it if no descriptor is left for it."""
+        try:
+            running.post(write)
+        except OSError as error:
+            what = "handing over what was staged"
+            self.end(write.handle.number, refused_by_host(what, error))
+
+    def post_all(self, running: _Running) -> None:
+        """Give a new process the writes that the previous one has left."""
+        for message in self.untold:
+            running.child.send(message)
+        self.untold.clear()
+        for write in [*self]:
+            if write.tries < _MAX_TRIES:
+                self.post(write, running)
+            else:
+                detail = "each checkpoint process dies before it begins this write"
+                self.end(write.handle.number, WorkerError(detail))
+
+    def end(self, number: int, outcome: SaveEnd) -> None:
+        """End a write, unless it has ended."""
+        if (write := self._by_number.pop(number, None)) is not None:
+            os.close(write.parcel)
+            write.handle.end(outcome)
+
+    def end_all(self, outcome: SaveEnd) -> None:
+        """End every write."""
+        for number in [*self._by_number]:
+            self.end(number, outcome)
+
+    def fail_begun(self, error: AiockptError) -> None:
         """Fail the write that a dead process had begun; tell the other ranks later."""
-        lost = [write for write in self._writes.values() if write.handle.begun]
-        reason = plain(str(error))[:LONGEST_TEXT]
-        self._untold += [
+        lost = [each for each in self if each.handle.begun]
+        reason = plain(str(error))[:MAX_TEXT_CHARACTERS]
+        self.untold += [
             Forsake(
-                write.message.path,
-                write.handle.step,
-                write.message.ranks,
+                each.message.path,
+                each.handle.step,
+                each.message.ranks,
                 reason,
                 begun=True,
             )
-            for write in lost
+            for each in lost
         ]
         self._fail(lost, error)
 
-    def _fail(self, writes: Iterable[_Delivery], error: AiockptError) -> None:
-        """Fail writes; of one that had begun, the disk is asked first."""
-        lost = [*writes]
-        handles = [self._take(write) for write in lost]
-        if not any(handle.begun for handle in handles):
-            for handle in handles:
-                handle.end(error)
+    def fail(self, error: AiockptError) -> None:
+        """Fail every write."""
+        self._fail([*self], error)
+
+    async def settled(self) -> None:
+        """Wait until the disk was asked about every lost write."""
+        if self._settling:
+            await asyncio.wait(self._settling)
+
+    def _fail(self, lost: Sequence[_Delivery], error: AiockptError) -> None:
+        """Fail writes; if one has begun, the disk is asked before any of them ends."""
+        if not any(write.handle.begun for write in lost):
+            for write in lost:
+                self.end(write.handle.number, error)
             return
+        for write in lost:
+            del self._by_number[write.handle.number]
+            os.close(write.parcel)
         task = asyncio.get_running_loop().create_task(self._settle(lost, error))
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
-    def _take(self, write: _Delivery) -> SaveHandle:
-        """Forget a write that ends; return its handle."""
-        del self._writes[write.handle.number]
-        os.close(write.parcel)
-        return write.handle
-
-    async def _settle(self, lost: Iterable[_Delivery], error: AiockptError) -> None:
+    async def _settle(self, lost: Sequence[_Delivery], error: AiockptError) -> None:
         """End the writes of a dead process, in their order."""
         killed = isinstance(error, WorkerError) and error.exitcode is not None
         for write in lost:
@@ -552,7 +581,7 @@ class _Running:
     def __init__(
         self,
         child: Child,
-        writes: dict[int, _Delivery],
+        deliveries: _Deliveries,
         config: CheckpointProcessConfig,
     ) -> None:
         self.child = child
@@ -560,8 +589,7 @@ class _Running:
         self.settled = asyncio.Event()
         self.changed = asyncio.Event()
         self.failure: AiockptError | None = None
-        self._writes = writes
-        self._posted: set[int] = set()
+        self._deliveries = deliveries
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._began = self._heard = self._loop.time()
@@ -584,10 +612,9 @@ class _Running:
         arena = handle.snapshot.arena
         assert arena is not None
         self.child.send(write.message, [write.parcel, arena.fd])
-        if not self._posted:
+        if len(self._deliveries) == 1:
             self._heard = self._loop.time()  # it need not have said anything before
         write.tries += 1
-        self._posted.add(handle.number)
         self.changed.set()
 
     def overdue(self, close_by: float) -> tuple[str, float]:
@@ -599,12 +626,11 @@ class _Running:
                 limit = config.subprocess_init_timeout_secs + self.child.starved
                 self._ready_by = self._began + limit
             waits.append((self._ready_by, "did not start", "subprocess_init"))
-        elif self._posted:
+        elif self._deliveries:
             silent = self._heard + config.hang_timeout_secs
             waits.append((silent, "hung", "hang"))
-        for number in self._posted:
-            late = self._writes[number].deadline
-            waits.append((late, "did not finish a write", "write"))
+        late = min((each.deadline for each in self._deliveries), default=math.inf)
+        waits.append((late, "did not finish a write", "write"))
         waits.append((close_by, "did not end", "subprocess_shutdown"))
         when, what, option = min(waits)
         if now < when:
@@ -624,24 +650,18 @@ class _Running:
                 self.ready = True
                 self.settled.set()
             return
-        if (write := self._writes.get(message.number)) is None:
+        if (write := self._deliveries.get(message.number)) is None:
             return
-        handle = write.handle
-        if isinstance(message, Kept):
-            handle.file = message.device, message.inode
-        elif isinstance(message, Ended):
-            self._posted.discard(message.number)
-            del self._writes[message.number]
-            os.close(write.parcel)
-            handle.end(outcome_of(message, f"writing {handle.path}"))
-        elif handle.begun:
-            handle.advance(message.nbytes)
-        else:
+        if isinstance(message, Ended):
+            outcome = outcome_of(message, f"writing {write.handle.path}")
+            self._deliveries.end(message.number, outcome)
+            return
+        write.handle.hear(message)
+        if write.handle.begun and write.deadline == math.inf:
             write.deadline = self._heard + self._config.write_timeout_secs
-            handle.begun = True
 
 
-def _tell(detail: str, level: int = logging.WARNING) -> None:
+def _emit_restart(detail: str, level: int = logging.WARNING) -> None:
     emit(TransferEvent(stop="restart", detail=detail, level=level))
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 ALONE: Final = "rank_info=RankInfo(0, 1)"
-"""What says that one process saves for all."""
+"""How a program says that one process saves for all ranks."""
 
 
 class RankLookup:

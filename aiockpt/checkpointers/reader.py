@@ -39,34 +39,25 @@ from aiockpt.state.reshard import Claim, Policy, RankValues, United, unite
 from aiockpt.state.segment import check_memory
 from aiockpt.state.selection import Select, listed
 from aiockpt.state.trees import has_distributed
-from aiockpt.storage.boxes import BoxSource, LoadedSource, LoadSource, compare
+from aiockpt.storage.boxes import BoxSource, LoadedSource, compare
 from aiockpt.storage.directory import StrPath
 from aiockpt.storage.placement import PlannedPlacement
 from aiockpt.storage.read import (
     FileSource,
+    LoadSource,
     OnBytes,
     Verify,
     check_verify,
-    placement_of,
+    read_segment,
 )
 from aiockpt.transport import refuse_unknown, whole_number
-
-__all__ = [
-    "CheckpointReader",
-    "MapLocation",
-    "load",
-    "loads_of",
-    "own_read",
-    "tell_if_own",
-    "unite_all",
-]
 
 logger = logging.getLogger("aiockpt")
 
 MapLocation = Any
 """A device, its name, a dict of these, or a function, as in ``torch.load``."""
 
-_SHOWN = 10
+_SHOWN_KEYS = 10
 
 
 class CheckpointReader:
@@ -99,10 +90,6 @@ class CheckpointReader:
         self._allow_pickle = allow_pickle
         self._counting = threading.Lock()
         self.ports = ports
-
-    def __repr__(self) -> str:
-        rank = self._ranks.info()
-        return f"<CheckpointReader rank={rank.global_rank}/{rank.global_world_size}>"
 
     def read(
         self,
@@ -450,8 +437,7 @@ def _whole(source: LoadSource, part: Matching, how: Reading) -> object:
     ranges = [(0, size)] if size else []
     if not segment.is_there:
         check_memory(ranges, how.limits)
-    if (way := placement_of(segment, ranges, how.verify)) is not None:
-        source.read(way, verify=how.verify, on_bytes=how.on_bytes)
+    read_segment(source, ranges, verify=how.verify, on_bytes=how.on_bytes)
     return part.decoded()
 
 
@@ -464,10 +450,8 @@ def _part(
 ) -> object:
     """Read the requested values into the template, or into new memory."""
     for source, ranges in zip(sources, part.value_ranges(), strict=True):
-        if not ranges or source.segment.tensors is not None:
-            continue
-        if (way := placement_of(source.segment, ranges, how.verify)) is not None:
-            source.read(way, verify=how.verify, on_bytes=how.on_bytes)
+        if ranges and source.segment.tensors is None:
+            read_segment(source, ranges, verify=how.verify, on_bytes=how.on_bytes)
     pairs = [
         (source, plan)
         for source, plan in zip(sources, part.plans(), strict=True)
@@ -479,22 +463,25 @@ def _part(
         modified.append(True)
         mark_changed(changed)
     for source, plan in pairs:
-        way = planned = PlannedPlacement(source.segment, plan, ports)
+        planned = PlannedPlacement(source.segment, plan, ports)
         if source.segment.is_there:
-            way = placement_of(source.segment, plan.ranges, how.verify)
-        if way is not None:
-            source.read(way, verify=how.verify, on_bytes=how.on_bytes)
-        if source.segment.is_there:
+            read_segment(source, plan.ranges, verify=how.verify, on_bytes=how.on_bytes)
             part.check()
             planned.load()
+        else:
+            source.read(planned, verify=how.verify, on_bytes=how.on_bytes)
     part.finish()
     return part.assemble()
 
 
 def _reported(missing: Sequence[str], name: str) -> list[str]:
     if missing:
-        shown = ", ".join(missing[:_SHOWN])
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        shown = ", ".join(missing[:_SHOWN_KEYS])
+        more = (
+            f" and {len(missing) - _SHOWN_KEYS} more"
+            if len(missing) > _SHOWN_KEYS
+            else ""
+        )
         logger.warning("%s is missing keys: %s%s", name, shown, more)
     return [*missing]
 
@@ -531,24 +518,10 @@ def device_of(map_location: MapLocation) -> torch.device | None:
 
 
 class _CalledOffError(Exception):
-    """Ends the load from within; only this module catches it."""
+    """Ends the thread of a cancelled load."""
 
 
-class _Switch:
-    """Passes on how many bytes were read, until the load is cancelled."""
-
-    def __init__(self, report: Callable[[int], None] | None) -> None:
-        self.off = False
-        self._report = report
-
-    def __call__(self, nbytes: int) -> None:
-        if self.off:
-            raise _CalledOffError
-        if self._report is not None:
-            self._report(nbytes)
-
-
-async def load(
+async def load_in_thread(
     bridge: Bridge,
     reader: CheckpointReader,
     path: Any,
@@ -566,16 +539,21 @@ async def load(
     """
     ports = getattr(reader, "ports", port_for)  # a reader of one's own has none
     await completed(*Marks.of_caller(ports).events.values())
-    switch, began = _Switch(on_bytes), time.monotonic()
-    read = partial(
-        reader.read, path, state_dict, strict=strict, on_bytes=switch, **options
-    )
-    loop = asyncio.get_running_loop()
-    reading = loop.create_task(bridge.run(read))
+    called_off, began = threading.Event(), time.monotonic()
+
+    def report(nbytes: int) -> None:
+        if called_off.is_set():
+            raise _CalledOffError
+        if on_bytes is not None:
+            on_bytes(nbytes)
+
+    options |= {"strict": strict, "on_bytes": report}
+    read = partial(reader.read, path, state_dict, **options)
+    reading = asyncio.get_running_loop().create_task(bridge.run(read))
     try:
         await asyncio.wait({reading})
     except asyncio.CancelledError:
-        switch.off = True
+        called_off.set()
         await _outlast(reading)
         raise
     loaded, missing = reading.result()

@@ -50,13 +50,11 @@ from aiockpt.storage.files import named
 from aiockpt.storage.write import WritableSnapshot
 from aiockpt.transport import Timeout, seconds
 
-__all__ = ["Recovered", "recover"]
-
 logger = logging.getLogger("aiockpt")
 
-_CLOSING: Final = 5.0
-_LOOK: Final = 1.0
-_SHORTEST: Final = 1e-3  # seconds; a process that is there answers sooner
+_CLOSING_S: Final = 5.0
+_POLL_S: Final = 1.0
+_MIN_TIMEOUT_S: Final = 1e-3  # a process that is there answers sooner
 
 _DONE: Final = b"done"
 """What a restarted trainer says once the snapshot is its own."""
@@ -121,18 +119,20 @@ async def recover(
         WorkerError: the process does not answer, or belongs to another user.
     """
     rank = (rank_info or default_rank_info()).global_rank
-    place = expanded(directory), rank, socket_directory(runtime_dir)
+    where, runtime = expanded(directory), socket_directory(runtime_dir)
     limit = seconds(timeout)
     bridge = Bridge(threads=1, name="aiockpt-recover")
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # Zero would mean a socket that does not block, whose errors are others.
-    holder.settimeout(min(max(limit, _SHORTEST), threading.TIMEOUT_MAX))
-    take = partial(_take, holder, limit, *place, allow_pickle=allow_pickle)
+    holder.settimeout(min(max(limit, _MIN_TIMEOUT_S), threading.TIMEOUT_MAX))
+    take = partial(
+        _take, holder, limit, where, rank, runtime, allow_pickle=allow_pickle
+    )
     try:
         try:
             taken = await bridge.run(take)
         finally:
-            await bridge.aclose(timeout=_CLOSING)
+            await bridge.aclose(timeout=_CLOSING_S)
         holder.settimeout(0)
         with suppress(ConnectionError):  # a dead process keeps nothing either
             # After the last await: the caller gets the snapshot for certain.
@@ -318,7 +318,7 @@ class LastSnapshot:
                     async with asyncio.timeout(self._seconds):
                         while not taken.is_set() and is_there():
                             with suppress(TimeoutError):
-                                async with asyncio.timeout(_LOOK):
+                                async with asyncio.timeout(_POLL_S):
                                     await taken.wait()
                 finally:
                     serving.cancel()
@@ -340,14 +340,14 @@ async def _serve(
         try:
             manifest = await bridge.run(_sealed, last)
         finally:
-            await bridge.aclose(timeout=_LOOK)
+            await bridge.aclose(timeout=_POLL_S)
     offer = encode(_SnapshotOffer(os.fsencode(last.path), manifest.step))
     async with asyncio.TaskGroup() as guests:
         while True:
             try:
                 guest, _ = await loop.sock_accept(listener)
             except OSError:
-                await asyncio.sleep(_LOOK)  # it has left, or no descriptor is free
+                await asyncio.sleep(_POLL_S)  # it has left, or no descriptor is free
                 continue
             guests.create_task(_hand_over(guest, last, manifest, offer, taken))
 
@@ -422,14 +422,14 @@ def socket_directory(configured: str | None) -> str:
     if own := os.environ.get("XDG_RUNTIME_DIR"):
         return os.path.join(own, "aiockpt")
     try:
-        place = tempfile.gettempdir()
+        parent = tempfile.gettempdir()
     except OSError as error:
         detail = (
             "a checkpoint process that keeps the last snapshot needs a directory for "
             "its socket: set runtime_dir, or XDG_RUNTIME_DIR"
         )
         raise StorageError("no temporary directory can be written", detail) from error
-    return os.path.join(place, f"aiockpt-{os.geteuid()}")
+    return os.path.join(parent, f"aiockpt-{os.geteuid()}")
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from aiockpt.format.paths import format_path
 from aiockpt.runtime.bridge import share_out
 from aiockpt.runtime.system import collector_paused, raise_descriptor_limit
 from aiockpt.state.reshard import RankValues
-from aiockpt.storage.boxes import LoadedSource, LoadSource
-from aiockpt.storage.checkpoint_file import blaming_file, contents, opened
+from aiockpt.storage.boxes import LoadedSource
+from aiockpt.storage.checkpoint_file import OpenFile, blaming_file, contents, opened
 from aiockpt.storage.dcp import is_dcp
 from aiockpt.storage.dcp_sources import dcp_sources
 from aiockpt.storage.directory import (
@@ -40,10 +40,14 @@ from aiockpt.storage.directory import (
     text_of,
 )
 from aiockpt.storage.files import named
-from aiockpt.storage.read import FileSource, OnBytes, Verify, manifest_of_file
-from aiockpt.storage.statefile import is_torch_file, load_torch
-
-__all__ = ["Found", "Reading", "is_url", "open_sources"]
+from aiockpt.storage.read import (
+    FileSource,
+    LoadSource,
+    OnBytes,
+    Verify,
+    manifest_of_file,
+)
+from aiockpt.storage.statefile import load_torch
 
 logger = logging.getLogger("aiockpt")
 
@@ -51,14 +55,21 @@ _PEER = re.compile(r"https?://", re.IGNORECASE)
 _SEED = re.compile(r"checkpoint_[0-9]+\.pt")
 _SUFFIX: Final = ".safetensors"
 _INDEX: Final = ".safetensors.index.json"
-_TRIES: Final = 10  # while others replace it
-_MOST_FILES: Final = 4096
+_MAX_TRIES: Final = 10  # while others replace it
+_MAX_FILES: Final = 4096
 _MANY_FILES: Final = 128  # as many descriptors as a small limit leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The rank of one load, and the number of loading ranks (None: any number)."""
+    """The options of one load.
+
+    Attributes:
+        rank: The rank whose file is read first.
+        world_size: How many ranks load the checkpoint; None: that does not matter.
+        rank_values, verify, mmap, on_bytes: See :meth:`.CheckpointReader.read`.
+        limits, allow_pickle: See :class:`.CheckpointReader`.
+    """
 
     rank: int
     world_size: int | None
@@ -112,70 +123,69 @@ def open_sources(path: StrPath, reading: Reading) -> Iterator[Found]:
         StorageError, IntegrityError: a file cannot be read, or is damaged.
         UnsupportedLeafError: a leaf has a type that this process does not know.
     """
-    place = resolve_target(path)
-    with blaming_file(place), ExitStack() as files:
-        with named(place):
-            found = _of_file if place.is_file() else _of_directory
-            loaded = found(place, reading, files)
+    resolved = resolve_target(path)
+    with blaming_file(resolved), ExitStack() as files:
+        with named(resolved):
+            found = _of_file if resolved.is_file() else _of_directory
+            loaded = found(resolved, reading, files)
         yield loaded
 
 
-def _open(path: Path, reading: Reading, files: ExitStack) -> FileSource:
-    """Open a safetensors file, once only, as another file may replace it."""
-    return _source(path, files.enter_context(opened(path)), reading)
-
-
-def _source(path: Path, fd: int, reading: Reading) -> FileSource:
-    return FileSource(
-        path,
-        fd,
-        manifest_of_file(path, fd, limits=reading.limits),
-        mapped=reading.mmap,
-    )
+def _source(file: OpenFile, reading: Reading) -> FileSource:
+    manifest = manifest_of_file(file, limits=reading.limits)
+    return FileSource(file, manifest, mapped=reading.mmap)
 
 
 def _of_file(path: Path, reading: Reading, files: ExitStack) -> Found:
-    fd = files.enter_context(opened(path))
-    if is_torch_file(path, fd):
-        values = load_torch(path, fd, mapped=reading.mmap)
+    file = files.enter_context(opened(path))
+    if file.is_of_torch():
+        values = load_torch(file, mapped=reading.mmap)
         return Found([LoadedSource(values, limits=reading.limits)])
-    source = _source(path, fd, reading)
+    source = _source(file, reading)
     return Found([source], is_foreign=not source.segment.manifest.snapshot_id)
 
 
-def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Found:
+def _of_directory(directory: Path, reading: Reading, files: ExitStack) -> Found:
     """Read the rank's file, which is ours, the seed's; or another tool's shards."""
-    if (place / MARKER).exists() or not place.exists() or old_of(place).exists():
-        return _of_checkpoint(place, reading, files)
-    legacy = place / f"checkpoint_{reading.rank}.pt"
+    if (
+        (directory / MARKER).exists()
+        or not directory.exists()
+        or old_of(directory).exists()
+    ):
+        return _of_checkpoint(directory, reading, files)
+    legacy = directory / f"checkpoint_{reading.rank}.pt"
     if legacy.is_file():
-        _check_seed(place, reading)
+        _check_seed(directory, reading)
         return _of_file(legacy, reading, files)
-    if is_dcp(place):
-        return _of_dcp(place, reading, files)
-    names, index = _shards(place, reading.limits)
-    if not names or (place / rank_file(reading.rank)).exists():
-        return _of_checkpoint(place, reading, files)  # raises the error
-    shards = [_open(place / each, reading, files) for each in names]
+    if is_dcp(directory):
+        return _of_dcp(directory, reading, files)
+    names, index = _shards(directory, reading.limits)
+    if not names or (directory / rank_file(reading.rank)).exists():
+        return _of_checkpoint(directory, reading, files)  # raises the error
+    shards = [
+        _source(files.enter_context(opened(directory / each)), reading)
+        for each in names
+    ]
     if len(shards) > 1 and any(each.segment.manifest.digests for each in shards):
         raise CheckpointNotFoundError(
-            str(place), "it holds several files, and no marker that says which belong"
+            str(directory),
+            "it holds several files, and no marker that says which belong",
         )
-    _check_shards(place, dict(zip(names, shards, strict=True)), index)
+    _check_shards(directory, dict(zip(names, shards, strict=True)), index)
     return Found(shards, is_foreign=True)
 
 
-def _of_dcp(place: Path, reading: Reading, files: ExitStack) -> Found:
+def _of_dcp(directory: Path, reading: Reading, files: ExitStack) -> Found:
     """Open a checkpoint of torch.distributed.checkpoint."""
-    found = dcp_sources(place, files, limits=reading.limits)
+    found = dcp_sources(directory, files, limits=reading.limits)
     if reading.verify != "none":
         logger.warning(
             "%s is a checkpoint of torch.distributed.checkpoint, which has no digests: "
             "its bytes are not verified",
-            place,
+            directory,
         )
     for path, why in found.left_out.items():
-        logger.warning("%s: %s is left out: %s", place, format_path(path), why)
+        logger.warning("%s: %s is left out: %s", directory, format_path(path), why)
     sources: list[LoadSource] = [
         FileSource(*each, mapped=reading.mmap) for each in found.files
     ]
@@ -184,30 +194,30 @@ def _of_dcp(place: Path, reading: Reading, files: ExitStack) -> Found:
     return Found(sources, is_foreign=True)
 
 
-def _check_seed(place: Path, reading: Reading) -> None:
+def _check_seed(directory: Path, reading: Reading) -> None:
     """Refuse a directory with the files of more ranks than load it."""
-    saved = sum(_SEED.fullmatch(each) is not None for each in os.listdir(place))
+    saved = sum(_SEED.fullmatch(each) is not None for each in os.listdir(directory))
     loading = reading.world_size
     if loading is not None and saved > loading:
-        raise WorldSizeMismatchError(str(place), saved=saved, loading=loading)
+        raise WorldSizeMismatchError(str(directory), saved=saved, loading=loading)
 
 
-def _of_checkpoint(place: Path, reading: Reading, files: ExitStack) -> Found:
-    checkpoint = checkpoint_at(place)
+def _of_checkpoint(directory: Path, reading: Reading, files: ExitStack) -> Found:
+    checkpoint = checkpoint_at(directory)
     saved, loading = checkpoint.world_size, reading.world_size
     if isinstance(reading.rank_values, int):
         checkpoint.file_of(reading.rank_values)  # or there is no such rank
     if loading is None:
-        return Found(_rank_files(place, reading, files, only=reading.rank))
+        return Found(_rank_files(directory, reading, files, only=reading.rank))
     if saved == 1 or loading != saved:
-        return Found(_rank_files(place, reading, files))
-    own = _rank_files(place, reading, files, only=reading.rank)
-    rest = partial(_rank_files, place, reading, files)
+        return Found(_rank_files(directory, reading, files))
+    own = _rank_files(directory, reading, files, only=reading.rank)
+    rest = partial(_rank_files, directory, reading, files)
     return Found(own, rest, reading.rank)
 
 
 def _rank_files(
-    place: Path, reading: Reading, files: ExitStack, only: int | None = None
+    directory: Path, reading: Reading, files: ExitStack, only: int | None = None
 ) -> list[FileSource]:
     """Open the files of all ranks, or of one, that the marker names.
 
@@ -215,29 +225,28 @@ def _rank_files(
         CheckpointNotFoundError: one is missing.
         IntegrityError: another file has the name of one.
     """
-    for _ in range(_TRIES):
-        before = identity(place)
+    for _ in range(_MAX_TRIES):
+        before = identity(directory)
         try:
-            return _opened_ranks(place, reading, files, only)
+            return _opened_ranks(directory, reading, files, only)
         except (StorageError, IntegrityError):
-            if identity(place) == before:  # else it was replaced meanwhile
+            if identity(directory) == before:  # else it was replaced meanwhile
                 raise
-    raise StorageError(str(place), "it is replaced faster than it can be read")
+    raise StorageError(str(directory), "it is replaced faster than it can be read")
 
 
 def _opened_ranks(
-    place: Path, reading: Reading, files: ExitStack, only: int | None
+    directory: Path, reading: Reading, files: ExitStack, only: int | None
 ) -> list[FileSource]:
-    checkpoint = checkpoint_at(place)
+    checkpoint = checkpoint_at(directory)
     ranks = range(checkpoint.world_size) if only is None else (only,)
-    if len(ranks) > _MOST_FILES:
-        detail = f"{len(ranks)} ranks saved it, and {_MOST_FILES} files can be read"
-        raise StorageError(str(place), detail)
+    if len(ranks) > _MAX_FILES:
+        detail = f"{len(ranks)} ranks saved it, and {_MAX_FILES} files can be read"
+        raise StorageError(str(directory), detail)
     if len(ranks) > _MANY_FILES:
         raise_descriptor_limit()
     paths = [*map(checkpoint.file_of, ranks)]
-    fds = [files.enter_context(opened(path)) for path in paths]
-    sources = _sources(paths, fds, reading)
+    sources = _sources([files.enter_context(opened(path)) for path in paths], reading)
     for path, source in zip(paths, sources, strict=True):
         expected = checkpoint.files[path.name].snapshot
         actual = source.segment.manifest.snapshot_id
@@ -246,24 +255,21 @@ def _opened_ranks(
     return sources
 
 
-def _sources(
-    paths: Sequence[Path], fds: Sequence[int], reading: Reading
-) -> list[FileSource]:
+def _sources(opened_files: Sequence[OpenFile], reading: Reading) -> list[FileSource]:
     """Read the headers of open files."""
-    found: dict[int, FileSource] = {}
+    if len(opened_files) == 1:  # most have no other
+        return [_source(opened_files[0], reading)]
+    found: dict[OpenFile, FileSource] = {}
 
-    def read(at: int) -> None:
-        found[at] = _source(paths[at], fds[at], reading)
+    def read(file: OpenFile) -> None:
+        found[file] = _source(file, reading)
 
-    if len(paths) == 1:  # most have no other
-        read(0)
-    else:
-        with collector_paused():  # their trees are large
-            share_out(read, range(len(paths)))
-    return [found[at] for at in range(len(paths))]
+    with collector_paused():  # their trees are large
+        share_out(read, opened_files)
+    return [found[file] for file in opened_files]
 
 
-def _shards(place: Path, limits: Limits) -> tuple[list[str], dict[str, str]]:
+def _shards(directory: Path, limits: Limits) -> tuple[list[str], dict[str, str]]:
     """Return the safetensors files of a directory: those of its index, if there is one.
 
     The index comes second: the name of a tensor -> its file.
@@ -272,21 +278,21 @@ def _shards(place: Path, limits: Limits) -> tuple[list[str], dict[str, str]]:
         StorageError: the index is malformed, or names a missing file.
         LimitExceededError: the index is larger than a header may be.
     """
-    with named(place):
-        names = sorted(each.name for each in place.iterdir() if each.is_file())
+    with named(directory):
+        names = sorted(each.name for each in directory.iterdir() if each.is_file())
     found = [name for name in names if name.endswith(_SUFFIX)]
     for index in (name for name in names if name.endswith(_INDEX)):
-        listed = _listed(place / index, limits)
+        listed = _listed(directory / index, limits)
         if lost := sorted({*listed.values()}.difference(found)):
             raise StorageError(
-                str(place / index), f"it names {lost[0]}, which is missing"
+                str(directory / index), f"it names {lost[0]}, which is missing"
             )
         return sorted({*listed.values()}), listed
     return found, {}
 
 
 def _check_shards(
-    place: Path, shards: Mapping[str, FileSource], index: Mapping[str, str]
+    directory: Path, shards: Mapping[str, FileSource], index: Mapping[str, str]
 ) -> None:
     """Check that each tensor is in one file, and in that of the index.
 
@@ -298,11 +304,11 @@ def _check_shards(
         for name in source.segment.manifest.names:
             if (other := holders.setdefault(name, file)) != file:
                 detail = f"{other} and {file} both hold {name!r}: remove one of them"
-                raise StorageError(str(place), detail)
+                raise StorageError(str(directory), detail)
     for name, file in index.items():
         if holders.get(name) != file:
             detail = f"its index names {name!r} in {file}, which does not hold it"
-            raise StorageError(str(place), detail)
+            raise StorageError(str(directory), detail)
 
 
 class _Index(msgspec.Struct):

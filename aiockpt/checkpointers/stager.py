@@ -26,10 +26,8 @@ from aiockpt.storage.checkpoint_file import blaming_file
 from aiockpt.transfer.stager import Stager, StagerOptions
 from aiockpt.transport import exact_step
 
-__all__ = ["CheckpointStager", "DefaultStager", "StagedState"]
-
 _ARENAS: Final = 2  # one is written while the next save is staged into the other
-_CLOSING: Final = 5.0
+_CLOSING_S: Final = 5.0
 _LIMITS: Final = replace(FILE_LIMITS, max_header_bytes=1 << 40)
 
 
@@ -50,9 +48,6 @@ class StagedState:
         self.snapshot = snapshot
         self._allow_pickle, self._nodes = allow_pickle, nodes
         self._released = False
-
-    def __repr__(self) -> str:
-        return f"<StagedState {self.snapshot!r}>"
 
     def __enter__(self) -> Self:
         return self
@@ -152,9 +147,6 @@ class DefaultStager(CheckpointStager):
         )
         self._stager = Stager(self._bridge, options, ports=ports)
 
-    def __repr__(self) -> str:
-        return f"<DefaultStager {self._config}>"
-
     async def stage(
         self, state_dict: Any, *, step: int = 0, **kwargs: Any
     ) -> StagedState:
@@ -214,8 +206,8 @@ class DefaultStager(CheckpointStager):
         self._lifetime.bind()
         self._stager.close()
         await self._lifetime.end(
-            partial(self._lifetime.calls_ended, timeout=_CLOSING),
-            partial(self._bridge.aclose, timeout=_CLOSING),
+            partial(self._lifetime.calls_ended, timeout=_CLOSING_S),
+            partial(self._bridge.aclose, timeout=_CLOSING_S),
         )
 
 
@@ -235,7 +227,7 @@ async def stage_after(
 
 
 def _nodes(snapshot: Snapshot, state_dict: Any) -> Decoders:
-    """Return the decoders of the state dict's types, which takes a walk if any."""
+    """Return the decoders of the types in the state dict, which is walked for them."""
     header = snapshot.manifest.header
     found = any(prefix.encode() in header for prefix in (NAMED_TUPLE, PYTREE))
     return decoders_for(state_dict) if found else {}

@@ -35,8 +35,6 @@ from aiockpt.storage.directory import StrPath
 from aiockpt.storage.read import OnBytes, Verify
 from aiockpt.transport import refuse_unknown
 
-__all__ = ["SyncCheckpointer"]
-
 
 class SyncCheckpointer(Checkpointer):
     """Saves straight from the tensors' memory and loads straight into it.
@@ -67,10 +65,6 @@ class SyncCheckpointer(Checkpointer):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        closed = " closed" if self._closed else ""
-        return f"<SyncCheckpointer {self._writer}{closed}>"
 
     def save(
         self,
@@ -109,12 +103,12 @@ class SyncCheckpointer(Checkpointer):
         writer = self._writer
         own_ones = own_functions(writer)
         refuse_unknown(SyncCheckpointer.save, own, *own_ones, elsewhere=ELSEWHERE)
-        place, keywords = path_for(state_dict, path), dict[str, Any](own)
+        text, keywords = path_for(state_dict, path), dict[str, Any](own)
         self._check()
-        self._account.note_step(place, step)
+        self._account.note_step(text, step)
         if step is not None:
             keywords["step"] = step
-        step = step_for(place, keywords)
+        step = step_for(text, keywords)
         began, written = time.monotonic(), Written()
         if isinstance(writer, Writers):
             writer = writer.of(writer.lookup.of_save())
@@ -128,9 +122,9 @@ class SyncCheckpointer(Checkpointer):
             if (made := committed_before(error)) is None:
                 self._account.count("failed")
             else:
-                self._note_written(place, step, made, began)
+                self._note_written(text, step, made, began)
             raise
-        self._note_written(place, step, written, began)
+        self._note_written(text, step, written, began)
 
     def load(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -19,7 +19,8 @@ from aiockpt.checkpointers.handle import (
 )
 from aiockpt.checkpointers.messages import (
     Forsake,
-    decode_keywords,
+    Kept,
+    Progressed,
     encode_keywords,
     failure_of,
 )
@@ -49,6 +50,8 @@ class CheckpointThread(BackgroundWriter):
         staging_config: How a state dict that is not staged yet is staged.
     """
 
+    writers: Writers
+
     def __init__(
         self,
         writers: Writers,
@@ -56,33 +59,27 @@ class CheckpointThread(BackgroundWriter):
         shutdown_timeout_secs: float,
         staging_config: CheckpointStagerConfig,
     ) -> None:
-        self._writers = writers
+        self.writers = writers
         self._timeout = shutdown_timeout_secs
         self._lifetime = Lifetime("the checkpoint thread")
         self._bridge = Bridge(threads=1, name="aiockpt-write")
         self._helper = Bridge(threads=1, name="aiockpt-handover")
         self._stager = DefaultStager(staging_config, shared=False)
-        self._count = 0
         self._queue = WorkQueue()
         self._waiting: dict[_ThreadJob, asyncio.Task[None]] = {}
-
-    def own_functions(self) -> Sequence[Callable[..., object]]:
-        """Return the functions of the commit hook; anything for a user's writer."""
-        return self._writers.own_functions()
 
     async def submit(
         self, handle: SaveHandle, staged: Any, keywords: Mapping[str, Any]
     ) -> None:
         """Take over a save; see :class:`.BackgroundWriter`."""
         with self._lifetime.call():
-            ranks = self.ranks()
+            ranks = self.writers.lookup.of_save()
             snapshot = await self._stager.snapshot(staged, step=handle.step)
             try:
                 with failing_here("copying the keywords"):
                     given = await self._helper.run(encode_keywords, keywords)
                 path = absolute_path(handle.path)  # now: the directory may change
-                self._count += 1
-                handle.hand_over(self._count, snapshot)
+                handle.hand_over(snapshot)
             finally:
                 snapshot.release()
             job = _ThreadJob(handle, path, ranks, given)
@@ -97,12 +94,8 @@ class CheckpointThread(BackgroundWriter):
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
-        if (message := forsaking(self._writers.lookup, path, step, reason)) is not None:
+        if (message := forsaking(self.writers.lookup, path, step, reason)) is not None:
             self._do(message)
-
-    def ranks(self) -> SaveRanks:
-        """Return the ranks of a save that begins now."""
-        return self._writers.lookup.of_save()
 
     async def close(self) -> None:
         """Finish the submitted writes within the time limit, then end."""
@@ -114,7 +107,7 @@ class CheckpointThread(BackgroundWriter):
         # The thread returns when there is no task: if it waited for the next one, a
         # program that does not close its checkpointer would never exit.
         self._queue.put(task)
-        self._bridge.post(work, partial(self._queue.take, wait=False), self._writers)
+        self._bridge.post(work, partial(self._queue.take, wait=False), self.writers)
 
     async def _outlast(self, job: _ThreadJob) -> None:
         """Keep the loop running until the write has ended, even if it is closing."""
@@ -129,7 +122,7 @@ class CheckpointThread(BackgroundWriter):
         hangs = [*self._waiting]
         for job in hangs:
             await self._give_up(job)
-        self._bridge.post(self._writers.close)
+        self._bridge.post(self.writers.close)
         await self._bridge.aclose(timeout=0 if hangs else _CLOSING_S)
         await self._helper.aclose(timeout=_CLOSING_S)
         await self._stager.close()
@@ -146,7 +139,7 @@ class CheckpointThread(BackgroundWriter):
             job.path,
             WorkerError(f"{doing} has not ended within {limit}"),
             rank_info=job.ranks.info,
-            config=self._writers.config,
+            config=self.writers.config,
             at_work=True,
         )
         job.handle.end(outcome)
@@ -164,45 +157,36 @@ class _ThreadJob(WriteJob):
     ) -> None:
         assert handle.snapshot is not None
         self.handle, self.number = handle, handle.number
-        self.path, self.ranks = path, ranks
-        self._snapshot, self._keywords = handle.snapshot, keywords
+        self.path, self.ranks, self.keywords = path, ranks, keywords
+        self._snapshot = handle.snapshot
         self._snapshot.acquire()
         self._loop = asyncio.get_running_loop()
 
     def snapshot(self) -> Snapshot:
         return self._snapshot
 
-    def keywords(self) -> Mapping[str, Any]:
-        return decode_keywords(self._keywords)
-
     def memory(self) -> memoryview:
         size = self._snapshot.manifest.segment_bytes
         (found,) = self._snapshot.buffers(0, size) or [memoryview(b"")]
         return found
 
-    def begin(self) -> None:
-        self.handle.begun = True
-
-    def advance(self, nbytes: int) -> None:
-        self._tell(self.handle.advance, nbytes)
-
-    def keep(self, file: tuple[int, int]) -> None:
-        self.handle.file = file
+    def tell(self, message: Progressed | Kept) -> None:
+        self._on_loop(self.handle.hear, message)
 
     def seal(self, manifest: Manifest) -> None:
         """Nobody needs the digests: the snapshot ends with this process."""
 
     def close(self) -> None:
-        if not self._tell(self._snapshot.release):
+        if not self._on_loop(self._snapshot.release):
             self._snapshot.release()
 
     def end(self, outcome: Written | BaseException) -> bool:
         if isinstance(outcome, BaseException):
             outcome = _as_process_would(outcome, self.path)
-        return self._tell(self.handle.end, outcome)
+        return self._on_loop(self.handle.end, outcome)
 
-    def _tell(self, call: Callable[..., object], *args: object) -> bool:
-        """Have the loop make a call; return False if it is closed."""
+    def _on_loop(self, call: Callable[..., object], *args: object) -> bool:
+        """Make a call on the loop; return False if that is closed."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call, *args)
             return True

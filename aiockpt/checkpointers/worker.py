@@ -20,9 +20,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from aiockpt.checkpointers.base import Written
 from aiockpt.checkpointers.config import CheckpointProcessConfig
@@ -35,7 +35,6 @@ from aiockpt.checkpointers.messages import (
     Progressed,
     WorkerSetup,
     Write,
-    decode_keywords,
     decode_to_worker,
     ended,
     failure_of,
@@ -43,7 +42,7 @@ from aiockpt.checkpointers.messages import (
 )
 from aiockpt.checkpointers.recovery import LastSnapshot, SharedSnapshot
 from aiockpt.checkpointers.spawning import make_writers
-from aiockpt.checkpointers.writer import WriteJob, Writers, tell_ranks, write_by
+from aiockpt.checkpointers.writer import WriteJob, Writers, tell_ranks, write_job
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.snapshot import MappedSnapshot
 from aiockpt.runtime.bridge import Bridge
@@ -131,10 +130,10 @@ def work(take: Callable[[], Task | None], writers: Writers) -> None:
 
 
 def _write(writers: Writers, job: WriteJob) -> None:
-    job.begin()
+    job.advance()  # it begins; the next step may end this process
     outcome: Written | BaseException
     try:
-        outcome = _perform(writers, job)
+        outcome = write_job(job, writers)
     except BaseException as error:  # noqa: BLE001 - a failed write ends nothing else
         outcome = error
     try:
@@ -151,17 +150,6 @@ def _write(writers: Writers, job: WriteJob) -> None:
             logger.warning("%s", outcome.warning)
     finally:
         del outcome  # an error refers to this frame
-
-
-def _perform(writers: Writers, job: WriteJob) -> Written:
-    snapshot = job.snapshot()
-    try:
-        keywords = job.keywords()
-    except Exception as error:
-        step = snapshot.manifest.step
-        tell_ranks(writers, job.ranks, job.path, step, str(error))
-        raise
-    return write_by(writers.of(job.ranks), job, snapshot, keywords)
 
 
 # ------------------------------------------------- the main thread of a process
@@ -208,17 +196,14 @@ class _SharedJob(WriteJob):
         self.path = os.fsdecode(message.path)
         rank = self.ranks.info.global_rank
         self.shared = SharedSnapshot(self.number, self.path, rank, content[:cut], arena)
-        self._keywords = content[cut:]
+        self.keywords = content[cut:]
         self._control = control
         self._mapped: MappedSnapshot | None = None
-        self._report_at = 0.0
+        self._report_at = 0.0  # the first report is that the write begins
 
     def snapshot(self) -> MappedSnapshot:
         self._mapped = self.shared.mapped()
         return self._mapped
-
-    def keywords(self) -> Mapping[str, Any]:
-        return decode_keywords(self._keywords)
 
     def memory(self) -> mmap.mmap:
         assert self._mapped is not None
@@ -226,17 +211,14 @@ class _SharedJob(WriteJob):
         # A private mapping: the trainer's memory stays as it is.
         return mmap.mmap(self.shared.arena, size, access=mmap.ACCESS_COPY)
 
-    def begin(self) -> None:
-        self._control.send_now(Progressed(self.number))
-
-    def advance(self, nbytes: int) -> None:
+    def tell(self, message: Progressed | Kept) -> None:
         now = time.monotonic()
-        if now >= self._report_at:
+        if isinstance(message, Kept) or not self._report_at:
+            self._report_at = now
+            self._control.send_now(message)
+        elif now >= self._report_at:
             self._report_at = now + _REPORT_EVERY_S
-            self._control.send(Progressed(self.number, nbytes))
-
-    def keep(self, file: tuple[int, int]) -> None:
-        self._control.send_now(Kept(self.number, *file))
+            self._control.send(message)
 
     def seal(self, manifest: Manifest) -> None:
         self._control.note_sealed(self.number, manifest)

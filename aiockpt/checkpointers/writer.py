@@ -1,7 +1,7 @@
 """One rank's writer: it writes a durable file, then commits with the other ranks.
 
 `CheckpointWriter._save` shows a write from top to bottom. `write` passes it a live
-state dict; `write_by` and `write_staged` pass it a snapshot. `_Save` is the
+state dict; `write_job` and `write_staged` pass it a snapshot. `_Save` is the
 communication of a write with the other ranks.
 
 Only writing a live state dict needs torch. The checkpoint process writes from a
@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -32,8 +33,9 @@ from aiockpt.checkpointers.base import (
     anything,
     committed_before,
     mark_committed,
-    meter,
+    report_written,
     step_for,
+    warn_of_commit,
 )
 from aiockpt.checkpointers.config import (
     BarrierConfig,
@@ -42,6 +44,7 @@ from aiockpt.checkpointers.config import (
     RankInfo,
     SaveRanks,
 )
+from aiockpt.checkpointers.messages import Kept, Progressed, decode_keywords
 from aiockpt.checkpointers.ranks import RankLookup
 from aiockpt.errors import (
     PeerFailedError,
@@ -49,7 +52,7 @@ from aiockpt.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from aiockpt.events import Progress, TransferEvent, emit
+from aiockpt.events import Progress, guarded
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import ArenaPool
@@ -66,8 +69,6 @@ from aiockpt.transport import refuse_unknown
 
 if TYPE_CHECKING:
     from mmap import mmap
-
-__all__ = ["CheckpointWriter", "WriterHook"]
 
 logger = logging.getLogger("aiockpt")
 
@@ -128,12 +129,6 @@ class CheckpointWriter:
         self._remarks = Remarks(FILE_LIMITS, FILE_LIMITS)
         self._on_kept: Callable[[tuple[int, int]], object] | None = None
 
-    def __repr__(self) -> str:
-        rank = self._rank_info
-        return (
-            f"<{type(self).__name__} rank={rank.global_rank}/{rank.global_world_size}>"
-        )
-
     @property
     def config(self) -> CheckpointWriterConfig:
         """How it writes."""
@@ -163,16 +158,7 @@ class CheckpointWriter:
                 CheckpointWriter.write, dict.fromkeys(extra), *own_functions(self)
             )
         written = self.write_live(path, state_dict, None, **kwargs)
-        if written.warning:
-            step = step_for(path, kwargs)
-            emit(
-                TransferEvent(
-                    stop="write",
-                    step=step,
-                    detail=written.warning,
-                    level=logging.WARNING,
-                )
-            )
+        warn_of_commit(step_for(path, kwargs), written.warning)
 
     def write_live(
         self,
@@ -199,9 +185,14 @@ class CheckpointWriter:
                 remarks=self._remarks,
             )
         with live:
-            report = meter(progress, live.segment_bytes)
+            told = None if progress is None else guarded(progress)
+            began, total = time.monotonic(), live.segment_bytes
+
+            def report(done: int) -> None:
+                report_written(told, began, done, total)
+
             written = self._save(path, save, _Reporting(live, report), kwargs)
-            report(live.segment_bytes)
+            report(total)
         return written
 
     def write_staged(
@@ -238,22 +229,22 @@ class CheckpointWriter:
 
     def _begin(self, path: StrPath, step: int) -> _Save:
         try:
-            target = resolve_target(path)
+            destination = resolve_target(path)
         except BaseException as error:
             self.abandon(path, step, _reason(error))
             raise
-        save = self._described(path, target, step)
+        save = self._described(path, destination, step)
         save.expect()
         return save
 
-    def _described(self, path: StrPath, target: Path, step: int) -> _Save:
+    def _described(self, path: StrPath, destination: Path, step: int) -> _Save:
         meeting = Meeting(
             directory=os.fspath(_unresolved(path)),
             step=step,
             phase="written",
             timeout=self._config.write_barrier_timeout_secs,
         )
-        return _Save(target, meeting, self._barrier)
+        return _Save(destination, meeting, self._barrier)
 
     def _save(
         self, path: StrPath, save: _Save, writable: Writable, kwargs: Mapping[str, Any]
@@ -262,8 +253,8 @@ class CheckpointWriter:
         config, rank = self._config, self._rank_info.global_rank
         with save.reporting("written"):
             if not rank:
-                sweep(save.target.parent, shared=self._barrier is not None)
-            draft = Draft(save.target, rank, durable=config.fsync)
+                sweep(save.destination.parent, shared=self._barrier is not None)
+            draft = Draft(save.destination, rank, durable=config.fsync)
         written: Written | None = None  # until it is committed
         try:
             with draft:
@@ -299,7 +290,7 @@ class CheckpointWriter:
                 for each in unused:
                     remove_ours(each)
                 if not rank:
-                    remove_old(save.target, config)
+                    remove_old(save.destination, config)
         except BaseException as error:
             if written is not None:
                 mark_committed(error, written)
@@ -307,16 +298,16 @@ class CheckpointWriter:
         return written
 
 
-def remove_old(target: Path, config: CheckpointWriterConfig) -> None:
+def remove_old(destination: Path, config: CheckpointWriterConfig) -> None:
     """Remove the checkpoints beside a new one that the config does not keep."""
     if config.keep_last is None:
         return
     try:
         retire(
-            target.parent,
+            destination.parent,
             keep_last=config.keep_last,
             keep_every=config.keep_every,
-            spare=target,
+            spare=destination,
         )
     except StorageError:
         logger.warning("old checkpoints are not removed", exc_info=True)
@@ -340,15 +331,15 @@ class _Save:
     """The communication of one save with the other ranks.
 
     Args:
-        target: The checkpoint's final path.
+        destination: The checkpoint's final path.
         meeting: The meeting of the first phase.
         barrier: The barrier of the ranks; None if there is only one rank.
     """
 
     def __init__(
-        self, target: Path, meeting: Meeting, barrier: TCPStoreBarrier | None
+        self, destination: Path, meeting: Meeting, barrier: TCPStoreBarrier | None
     ) -> None:
-        self.target = target
+        self.destination = destination
         self.step = meeting.step
         self._meeting = meeting
         self._barrier = barrier
@@ -428,19 +419,19 @@ class _Save:
 
     def _not_confirmed(self, error: Exception) -> str:
         why = _reason(error).partition("\n")[0]
-        name = self.target.name
+        name = self.destination.name
         return f"{name} is committed, but not every rank confirmed it: {why}"
 
     def _not_committed(self, draft: Draft, error: Exception) -> StorageError:
         draft.discard()
-        return StorageError(str(self.target), f"it was not committed: {error}")
+        return StorageError(str(self.destination), f"it was not committed: {error}")
 
     def _not_known(self, error: Exception) -> StorageError:
         detail = (
             f"it is not known whether it was committed: {error}; it was, if "
             f"{MARKER} is there with step {self.step}"
         )
-        failure = StorageError(str(self.target), detail)
+        failure = StorageError(str(self.destination), detail)
         failure.may_be_committed = True
         return failure
 
@@ -474,38 +465,36 @@ class WriteJob(ABC):
     """One write for a worker: what to write, and whom to tell about it.
 
     Attributes:
-        number: Which of the writer's saves it is.
+        number: Which of the trainer's saves it is.
         path: The checkpoint's absolute path.
         ranks: The ranks of the save.
+        keywords: The encoded keyword arguments of ``save``.
     """
 
     number: int
     path: str
     ranks: SaveRanks
+    keywords: bytes
+
+    def advance(self, nbytes: int = 0) -> None:
+        """Report that the writer has consumed so many bytes; first, that it begins."""
+        self.tell(Progressed(self.number, nbytes))
+
+    def keep(self, file: tuple[int, int]) -> None:
+        """Report the `Draft.identity` of the complete file, before the commit."""
+        self.tell(Kept(self.number, *file))
 
     @abstractmethod
     def snapshot(self) -> Snapshot | MappedSnapshot:
         """Return the copy; called once."""
 
     @abstractmethod
-    def keywords(self) -> Mapping[str, Any]:
-        """Return the keyword arguments of ``save``."""
-
-    @abstractmethod
     def memory(self) -> mmap | memoryview:
         """Return the data segment; a writer of the user's own may modify it."""
 
     @abstractmethod
-    def begin(self) -> None:
-        """Note that the write begins. The next step may end this process."""
-
-    @abstractmethod
-    def advance(self, nbytes: int) -> None:
-        """Report that the writer has consumed so many bytes."""
-
-    @abstractmethod
-    def keep(self, file: tuple[int, int]) -> None:
-        """Note the `Draft.identity` of the complete file, before the commit."""
+    def tell(self, message: Progressed | Kept) -> None:
+        """Tell the trainer how far the write is; see `SaveHandle.hear`."""
 
     @abstractmethod
     def seal(self, manifest: Manifest) -> None:
@@ -520,33 +509,28 @@ class WriteJob(ABC):
         """Report the end; return False if nobody is there to be told."""
 
 
-def write_by(
-    writer: Any,
-    job: WriteJob,
-    snapshot: Snapshot | MappedSnapshot,
-    keywords: Mapping[str, Any],
-) -> Written:
+def write_job(job: WriteJob, writers: Writers) -> Written:
     """Write a staged checkpoint with a writer, which may be the user's own.
 
     A writer that overrides ``write`` gets a state dict over ``job.memory()``, which it
     may modify until it returns. Its types are found by name, and their modules are
-    imported.
-
-    Args:
-        writer: The writer.
-        job: Has the path, and is told of the progress.
-        snapshot: The staged state dict; its manifest has no digests yet.
-        keywords: The keyword arguments of ``save``.
-
-    An error that comes after the commit is a warning of the result.
+    imported. An error that comes after the commit is a warning of the result.
     """
+    snapshot = job.snapshot()
+    step = snapshot.manifest.step
+    try:
+        keywords = decode_keywords(job.keywords)
+    except Exception as error:
+        tell_ranks(writers, job.ranks, job.path, step, str(error))
+        raise
+    writer = writers.of(job.ranks)
     ours = isinstance(writer, CheckpointWriter)
     if ours:
         writer._on_kept = job.keep  # noqa: SLF001 - it belongs to this module
     staged = WritableSnapshot(snapshot, on_seal=job.seal)
     try:
         if getattr(type(writer), "write", None) is CheckpointWriter.write:
-            watched, step = _Reporting(staged, job.advance), snapshot.manifest.step
+            watched = _Reporting(staged, job.advance)
             told = writer.write_staged(job.path, watched, step, **keywords)
             return told if isinstance(told, Written) else Written()
         manifest = staged.seal()
@@ -666,9 +650,6 @@ class Writers:
         self.config = config if isinstance(config, CheckpointWriterConfig) else None
         self._ranks: SaveRanks | None = None
         self._writer: Any = None
-
-    def __repr__(self) -> str:
-        return f"<Writers {self._writer!r}>"
 
     def own_functions(self) -> list[Callable[..., object]]:
         """Return the user's own functions that get the keywords of a save.

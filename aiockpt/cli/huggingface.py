@@ -43,8 +43,8 @@ from aiockpt.runtime.bridge import share_out
 from aiockpt.state.catalogue import Piece
 from aiockpt.state.reshard import Policy, RankValues, United
 from aiockpt.state.segment import Segment
-from aiockpt.storage.boxes import BoxSource, LoadSource
-from aiockpt.storage.checkpoint_file import blocks_of, header_of
+from aiockpt.storage.boxes import BoxSource
+from aiockpt.storage.checkpoint_file import OpenFile
 from aiockpt.storage.directory import resolve_target
 from aiockpt.storage.files import (
     exchange,
@@ -62,6 +62,7 @@ from aiockpt.storage.files import (
 from aiockpt.storage.lock import SaveLock
 from aiockpt.storage.partfile import TAKEN
 from aiockpt.storage.placement import Placement
+from aiockpt.storage.read import LoadSource
 from aiockpt.storage.write import BLOCK, plain_header
 
 __all__ = ["Export", "Output", "export", "in_order", "write_plain"]
@@ -252,9 +253,10 @@ def write_plain(
             output = Output(fd, size)
             fill(output, header)
             os.fsync(fd)
-        found = header_of(path, fd, limits=FILE_LIMITS).entries
+        file = OpenFile(path, fd)
+        found = file.header(limits=FILE_LIMITS).entries
         same = dict(_items(found)) == dict(_items(entries))
-        if not same or digest(blocks_of(path, fd, 0, size)) != output.digest:
+        if not same or digest(file.blocks(0, size)) != output.digest:
             detail = "the disk does not hold what was written to it"
             raise StorageError(str(path), detail)
 

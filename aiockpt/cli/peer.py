@@ -33,7 +33,15 @@ from aiockpt.http.download import ReceiveExtension
 from aiockpt.http.handlers import ServerConfig
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, LatestInfo, chase
-from aiockpt.http.options import Auth, Receive, Server, Swarm
+from aiockpt.http.options import (
+    READER_CONNECTIONS,
+    READER_STALL_TIMEOUT_S,
+    READER_THREADS,
+    Auth,
+    Receive,
+    Server,
+    Swarm,
+)
 from aiockpt.http.peers import Peers, distinct
 from aiockpt.http.protocol import Lease, Origin
 from aiockpt.http.retry import poll
@@ -49,10 +57,6 @@ from aiockpt.swarm.neighbours import Neighbours
 __all__ = ["FoundCheckpoint", "SenderClient", "open_peer"]
 
 V = TypeVar("V")
-
-_THREADS = 2
-_CONNECTIONS = 4
-_STALL_TIMEOUT = 10.0
 
 
 class FoundCheckpoint(NamedTuple):
@@ -175,7 +179,7 @@ class SenderClient:
         if reconnect is not None:
             options = replace(options, reconnect_timeout=reconnect)
         return CheckpointClient(
-            options, self.auth, stall_timeout=_STALL_TIMEOUT, bridge=self.bridge
+            options, self.auth, stall_timeout=READER_STALL_TIMEOUT_S, bridge=self.bridge
         )
 
     async def _newest(self) -> int:
@@ -204,9 +208,9 @@ def _host(bridge: Bridge) -> RelayHost:
         options=Server(),
         token=secrets.token_urlsafe(),  # of what is served besides: nothing
         insecure=False,
-        stall_timeout=_STALL_TIMEOUT,
+        stall_timeout=READER_STALL_TIMEOUT_S,
         default_wait=0.0,
-        max_wait=_STALL_TIMEOUT,
+        max_wait=READER_STALL_TIMEOUT_S,
         hosts=frozenset(),
     )
     endpoint = Endpoint(Server(), advertise=None, tls=False)
@@ -246,11 +250,11 @@ async def open_peer(
         raise UsageError(str(error)) from None
     receive = Receive(
         limits=Limits(max_bytes=options.get("max_size")),
-        connections=_CONNECTIONS,
+        connections=READER_CONNECTIONS,
         reconnect_timeout=arguments.reconnect,
     )
     auth = Auth(token=known.to_send, client_ssl_context=_trusting(arguments.cafile))
-    bridge = Bridge(threads=_THREADS, name="aiockpt")
+    bridge = Bridge(threads=READER_THREADS, name="aiockpt")
     try:
         async with Deadline(timeout, stop="fetch_manifest") as deadline:
             yield SenderClient(

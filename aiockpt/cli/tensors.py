@@ -24,7 +24,7 @@ from aiockpt.state.mesh import Box
 from aiockpt.state.reshard import BoxCopy, United
 from aiockpt.state.selection import Selection, below, item
 from aiockpt.state.trees import DICTS, items_of, number_of, tag_of
-from aiockpt.storage.boxes import LoadSource
+from aiockpt.storage.read import LoadSource
 
 __all__ = ["CODE_OF", "TensorToWrite", "has_code", "is_name", "tensors_of"]
 

@@ -15,6 +15,11 @@ from aiockpt.http.security import check_peers
 from aiockpt.runtime.secrets import Token
 from aiockpt.transport import check_fields, require, require_type
 
+# Of a client without a transport, as in a command or a load from a URL.
+READER_THREADS = 2
+READER_CONNECTIONS = 4
+READER_STALL_TIMEOUT_S = 10.0
+
 _CONNECTIONS = min(4, os.cpu_count() or 4)
 _MAX_NICE = 19
 _MAX_PORT = 65535

@@ -18,7 +18,7 @@ from functools import cache, cached_property, partial
 from itertools import chain, islice
 from math import gcd, prod
 from operator import attrgetter, mul
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -38,25 +38,10 @@ from aiockpt.state.rebuild import parts_over
 from aiockpt.state.reshard import BoxCopy, Claim, United
 from aiockpt.state.segment import Segment, check_memory
 from aiockpt.storage.placement import Placement, Turns
-from aiockpt.storage.read import OnBytes, Verify, placement_of
+from aiockpt.storage.read import LoadSource, OnBytes, Verify, read_segment
 
-__all__ = ["BoxSource", "LoadSource", "LoadedSource", "compare"]
-
-_GAP: Final = 64 << 10  # bytes; to read a smaller gap is faster than to skip it
-_WINDOW: Final = 64 << 20  # bytes that are compared at once
-
-
-class LoadSource(Protocol):
-    """What a load reads from: a data segment, and how its bytes are read."""
-
-    @property
-    def segment(self) -> Segment:
-        """Its data segment."""
-
-    def read(
-        self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None = None
-    ) -> None:
-        """Read the ranges of ``placement``; see `FileSource.read`."""
+_SKIP_FROM_BYTES: Final = 64 << 10  # to read a smaller gap is faster than to skip it
+_WINDOW_BYTES: Final = 64 << 20  # they are compared at once
 
 
 class LoadedSource:
@@ -69,9 +54,6 @@ class LoadedSource:
 
     def __init__(self, values: object, *, limits: Limits) -> None:
         self.values, self._limits = values, limits
-
-    def __repr__(self) -> str:
-        return f"<LoadedSource {type(self.values).__name__}>"
 
     @cached_property
     def segment(self) -> Segment:
@@ -103,9 +85,6 @@ class BoxSource:
         self._pieces, self._copies = united.pieces, united.copies
         self._sources, self._limits = sources, limits
 
-    def __repr__(self) -> str:
-        return f"<BoxSource tensors={len(self._pieces)}>"
-
     def read(
         self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None = None
     ) -> None:
@@ -115,20 +94,20 @@ class BoxSource:
             StorageError, IntegrityError: see `FileSource.read`.
             LimitExceededError: the host has too little memory.
         """
-        target = _Assembly(self.segment.arena, placement)
+        assembly = _Assembly(self.segment.arena, placement)
         spare = _Spread()
         with collector_paused():
             moves = self._moves(placement.ranges)
         for source, some in zip(self._sources, moves, strict=True):
             if source.segment.tensors is not None:
                 for move in some:
-                    move.copy_tensor(source.segment.tensors[move.number], target)
+                    move.copy_tensor(source.segment.tensors[move.number], assembly)
             elif some:
-                plan = _SourcePlan(some, target, spare)
+                plan = _SourcePlan(some, assembly, spare)
                 check_memory(plan.spread, self._limits)
                 source.read(plan, verify=verify, on_bytes=on_bytes)
                 plan.finish()
-        target.finish()
+        assembly.finish()
 
     def _moves(self, ranges: Ranges) -> list[list[_Move]]:
         """Return what is moved of each source to the pieces in some ranges."""
@@ -202,23 +181,23 @@ class _Move:
     Attributes:
         source: The piece of the source.
         number: Its number in the source.
-        target: The piece that it goes to.
+        destination: The piece that it goes to.
         nbytes: The bytes of its elements.
         straight: The range of its bytes, if they are contiguous on both sides.
     """
 
-    def __init__(self, copy: BoxCopy, target: Piece, joint: _Joint) -> None:
+    def __init__(self, copy: BoxCopy, destination: Piece, joint: _Joint) -> None:
         self.source, self.number, self._box = copy
-        self.target = target
-        self._size = itemsize(target.dtype)
+        self.destination = destination
+        self._size = itemsize(destination.dtype)
         self.nbytes = self._box.count * self._size
-        self._differ = (self.source.flags ^ target.flags) & (CONJ | NEG)
+        self._differ = (self.source.flags ^ destination.flags) & (CONJ | NEG)
         self.straight: _PlacedRange | None = None
-        shapes = self.source.shape, self.source.stride, target.shape
+        shapes = self.source.shape, self.source.stride, destination.shape
         if not self._differ and (found := joint(self._box, *shapes, self._size)):
             theirs, mine, nbytes = found
             start = self.source.start + theirs
-            self.straight = _PlacedRange(start, start + nbytes, target, mine)
+            self.straight = _PlacedRange(start, start + nbytes, destination, mine)
 
     def runs(self) -> Iterator[ByteRuns]:
         """Yield where the bytes are in the source, in the order of its memory."""
@@ -232,23 +211,23 @@ class _Move:
         for each in byte_runs(first, sizes, shape, stride, self._size):
             yield replace(each, start=piece.start + each.start)
 
-    def copy(self, data: torch.Tensor, target: _Assembly) -> None:
+    def copy(self, data: torch.Tensor, assembly: _Assembly) -> None:
         """Copy the elements out of the bytes of the source's data segment."""
         piece = self.source
         first = piece.start + self._size * _dot(self._box.theirs, piece.stride)
-        self._copy(data, first, piece.stride, target)
+        self._copy(data, first, piece.stride, assembly)
 
-    def copy_tensor(self, tensor: torch.Tensor, target: _Assembly) -> None:
+    def copy_tensor(self, tensor: torch.Tensor, assembly: _Assembly) -> None:
         """Copy the elements of a tensor in memory."""
         part = _part(physical(tensor), self._box.theirs, self._box.sizes)
         data = _bytes_of(part)
-        self._copy(data, 0, dense_stride(self._box.sizes), target)
+        self._copy(data, 0, dense_stride(self._box.sizes), assembly)
 
     def _copy(
-        self, data: torch.Tensor, first: int, stride: Sequence[int], target: _Assembly
+        self, data: torch.Tensor, first: int, stride: Sequence[int], assembly: _Assembly
     ) -> None:
-        memory = torch.frombuffer(target.memory(self.target), dtype=torch.uint8)
-        dense = dense_stride(self.target.shape)
+        memory = torch.frombuffer(assembly.memory(self.destination), dtype=torch.uint8)
+        dense = dense_stride(self.destination.shape)
         start = self._size * _dot(self._box.mine, dense)
         # Torch's words must be aligned; a foreign file need not align its tensors.
         places = data.data_ptr(), memory.data_ptr(), first, start
@@ -256,8 +235,8 @@ class _Move:
         made = partial(_elements, self._box.sizes, self._size, word)
         made(dense, memory, start).copy_(made(stride, data, first))
         if self._differ:
-            whole = memory.view(DTYPES[self.target.dtype])
-            whole = whole.as_strided(self.target.shape, dense)
+            whole = memory.view(DTYPES[self.destination.dtype])
+            whole = whole.as_strided(self.destination.shape, dense)
             part = _part(whole, self._box.mine, self._box.sizes)
             if self._differ & CONJ:
                 part.conj_physical_()
@@ -272,7 +251,7 @@ def _joint(
     box: Box,
     shape: Sequence[int],
     stride: Sequence[int],
-    goal: Sequence[int],
+    full_shape: Sequence[int],
     itemsize: int,
 ) -> tuple[int, int, int] | None:
     """Return where the bytes of a box begin on both sides, and how many there are.
@@ -280,14 +259,16 @@ def _joint(
     None: they are not contiguous on both sides.
 
     Args:
-        box: The box; ``mine`` is its place in the tensor that it goes to.
+        box: The box; ``mine`` is its position in the tensor that it goes to.
         shape: The shape of the tensor that it comes from.
         stride: The strides of that.
-        goal: The shape of the tensor that it goes to, which is dense.
+        full_shape: The shape of the tensor that it goes to, which is dense.
         itemsize: The bytes of an element.
     """
     theirs = byte_runs(box.theirs, box.sizes, shape, stride, itemsize)
-    mine = byte_runs(box.mine, box.sizes, goal, dense_stride(goal), itemsize)
+    mine = byte_runs(
+        box.mine, box.sizes, full_shape, dense_stride(full_shape), itemsize
+    )
     (one, *more), (other, *others) = (islice(runs, 2) for runs in (theirs, mine))
     if more or others or one.count > 1 or other.count > 1:
         return None
@@ -368,7 +349,7 @@ class _SourcePlan(Placement):
 
     Args:
         moves: What is needed of the source.
-        target: The memory of the tensors.
+        assembly: The memory of the tensors.
         spare: Memory for what does not go straight there.
 
     Attributes:
@@ -376,9 +357,9 @@ class _SourcePlan(Placement):
     """
 
     def __init__(
-        self, moves: Sequence[_Move], target: _Assembly, spare: _Spread
+        self, moves: Sequence[_Move], assembly: _Assembly, spare: _Spread
     ) -> None:
-        self._target = target
+        self._assembly = assembly
         straight, self._late = _sorted_out(moves)
         self.spread: Ranges = _spread(self._late)
         rows = [*straight, *(_PlacedRange(*each) for each in self.spread)]
@@ -393,7 +374,7 @@ class _SourcePlan(Placement):
         if self._late:
             data = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
             for move in self._late:
-                move.copy(data, self._target)
+                move.copy(data, self._assembly)
 
     def prepare(self, start: int, stop: int) -> None:
         """Map the pages for ``[start, stop)``; see `Placement.prepare`."""
@@ -402,7 +383,7 @@ class _SourcePlan(Placement):
                 self._arena.populate(first, last)
             else:
                 begin = row.piece.start + row.offset + first - row.start
-                self._target.prepare(begin, begin + last - first)
+                self._assembly.prepare(begin, begin + last - first)
 
     def views(self, start: int, stop: int, spare: Turns) -> Sequence[memoryview]:
         """Return memory for ``[start, stop)``."""
@@ -416,7 +397,7 @@ class _SourcePlan(Placement):
                 found += self._arena.buffers(first, last)
             else:
                 begin = row.offset + first - row.start
-                memory = self._target.memory(row.piece)
+                memory = self._assembly.memory(row.piece)
                 found.append(memory[begin : begin + last - first])
             at = last
         if at < stop:
@@ -483,7 +464,7 @@ def _spread(moves: Iterable[_Move]) -> list[tuple[int, int]]:
     for move in moves:
         of_piece.setdefault((move.source.start, move.source.stop), []).append(move)
     found = (
-        touched(chain.from_iterable(move.runs() for move in some), _GAP)
+        touched(chain.from_iterable(move.runs() for move in some), _SKIP_FROM_BYTES)
         for some in of_piece.values()
     )
     return merged(chain.from_iterable(found))
@@ -579,8 +560,7 @@ def _digested(
 
     def take(window: Sequence[tuple[_Compared, int, int]]) -> None:
         ranges = merged((start, stop) for _, start, stop in window)
-        if (way := placement_of(segment, ranges, verify)) is not None:
-            source.read(way, verify=verify, on_bytes=on_bytes)
+        read_segment(source, ranges, verify=verify, on_bytes=on_bytes)
         for piece, start, stop in window:
             if not piece.is_raw:
                 view = bits(piece.number).numpy().data
@@ -598,10 +578,10 @@ def _digested(
 
     window: list[tuple[_Compared, int, int]] = []
     nbytes = 0
-    step = segment.manifest.chunk_bytes if segment.manifest.digests else _WINDOW
+    step = segment.manifest.chunk_bytes if segment.manifest.digests else _WINDOW_BYTES
     for piece in pieces:
-        for start, stop in _cut(piece, max(_WINDOW // step, 1) * step):
-            if window and nbytes + stop - start > _WINDOW:
+        for start, stop in _cut(piece, max(_WINDOW_BYTES // step, 1) * step):
+            if window and nbytes + stop - start > _WINDOW_BYTES:
                 take(window)
                 window, nbytes = [], 0
             window.append((piece, start, stop))

@@ -1,6 +1,6 @@
 """Reads the header of an existing checkpoint file, and verifies its chunks.
 
-Everything here blocks.
+Everything here blocks. Nothing needs tensors.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from aiockpt.errors import (
     AiockptError,
@@ -25,20 +27,123 @@ from aiockpt.format.tree import UnknownLeafError
 from aiockpt.runtime.words import command_line
 from aiockpt.storage.files import named, open_regular, read_at
 
-__all__ = [
-    "blocks_of",
-    "bytes_at",
-    "chunk_errors",
-    "contents",
-    "digest_of",
-    "header_of",
-    "is_of_torch",
-    "opened",
-    "read_header",
-    "verify_chunks",
-]
+ZIP_MAGIC: Final = b"PK\x03\x04"
+_PICKLE_MAGIC: Final = b"\x80"
+_BLOCK_BYTES: Final = 1 << 20
 
-_BLOCK = 1 << 20
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A regular file that is open for reading.
+
+    Attributes:
+        path: Its path, for errors. Another file may have got this name meanwhile.
+        fd: Its descriptor.
+    """
+
+    path: Path
+    fd: int
+
+    def bytes_at(self, at: int, size: int) -> bytes:
+        """Return so many bytes from an offset, all of them.
+
+        Raises:
+            StorageError: the file ends too early, or cannot be read.
+        """
+        found = bytearray(size)
+        with named(self.path):
+            read_at(self.path, self.fd, [memoryview(found)] if size else [], at)
+        return bytes(found)
+
+    def start(self) -> bytes:
+        """Return the first bytes, up to the opening brace of a safetensors header."""
+        with named(self.path):
+            return os.pread(self.fd, LENGTH_BYTES + 1, 0)
+
+    def is_of_torch(self) -> bool:
+        """Say whether the file looks like one that ``torch.save`` wrote."""
+        start = self.start()
+        return start.startswith((ZIP_MAGIC, _PICKLE_MAGIC)) and not start.endswith(b"{")
+
+    def header(self, *, limits: Limits) -> Manifest | ForeignHeader:
+        """Return the header of a safetensors file; see `read_header`."""
+        with named(self.path):
+            header = self._decoded(limits)
+            actual = os.fstat(self.fd).st_size
+        expected = header.header_bytes + header.segment_bytes
+        if actual != expected:
+            fault = "truncated" if actual < expected else "too long"
+            detail = f"it is {fault}: {actual} bytes where its header says {expected}"
+            raise StorageError(str(self.path), detail)
+        return header
+
+    def blocks(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield the bytes of a range, block by block, in memory that is reused."""
+        # Read, not mapped: a file that shrinks under a mapping kills the process.
+        block = memoryview(bytearray(min(_BLOCK_BYTES, stop - start)))
+        for at in range(start, stop, _BLOCK_BYTES):
+            piece = block[: min(_BLOCK_BYTES, stop - at)]
+            read_at(self.path, self.fd, [piece], at)
+            yield piece
+
+    def digest(self, manifest: Manifest, chunk: int) -> str:
+        """Return the digest of a chunk's bytes."""
+        start, stop = manifest.grid.range(chunk)
+        base = manifest.header_bytes
+        return digest(self.blocks(base + start, base + stop), manifest.algorithm)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Raise at the end of the block if the file was written to meanwhile.
+
+        It is for files without digests. A change within one tick of the file system's
+        clock goes unnoticed.
+
+        Raises:
+            StorageError: the file's size or time of change is another one.
+        """
+        before = os.fstat(self.fd)
+        yield
+        after = os.fstat(self.fd)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            detail = "it was changed while it was read; try again"
+            raise StorageError(str(self.path), detail)
+
+    def _decoded(self, limits: Limits) -> Manifest | ForeignHeader:
+        try:
+            with advising(OF_A_FILE):
+                start = os.pread(self.fd, LENGTH_BYTES, 0)
+                length = header_length(start, limits=limits)
+                return decode_header(os.pread(self.fd, length, 0), limits=limits)
+        except IntegrityError as error:
+            error.url = str(self.path)
+            raise
+        except ProtocolError as error:
+            detail = f"it cannot be read: {error}"
+            if self.is_of_torch():
+                # A name that begins with a hyphen would be taken for an option.
+                path = str(self.path)
+                shown = command_line(f"./{path}" if path.startswith("-") else path)
+                detail = (
+                    "it is a file of torch.save, which has no header and no digests; "
+                    f"make one that has: aiockpt convert {shown} CHECKPOINT"
+                )
+            raise StorageError(str(self.path), detail) from error
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[OpenFile]:
+    """Open a regular file for reading, and close it at the end of the block.
+
+    Raises:
+        StorageError: there is no such file, or it cannot be read.
+    """
+    with named(path):
+        fd = open_regular(path)
+    try:
+        yield OpenFile(path, fd)
+    finally:
+        os.close(fd)
 
 
 def read_header(path: Path, *, limits: Limits) -> Manifest | ForeignHeader:
@@ -48,23 +153,8 @@ def read_header(path: Path, *, limits: Limits) -> Manifest | ForeignHeader:
         StorageError: it cannot be read, is no safetensors file, or is truncated.
         IntegrityError: the header of our file is damaged.
     """
-    with opened(path) as fd:
-        return header_of(path, fd, limits=limits)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """Open a regular file for reading; yield its descriptor.
-
-    Raises:
-        StorageError: there is no such file, or it cannot be read.
-    """
-    with named(path):
-        fd = open_regular(path)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+    with opened(path) as file:
+        return file.header(limits=limits)
 
 
 def contents(path: Path, *, limits: Limits) -> bytes:
@@ -74,22 +164,25 @@ def contents(path: Path, *, limits: Limits) -> bytes:
         StorageError: there is no such file, or it cannot be read.
         LimitExceededError: it is larger than a header may be.
     """
-    with opened(path) as fd:
-        size, limit = os.fstat(fd).st_size, limits.max_header_bytes
+    with opened(path) as file:
+        size, limit = os.fstat(file.fd).st_size, limits.max_header_bytes
         enforce(f"the size of {path}", size, limit, "max_header_bytes")
-        return bytes_at(path, fd, 0, size)
+        return file.bytes_at(0, size)
 
 
-def bytes_at(path: Path, fd: int, at: int, size: int) -> bytes:
-    """Return bytes of an open file, all of them.
+def verify_chunks(path: Path, manifest: Manifest) -> Iterator[IntegrityError]:
+    """Read every chunk of a file; yield an error for each wrong digest.
 
     Raises:
-        StorageError: it ends too early, or cannot be read.
+        StorageError: it cannot be read to the end.
     """
-    found = bytearray(size)
-    with named(path):
-        read_at(path, fd, [memoryview(found)] if size else [], at)
-    return bytes(found)
+    with opened(path) as file, named(path):
+        for chunk, expected in enumerate(manifest.digests):
+            actual = file.digest(manifest, chunk)
+            if actual != expected:
+                yield IntegrityError(
+                    chunk=chunk, expected=expected, actual=actual, url=str(path)
+                )
 
 
 @contextmanager
@@ -111,83 +204,3 @@ def blaming_file(path: str | os.PathLike[str]) -> Iterator[None]:
         for note in getattr(error, "__notes__", ()):
             own.add_note(note)
         raise own from error
-
-
-def header_of(path: Path, fd: int, *, limits: Limits) -> Manifest | ForeignHeader:
-    """Return what `read_header` returns, for an open file."""
-    with named(path):
-        header = _decode(path, fd, limits)
-        _check_size(path, header, os.fstat(fd).st_size)
-    return header
-
-
-def _decode(path: Path, fd: int, limits: Limits) -> Manifest | ForeignHeader:
-    try:
-        with advising(OF_A_FILE):
-            length = header_length(os.pread(fd, LENGTH_BYTES, 0), limits=limits)
-            return decode_header(os.pread(fd, length, 0), limits=limits)
-    except IntegrityError as error:
-        error.url = str(path)
-        raise
-    except ProtocolError as error:
-        if is_of_torch(os.pread(fd, LENGTH_BYTES + 1, 0)):
-            # A name that begins with a hyphen would be taken for an option.
-            shown = f"./{path}" if str(path).startswith("-") else str(path)
-            detail = (
-                "it is a file of torch.save, which has no header and no digests; make "
-                f"one that has: aiockpt convert {command_line(shown)} CHECKPOINT"
-            )
-            raise StorageError(str(path), detail) from error
-        raise StorageError(str(path), f"it cannot be read: {error}") from error
-
-
-def is_of_torch(start: bytes) -> bool:
-    """Say whether a file that starts with these 9 bytes looks like ``torch.save``'s."""
-    return start.startswith((b"PK\x03\x04", b"\x80")) and not start.endswith(b"{")
-
-
-def _check_size(path: Path, header: Manifest | ForeignHeader, actual: int) -> None:
-    expected = header.header_bytes + header.segment_bytes
-    if actual != expected:
-        fault = "truncated" if actual < expected else "too long"
-        detail = f"it is {fault}: {actual} bytes where its header says {expected}"
-        raise StorageError(str(path), detail)
-
-
-def verify_chunks(path: Path, manifest: Manifest) -> Iterator[IntegrityError]:
-    """Read every chunk of a file; yield an error for each wrong digest.
-
-    Raises:
-        StorageError: it cannot be read to the end.
-    """
-    with opened(path) as fd:
-        yield from chunk_errors(path, fd, manifest)
-
-
-def chunk_errors(path: Path, fd: int, manifest: Manifest) -> Iterator[IntegrityError]:
-    """Yield what `verify_chunks` yields, for an open file."""
-    with named(path):
-        for chunk, expected in enumerate(manifest.digests):
-            actual = digest_of(path, fd, manifest, chunk)
-            if actual != expected:
-                yield IntegrityError(
-                    chunk=chunk, expected=expected, actual=actual, url=str(path)
-                )
-
-
-def digest_of(path: Path, fd: int, manifest: Manifest, chunk: int) -> str:
-    """Return the digest of a chunk's bytes in the open file."""
-    start, stop = manifest.grid.range(chunk)
-    base = manifest.header_bytes
-    blocks = blocks_of(path, fd, base + start, base + stop)
-    return digest(blocks, manifest.algorithm)
-
-
-def blocks_of(path: Path, fd: int, start: int, stop: int) -> Iterator[memoryview]:
-    """Yield the bytes of an open file, block by block, in memory that is used again."""
-    # Read, not mapped: a file that shrinks under a mapping kills the process.
-    block = memoryview(bytearray(min(_BLOCK, stop - start)))
-    for at in range(start, stop, _BLOCK):
-        piece = block[: min(_BLOCK, stop - at)]
-        read_at(path, fd, [piece], at)
-        yield piece

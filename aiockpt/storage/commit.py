@@ -66,8 +66,6 @@ from aiockpt.storage.ours import (
     remove_ours,
 )
 
-__all__ = ["Draft", "is_committed"]
-
 logger = logging.getLogger("aiockpt")
 
 _OCCUPIED: Final = {errno.ENOTEMPTY, errno.EEXIST}
@@ -78,9 +76,9 @@ _SAID = re.compile(
     rb'\\"algorithm\\":\\"([a-z0-9-]{1,40})\\"'
 )
 
-_LOCK_WAIT: Final = 1.0  # a sweep locks a file just long enough to remove it
-_LOCK_PAUSE: Final = 0.05
-_TRIES: Final = 10  # while others remove or replace what is there
+_LOCK_WAIT_S: Final = 1.0  # a sweep locks a file just long enough to remove it
+_LOCK_PAUSE_S: Final = 0.05
+_MAX_TRIES: Final = 10  # while others remove or replace what is there
 
 _MOVE: Final = "move it away, or save to another path"
 _BUSY: Final = (
@@ -92,12 +90,12 @@ class Draft(AbstractContextManager["Draft"]):
     """One rank's file in a checkpoint that is being built.
 
     Args:
-        target: The checkpoint's final path; see `directory.resolve_target`.
+        destination: The checkpoint's final path; see `directory.resolve_target`.
         rank: The rank whose file this is.
         durable: Whether to sync each step to the disk before the next one.
 
     Attributes:
-        target: The checkpoint's final path.
+        destination: The checkpoint's final path.
         part: The directory in which the checkpoint is built.
         path: The file's path in ``part`` once it is complete.
         temporary: The file's path in ``part`` while it is being filled.
@@ -110,16 +108,16 @@ class Draft(AbstractContextManager["Draft"]):
     fd = -1
     _lock: SaveLock | None = None
 
-    def __init__(self, target: Path, rank: int, *, durable: bool) -> None:
-        self.target = target
-        self.part = part_of(target)
+    def __init__(self, destination: Path, rank: int, *, durable: bool) -> None:
+        self.destination = destination
+        self.part = part_of(destination)
         self.path = self.part / rank_file(rank)
         self._durable = durable
         self.temporary = self.part / f"{self.path.name}.tmp"
-        _check_free(target)
-        with named(target):
+        _check_free(destination)
+        with named(destination):
             self._make_parents()
-            self._lock = None if rank else SaveLock(target, wait=_LOCK_WAIT)
+            self._lock = None if rank else SaveLock(destination, wait=_LOCK_WAIT_S)
             try:
                 self._check_part(every_file=not rank)
                 self.fd = self._open_locked()
@@ -135,9 +133,6 @@ class Draft(AbstractContextManager["Draft"]):
     def __del__(self) -> None:
         # A signal's handler has raised before anything else had it.
         self.close()
-
-    def __repr__(self) -> str:
-        return f"<Draft {self.path}>"
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -177,10 +172,10 @@ class Draft(AbstractContextManager["Draft"]):
                 has replaced one, or the disk failed. The final name still has its
                 previous contents, or ``may_be_committed`` is true.
         """
-        with named(self.target):
+        with named(self.destination):
             # From here on, nobody else can change what is in the directory.
             try:
-                private = set_aside(self.part, "part", like=self.target)
+                private = set_aside(self.part, "part", like=self.destination)
             except FileNotFoundError:
                 self._check_own(self.path)
                 raise
@@ -192,22 +187,22 @@ class Draft(AbstractContextManager["Draft"]):
                     if files[name].snapshot != snapshot:
                         raise self._overtaken(name)
                 _remove_others(private, files)
-                serial = next_serial(self.target.parent)
+                serial = next_serial(self.destination.parent)
                 self._put_marker(private, encode_commit(step, files, serial))
                 unused = [*self._put_in_place(private)]
             except BaseException:
                 if not self.is_committed():
                     self._restore(private)
                 raise
-            with in_place(self.target):
-                self._sync(self.target.parent)
+            with in_place(self.destination):
+                self._sync(self.destination.parent)
         return unused
 
     def is_committed(self) -> bool:
         """Say whether this rank's file is at its final path, with the marker."""
         # The directory is moved as a whole, with the marker in it.
         with suppress(OSError):
-            return is_at(self.target / self.path.name, self.fd)
+            return is_at(self.destination / self.path.name, self.fd)
         return False
 
     def discard(self) -> None:
@@ -228,7 +223,7 @@ class Draft(AbstractContextManager["Draft"]):
             self._lock.release()
 
     def _make_parents(self) -> None:
-        parent = self.target.parent
+        parent = self.destination.parent
         missing = [parent, *parent.parents]
         missing = [each for each in missing if not each.exists()]
         parent.mkdir(parents=True, exist_ok=True)
@@ -259,7 +254,7 @@ class Draft(AbstractContextManager["Draft"]):
 
     def _open_locked(self) -> int:
         """Make this rank's file and lock it, unless another process has it."""
-        until = time.monotonic() + _LOCK_WAIT
+        until = time.monotonic() + _LOCK_WAIT_S
         while True:
             self.part.mkdir(exist_ok=True)
             self._check_part(every_file=False)
@@ -270,8 +265,8 @@ class Draft(AbstractContextManager["Draft"]):
                     if fd >= 0:
                         return fd
             if time.monotonic() >= until:
-                raise StorageError(str(self.target), _BUSY)
-            time.sleep(_LOCK_PAUSE)
+                raise StorageError(str(self.destination), _BUSY)
+            time.sleep(_LOCK_PAUSE_S)
 
     def _create(self) -> int:
         """Return a new locked file; -1 if another process was faster."""
@@ -302,7 +297,7 @@ class Draft(AbstractContextManager["Draft"]):
             f"another process is saving to it, and has replaced or removed {name}: "
             "nothing of this save is there; save to another path"
         )
-        return StorageError(str(self.target), detail)
+        return StorageError(str(self.destination), detail)
 
     def _restore(self, private: Path) -> None:
         """Give the directory its shared name again, where the ranks clean up."""
@@ -323,9 +318,10 @@ class Draft(AbstractContextManager["Draft"]):
 
     def _put_in_place(self, private: Path) -> Iterator[Path]:
         """Rename the directory to its final name; yield what can be removed."""
-        _check_free(self.target)  # another program may have put files there meanwhile
-        old = old_of(self.target)
-        for left in reversed(range(_TRIES)):
+        # Another program may have put files there meanwhile.
+        _check_free(self.destination)
+        old = old_of(self.destination)
+        for left in reversed(range(_MAX_TRIES)):
             try:
                 yield from self._replace(private, old)
                 break
@@ -337,11 +333,11 @@ class Draft(AbstractContextManager["Draft"]):
 
     def _replace(self, private: Path, old: Path) -> Iterator[Path]:
         try:
-            os.rename(private, self.target)
+            os.rename(private, self.destination)
         except OSError as error:
             if error.errno not in _OCCUPIED:
                 raise
-            if exchange(private, self.target):
+            if exchange(private, self.destination):
                 yield from self._replaced(private)
             else:
                 yield from self._replace_by_way_of(private, old)
@@ -350,22 +346,22 @@ class Draft(AbstractContextManager["Draft"]):
         """Keep what is not ours of an older checkpoint, and yield the rest."""
         with suppress(OSError):
             if not old.is_symlink() and is_ours(old / MARKER):
-                move_along(old, self.target)
-                yield from _discarded(old)
+                move_along(old, self.destination)
+                yield set_aside(old, "trash")
 
     def _replace_by_way_of(self, private: Path, old: Path) -> Iterator[Path]:
-        if _is_moved(self.target):
-            shutil.rmtree(self.target)
+        if _is_moved(self.destination):
+            shutil.rmtree(self.destination)
         else:
             yield from self._replaced(old)  # what a dead save has left
             if os.path.lexists(old):
                 detail = f"no checkpointer wrote it; {_MOVE}"
                 raise StorageError(str(old), detail)
-            move_directory(self.target, old)
+            move_directory(self.destination, old, first=MARKER)
         try:
-            os.rename(private, self.target)
+            os.rename(private, self.destination)
         except BaseException:
-            os.rename(old, self.target)
+            os.rename(old, self.destination)
             raise
 
     def _sync(self, directory: Path) -> None:
@@ -373,37 +369,37 @@ class Draft(AbstractContextManager["Draft"]):
             sync_directory(directory)
 
 
-def _check_free(target: Path) -> None:
-    """Refuse a target directory with files that are not part of a checkpoint."""
-    with named(target):
-        for _ in range(_TRIES):
-            before = identity(target)
-            if not (detail := _what_occupies(target)):
+def _check_free(destination: Path) -> None:
+    """Refuse a destination directory with files that are not part of a checkpoint."""
+    with named(destination):
+        for _ in range(_MAX_TRIES):
+            before = identity(destination)
+            if not (detail := _what_occupies(destination)):
                 return
-            if identity(target) == before:  # else it was removed or replaced meanwhile
-                break
-        raise StorageError(str(target), detail)
+            if identity(destination) == before:
+                break  # else it was removed or replaced meanwhile
+        raise StorageError(str(destination), detail)
 
 
-def _what_occupies(target: Path) -> str:
+def _what_occupies(destination: Path) -> str:
     """Return why no checkpoint can be saved there, or ""."""
-    if target.exists() and not target.is_dir():
+    if destination.exists() and not destination.is_dir():
         return "it is a file; name a directory"
-    if os.path.ismount(target):
+    if os.path.ismount(destination):
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))  # as a rename would
     with suppress(FileNotFoundError):
-        marker = target / MARKER
+        marker = destination / MARKER
         is_checkpoint = marker.is_file() and is_ours(marker)
-        if any(target.iterdir()) and not (is_checkpoint or _is_moved(target)):
+        if any(destination.iterdir()) and not (is_checkpoint or _is_moved(destination)):
             return "it holds files, and no checkpoint; choose a new directory"
     return ""
 
 
-def _is_moved(target: Path) -> bool:
+def _is_moved(destination: Path) -> bool:
     """Say whether a save has died while it moved the whole directory to ``.old``."""
-    old = old_of(target)
-    is_old = (old / MARKER).is_file() and not (target / MARKER).exists()
-    return is_old and all((old / each.name).exists() for each in target.iterdir())
+    old = old_of(destination)
+    is_old = (old / MARKER).is_file() and not (destination / MARKER).exists()
+    return is_old and all((old / each.name).exists() for each in destination.iterdir())
 
 
 def _is_free(path: Path) -> bool:
@@ -468,21 +464,15 @@ def _remove_others(
             each.unlink()
 
 
-def _discarded(path: Path) -> Iterator[Path]:
-    """Move a directory to the trash; yield its path there, if that succeeds."""
-    with suppress(OSError):
-        yield set_aside(path, "trash")
-
-
-def is_committed(target: Path, rank: int, identity: tuple[int, int]) -> bool:
+def is_committed(destination: Path, rank: int, identity: tuple[int, int]) -> bool:
     """Say whether the checkpoint at a path has this file of a rank.
 
     Args:
-        target: The checkpoint's final path.
+        destination: The checkpoint's final path.
         rank: The rank.
         identity: The `Draft.identity` of the save.
     """
-    found = find_checkpoint(target)
+    found = find_checkpoint(destination)
     with suppress(OSError):
         if found is not None:
             state = os.stat(found.path / rank_file(rank))

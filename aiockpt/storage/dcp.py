@@ -31,7 +31,7 @@ from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.limits import OF_A_FILE, Limits, advising, enforce
 from aiockpt.format.pickles import PERSISTENT, Global, Made, PickledDict, read_pickle
 from aiockpt.runtime.words import clipped, command_line
-from aiockpt.storage.checkpoint_file import bytes_at, contents
+from aiockpt.storage.checkpoint_file import OpenFile, contents
 from aiockpt.storage.files import named
 from aiockpt.storage.statefile import unpickled
 
@@ -40,20 +40,20 @@ METADATA: Final = ".metadata"
 
 _OF_A_RANK: Final = "__0.metadata"  # of a save without collectives
 
-_ROOM: Final = "torch.distributed.checkpoint"
-_METADATA: Final = f"{_ROOM}.metadata.Metadata"
-_TENSOR: Final = f"{_ROOM}.metadata.TensorStorageMetadata"
-_VALUE: Final = f"{_ROOM}.metadata.BytesStorageMetadata"
-_CHUNK: Final = f"{_ROOM}.metadata.ChunkStorageMetadata"
-_PROPERTIES: Final = f"{_ROOM}.metadata.TensorProperties"
-_INDEX: Final = f"{_ROOM}.metadata.MetadataIndex"
-_INFO: Final = f"{_ROOM}.filesystem._StorageInfo"
+_DCP: Final = "torch.distributed.checkpoint"
+_METADATA: Final = f"{_DCP}.metadata.Metadata"
+_TENSOR: Final = f"{_DCP}.metadata.TensorStorageMetadata"
+_VALUE: Final = f"{_DCP}.metadata.BytesStorageMetadata"
+_CHUNK: Final = f"{_DCP}.metadata.ChunkStorageMetadata"
+_PROPERTIES: Final = f"{_DCP}.metadata.TensorProperties"
+_INDEX: Final = f"{_DCP}.metadata.MetadataIndex"
+_INFO: Final = f"{_DCP}.filesystem._StorageInfo"
 _LAYOUT: Final = "torch.serialization._get_layout"
 _DTYPES: Final = {f"torch.{name}": name for name in DTYPES}
 _IN_METADATA: Final = {
     *(_METADATA, _TENSOR, _VALUE, _CHUNK, _PROPERTIES, _INDEX, _INFO, _LAYOUT),
-    f"{_ROOM}.metadata.StorageMeta",
-    f"{_ROOM}.metadata._MEM_FORMAT_ENCODING",
+    f"{_DCP}.metadata.StorageMeta",
+    f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
     *("pathlib.PosixPath", "pathlib._local.PosixPath"),
     *("collections.OrderedDict", "torch.Size"),
     *_DTYPES,
@@ -87,7 +87,7 @@ _MAX_DIMS: Final = 64
 _MAX_NUMBER: Final = 2**63 - 1
 _MAX_ELEMENTS: Final = 2**56
 _PRIME: Final = 2**127 - 1
-_SHOWN: Final = 200
+_SHOWN_CHARACTERS: Final = 200
 _EDGE_BYTES: Final = 4 << 10  # torch's seven records without the elements, and a list
 _RECORD_BYTES: Final = 64 << 10  # of a tensor without its elements, at most
 
@@ -248,7 +248,7 @@ def _blaming(path: Path, directory: Path) -> Iterator[None]:
         detail = f"{error}; load another checkpoint, or save it again"
         raise StorageError(str(directory), detail) from error
     except RemoteProtocolError as error:
-        tool = f"python -m {_ROOM}.format_utils dcp_to_torch"
+        tool = f"python -m {_DCP}.format_utils dcp_to_torch"
         detail = (
             f"it cannot be read: {error}; if you trust who made it, so that it may run "
             f"code, {tool} {command_line(str(directory))} FILE.pt makes a file to load"
@@ -263,7 +263,7 @@ def _file_in(root: Path, name: str, size: int = 0) -> Path:
         CheckpointNotFoundError: it is missing.
         StorageError: it is too short, is no file, or is not in the directory.
     """
-    shown = clipped(name, _SHOWN)
+    shown = clipped(name, _SHOWN_CHARACTERS)
     try:
         found = (root / name).resolve()
         inside = found.is_relative_to(root) and not os.path.isabs(name)
@@ -491,28 +491,27 @@ def _archives(leaf: DcpLeaf) -> list[DcpArchive]:
 
 
 def _quoted(name: str) -> str:
-    return f"'{clipped(name, _SHOWN)}'"
+    return f"'{clipped(name, _SHOWN_CHARACTERS)}'"
 
 
 # ------------------------------------------------------------------------ archives
 
 
-def elements_of(path: Path, fd: int, tensor: DcpTensor, shard: DcpShard) -> DcpElements:
+def elements_of(file: OpenFile, tensor: DcpTensor, shard: DcpShard) -> DcpElements:
     """Return where the elements of a shard lie in an open data file.
 
     This reads the other records of the archive, and no elements of a large one.
 
     Args:
-        path: The file, for errors.
-        fd: Its descriptor.
+        file: The data file.
         tensor: The tensor.
         shard: One of its shards.
 
     Raises:
         StorageError: there is no archive of such a tensor, or the file cannot be read.
     """
-    with _naming(path, f"{_quoted(tensor.name)} at {shard.offsets}"):
-        archive = _OpenArchive(path, fd, shard.archive)
+    with _naming(file.path, f"{_quoted(tensor.name)} at {shard.offsets}"):
+        archive = _OpenArchive(file, shard.archive)
         pickled = archive.content("data.pkl")
         key, dtype, count, first, stride = _storage_of(pickled, shard.sizes)
         if dtype != tensor.dtype:
@@ -528,12 +527,11 @@ def elements_of(path: Path, fd: int, tensor: DcpTensor, shard: DcpShard) -> DcpE
     return DcpElements(base + first * itemsize, base + last * itemsize, stride)
 
 
-def value_of(path: Path, fd: int, value: DcpValue, *, limits: Limits) -> Any:
+def value_of(file: OpenFile, value: DcpValue, *, limits: Limits) -> Any:
     """Return a value that is no tensor, from an open data file. No code is run.
 
     Args:
-        path: The file, for errors.
-        fd: Its descriptor.
+        file: The data file.
         value: The value.
         limits: ``max_header_bytes`` bounds the size of its archive.
 
@@ -546,10 +544,10 @@ def value_of(path: Path, fd: int, value: DcpValue, *, limits: Limits) -> Any:
     with advising(OF_A_FILE):
         limit = limits.max_header_bytes
         enforce(f"the size of {what}", archive.nbytes, limit, "max_header_bytes")
-    with _naming(path, what):
-        _OpenArchive(path, fd, archive)  # refuses what is compressed
-    data = io.BytesIO(bytes_at(path, fd, archive.start, archive.nbytes))
-    return unpickled(path, data, mapped=False, what=what)
+    with _naming(file.path, what):
+        _OpenArchive(file, archive)  # refuses what is compressed
+    data = io.BytesIO(file.bytes_at(archive.start, archive.nbytes))
+    return unpickled(file.path, data, mapped=False, what=what)
 
 
 @contextmanager
@@ -617,14 +615,14 @@ class _OpenArchive:
         RemoteProtocolError, struct.error: it is no such file.
     """
 
-    def __init__(self, path: Path, fd: int, archive: DcpArchive) -> None:
-        self._path, self._fd, self._archive = path, fd, archive
+    def __init__(self, file: OpenFile, archive: DcpArchive) -> None:
+        self._file, self._archive = file, archive
         size = min(archive.nbytes, _EDGE_BYTES)
         self._base = archive.nbytes - size
         # All that is read of a large archive, if torch wrote it.
-        self._head = self._tail = bytes_at(path, fd, archive.start, size)
+        self._head = self._tail = file.bytes_at(archive.start, size)
         if self._base:
-            self._tail = bytes_at(path, fd, archive.start + self._base, size)
+            self._tail = file.bytes_at(archive.start + self._base, size)
         self._records: dict[str, tuple[int, int]] = {}
         for name, header, length in self._listed():
             # The name without that of the archive, which is its first directory.
@@ -635,12 +633,16 @@ class _OpenArchive:
     def find(self, name: str) -> tuple[int, int]:
         """Return where a record lies in the archive, and its length."""
         if name not in self._records:
-            raise RemoteProtocolError(f"there is no record {clipped(name, _SHOWN)}")
+            raise RemoteProtocolError(
+                f"there is no record {clipped(name, _SHOWN_CHARACTERS)}"
+            )
         at, size = self._records[name]
         sign, *lengths = struct.unpack("<4s22x2H", self._read(at, 30))
         start = at + 30 + sum(lengths)
         if sign != b"PK\3\4" or start + size > self._archive.nbytes:
-            raise RemoteProtocolError(f"no record {clipped(name, _SHOWN)} is there")
+            raise RemoteProtocolError(
+                f"no record {clipped(name, _SHOWN_CHARACTERS)} is there"
+            )
         return start, size
 
     def content(self, name: str, default: bytes | None = None) -> bytes:
@@ -658,7 +660,7 @@ class _OpenArchive:
             return self._head[at : at + size]
         if at >= self._base:
             return self._tail[at - self._base : at - self._base + size]
-        return bytes_at(self._path, self._fd, self._archive.start + at, size)
+        return self._file.bytes_at(self._archive.start + at, size)
 
     def _listed(self) -> Iterator[tuple[bytes, int, int]]:
         """Yield the name, the position of the header, and the length of each record."""

@@ -34,7 +34,7 @@ from aiockpt.format.tree import encode_tree
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state import leaves
 from aiockpt.state.sharding import Ranks, Shard, ShardedLayout, encode_layout
-from aiockpt.storage.checkpoint_file import opened
+from aiockpt.storage.checkpoint_file import OpenFile, opened
 from aiockpt.storage.dcp import (
     DcpCheckpoint,
     DcpElements,
@@ -47,11 +47,9 @@ from aiockpt.storage.dcp import (
 )
 from aiockpt.storage.statefile import NeedsCodeError
 
-__all__ = ["DcpSources", "dcp_sources"]
-
 _ONE: Final = Ranks((1,), (0,), (0,))  # a layout names the ranks, and DCP does not
 
-_SHOWN: Final = 200
+_SHOWN_CHARACTERS: Final = 200
 
 _Steps: TypeAlias = tuple[str | int, ...]
 
@@ -61,15 +59,15 @@ class DcpSources:
     """What a DCP directory holds, for a load.
 
     Attributes:
-        files: Each file with elements of tensors: its path, its open descriptor and its
-            manifest, as a `FileSource` takes them.
+        files: Each file with elements of tensors, and its manifest; a `FileSource`
+            takes them.
         values: The values that are no tensors, and the tensors without elements, in
             dicts and lists. None stands for each item of a list that is elsewhere.
         left_out: The paths of values that only running pickled code would bring back,
             with the reason.
     """
 
-    files: list[tuple[Path, int, Manifest]]
+    files: list[tuple[OpenFile, Manifest]]
     values: dict[str, Any]
     left_out: dict[_Steps, str]
 
@@ -100,7 +98,7 @@ def _sources(found: DcpCheckpoint, files: ExitStack, limits: Limits) -> DcpSourc
     trees = _Trees(found, limits)
     made: dict[str, Any] = {}
     left_out: dict[_Steps, str] = {}
-    sources: list[tuple[Path, int, Manifest]] = []
+    sources: list[tuple[OpenFile, Manifest]] = []
     with advising(OF_A_FILE):
         values = [each for each in found.leaves.values() if isinstance(each, DcpValue)]
         enforce(
@@ -110,18 +108,18 @@ def _sources(found: DcpCheckpoint, files: ExitStack, limits: Limits) -> DcpSourc
             "max_header_bytes",
         )
         for path, stored in _by_file(found).items():
-            fd = files.enter_context(opened(path))
+            file = files.enter_context(opened(path))
             for value in stored.values:
                 try:
-                    made[value.name] = value_of(path, fd, value, limits=limits)
+                    made[value.name] = value_of(file, value, limits=limits)
                 except NeedsCodeError as error:
                     left_out[value.path] = str(error)
             held = [
-                _StoredShard(tensor, shard, elements_of(path, fd, tensor, shard))
+                _StoredShard(tensor, shard, elements_of(file, tensor, shard))
                 for tensor, shard in stored.shards
             ]
             if held:
-                sources.append((path, fd, _manifest(path, held, trees)))
+                sources.append((file, _manifest(path, held, trees)))
         for name, leaf in found.leaves.items():
             if isinstance(leaf, DcpTensor) and not leaf.shards:
                 made[name] = torch.empty(leaf.shape, dtype=leaves.DTYPES[leaf.dtype])
@@ -235,8 +233,9 @@ def _view(path: Path, held: _StoredShard, entry: int, start: int) -> TensorSpec:
     dtype, sizes = held.tensor.dtype, held.shard.sizes
     offset, odd = divmod(held.at.start - start, DTYPES[dtype][0])
     if odd:
-        detail = f"the elements of {held.tensor.name[:_SHOWN]!r} begin within those of "
-        detail += "another tensor; copy the file again, or load another checkpoint"
+        name = held.tensor.name[:_SHOWN_CHARACTERS]
+        detail = f"the elements of {name!r} begin within those of another tensor; "
+        detail += "copy the file again, or load another checkpoint"
         raise StorageError(str(path), detail)
     return TensorSpec(entry, dtype, sizes, held.at.stride, offset, 0)
 

@@ -35,42 +35,24 @@ from aiockpt.errors import CheckpointNotFoundError, StorageError
 from aiockpt.format.entries import Count
 from aiockpt.runtime.system import is_programs
 from aiockpt.runtime.words import command_line
-from aiockpt.storage.files import MARKER, named, regular_file
-
-__all__ = [
-    "MARKER",
-    "Checkpoint",
-    "Commit",
-    "RankFile",
-    "StrPath",
-    "checkpoint_at",
-    "encode_commit",
-    "expanded",
-    "find_checkpoint",
-    "identity",
-    "latest",
-    "list_checkpoints",
-    "local_path",
-    "next_serial",
-    "old_of",
-    "part_of",
-    "rank_file",
-    "resolve_target",
-    "step_in",
-    "step_of",
-    "text_of",
-]
+from aiockpt.storage.files import named, regular_file
 
 logger = logging.getLogger("aiockpt")
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
+MARKER: Final = "commit.json"
+"""The file that makes a directory a checkpoint."""
+
+RANK_FILE: Final = re.compile(r"checkpoint_[0-9]+\.safetensors")
+"""The names that `rank_file` returns."""
+
 _VERSION: Final = 2
 _VERSIONS: Final = (1, 2)  # version 1 has no serial number
 _DCP: Final = ".metadata"
 _FILES: Final = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-_SHOWN: Final = 5
-_TRIES: Final = 10  # while others replace it
+_SHOWN_NAMES: Final = 5
+_MAX_TRIES: Final = 10  # while others replace it
 _MARKER_LIMIT: Final = 64 << 20
 _MARKER_HEAD: Final = 128
 _MAX_SERIAL: Final = 2**63 - 1
@@ -263,9 +245,9 @@ def next_serial(directory: Path) -> int:
     return min(1 + max(found, default=0), _MAX_SERIAL)
 
 
-def _serial_in(place: Path) -> int:
+def _serial_in(directory: Path) -> int:
     # Only the start is read: a marker of many ranks is long.
-    for each in (place, old_of(place)):
+    for each in (directory, old_of(directory)):
         with suppress(OSError):
             with regular_file(each / MARKER) as file:
                 said = _SERIAL.match(os.pread(file.fileno(), _MARKER_HEAD, 0))
@@ -283,25 +265,25 @@ def checkpoint_at(path: StrPath) -> Checkpoint:
         CheckpointNotFoundError: there is none; the message says what was found.
         StorageError: the marker is damaged, or has a later version.
     """
-    place = resolve_target(path)
-    for _ in range(_TRIES):
-        before = identity(place)
-        if (found := _checkpoint_in(place, place.name)) is not None:
+    directory = resolve_target(path)
+    for _ in range(_MAX_TRIES):
+        before = identity(directory)
+        if (found := _checkpoint_in(directory, directory.name)) is not None:
             return found
-        if not (place / MARKER).exists():
-            found = _checkpoint_in(old_of(place), place.name)
+        if not (directory / MARKER).exists():
+            found = _checkpoint_in(old_of(directory), directory.name)
             if found is not None:
                 return found
-        if identity(place) == before:  # else it was replaced meanwhile
+        if identity(directory) == before:  # else it was replaced meanwhile
             break
-    with named(place):
-        raise CheckpointNotFoundError(str(path), _what_is_at(place))
+    with named(directory):
+        raise CheckpointNotFoundError(str(path), _what_is_at(directory))
 
 
-def identity(place: Path) -> tuple[int, int] | None:
+def identity(directory: Path) -> tuple[int, int] | None:
     """Return the device and inode of a directory, or None if it does not exist."""
     with suppress(OSError):
-        found = place.stat()
+        found = directory.stat()
         return found.st_dev, found.st_ino
     return None
 
@@ -366,17 +348,19 @@ def _names_in(directory: Path) -> Iterator[Path]:
     return (directory / name for name in names)
 
 
-def _checkpoint_in(place: Path, name: str) -> Checkpoint | None:
+def _checkpoint_in(directory: Path, name: str) -> Checkpoint | None:
     """Return the checkpoint in a directory if its marker and all files are there."""
-    found = _read_marker(place / MARKER)
+    found = _read_marker(directory / MARKER)
     if found is None:
         return None
     commit, saved_at = found
-    _check_files(place / MARKER, commit)
-    if any(_size(place / file) != said.bytes for file, said in commit.files.items()):
+    _check_files(directory / MARKER, commit)
+    if any(
+        _size(directory / file) != said.bytes for file, said in commit.files.items()
+    ):
         return None
     return Checkpoint(
-        path=place,
+        path=directory,
         name=name,
         step=commit.step,
         world_size=commit.world_size,
@@ -435,38 +419,38 @@ def _decode(text: bytes) -> Commit:
     return commit
 
 
-def _what_is_at(place: Path) -> str:
+def _what_is_at(directory: Path) -> str:
     """Return why there is no complete checkpoint."""
-    if not place.exists():
+    if not directory.exists():
         return "there is no such checkpoint"
-    if not place.is_dir():
+    if not directory.is_dir():
         return "it is a file"
-    if (found := _read_marker(place / MARKER)) is not None:
+    if (found := _read_marker(directory / MARKER)) is not None:
         files = sorted(found[0].files.items())
-        lost = [name for name, said in files if _size(place / name) != said.bytes]
-        shown = ", ".join(lost[:_SHOWN]) + ", ..." * (len(lost) > _SHOWN)
+        lost = [name for name, said in files if _size(directory / name) != said.bytes]
+        shown = ", ".join(lost[:_SHOWN_NAMES]) + ", ..." * (len(lost) > _SHOWN_NAMES)
         return f"missing, or not of the size that its marker says: {shown}"
-    return _what_is_in(place)
+    return _what_is_in(directory)
 
 
-def _what_is_in(place: Path) -> str:
+def _what_is_in(directory: Path) -> str:
     """Return what a directory without a marker holds, and how to load that."""
-    if (newest := latest(place)) is not None:
-        count = len(list_checkpoints(place))
+    if (newest := latest(directory)) is not None:
+        count = len(list_checkpoints(directory))
         many = "1 checkpoint" if count == 1 else f"{count} checkpoints"
         return (
             f"it holds {many}, the newest is {newest.path}; load that, or "
-            f"aiockpt.latest({os.fspath(place)!r})"
+            f"aiockpt.latest({os.fspath(directory)!r})"
         )
-    names = sorted(each.name for each in place.iterdir() if each.is_file())
+    names = sorted(each.name for each in directory.iterdir() if each.is_file())
     if _DCP in names:
-        command = command_line("aiockpt", "convert", os.fspath(place), "NEW")
+        command = command_line("aiockpt", "convert", os.fspath(directory), "NEW")
         return (
             "it is a checkpoint of torch.distributed.checkpoint: aiockpt.load() loads "
             f"it, and {command} makes one of ours of it"
         )
     files = [name for name in names if name.endswith(_FILES)]
     if files:
-        shown = ", ".join(files[:_SHOWN]) + ", ..." * (len(files) > _SHOWN)
+        shown = ", ".join(files[:_SHOWN_NAMES]) + ", ..." * (len(files) > _SHOWN_NAMES)
         return f"it holds no marker, but {shown}; load one file by its own path"
     return "it holds no marker: no save to it was completed"

@@ -1,6 +1,6 @@
 """System calls on files: named errors, names moved in one step, locks, space, writes.
 
-Everything here blocks. Nothing needs tensors. No other module of this room locks a
+Everything here blocks. Nothing needs tensors. No other module of this package locks a
 file, reserves space, or says that a disk is full.
 """
 
@@ -23,32 +23,6 @@ from typing import Final
 from aiockpt.errors import StorageError
 from aiockpt.runtime.system import is_callers, is_programs
 
-__all__ = [
-    "MARKER",
-    "exchange",
-    "in_place",
-    "is_at",
-    "lock",
-    "move_directory",
-    "named",
-    "open_locked",
-    "open_regular",
-    "read_at",
-    "regular_file",
-    "rename_to_new",
-    "reserve",
-    "saying_what_is_free",
-    "set_aside",
-    "start_writeback",
-    "sync_directory",
-    "unchanged",
-    "unlock",
-    "write_at",
-]
-
-MARKER: Final = "commit.json"
-"""The file that makes a directory a checkpoint."""
-
 _AT_FDCWD: Final = -100
 _RENAME_NOREPLACE: Final = 1
 _RENAME_EXCHANGE: Final = 2
@@ -69,9 +43,9 @@ _SYNC_FILE_RANGE_WRITE: Final = 2
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 _MAX_VIEWS: Final = 1024  # the kernel's limit for one call
 
-_LONG: Final = 40
+_MAX_NAME_BESIDE: Final = 40  # characters; a longer name is cut for a name beside it
 
-_LOCK_PAUSE: Final = 0.05
+_LOCK_PAUSE_S: Final = 0.05
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -176,12 +150,12 @@ def _renamed(one: Path, other: Path, how: int) -> bool:
     raise OSError(code, os.strerror(code), str(other))
 
 
-def move_directory(one: Path, other: Path) -> None:
+def move_directory(one: Path, other: Path, *, first: str) -> None:
     """Rename a directory to a free name, or copy and remove it.
 
     An overlay cannot rename the directories of its lower layers, such as those of a
-    container image. The copy appears in one step, on the disk, and only then the
-    directory is removed, its marker before all others.
+    container image. The copy appears in one step, on the disk. Only then the directory
+    is removed, and its file ``first`` before all others.
     """
     try:
         os.rename(one, other)
@@ -190,7 +164,10 @@ def move_directory(one: Path, other: Path) -> None:
             raise
         os.rename(_copy_directory(one), other)
         sync_directory(other.parent)
-        _remove_in_place(one)
+        with suppress(FileNotFoundError):
+            os.unlink(one / first)
+        sync_directory(one)
+        shutil.rmtree(one)
 
 
 def _copy_directory(path: Path) -> Path:
@@ -209,24 +186,17 @@ def _copy_directory(path: Path) -> Path:
     return copy
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def _link_or_copy(source: str, copy: str) -> None:
     try:
-        os.link(source, target, follow_symlinks=False)
+        os.link(source, copy, follow_symlinks=False)
     except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)
+        shutil.copy2(source, copy, follow_symlinks=False)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    fd = os.open(target, flags)
+    fd = os.open(copy, flags)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _remove_in_place(path: Path) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path / MARKER)
-    sync_directory(path)
-    shutil.rmtree(path)
 
 
 def set_aside(path: Path, suffix: str, *, like: Path | None = None) -> Path:
@@ -243,7 +213,9 @@ def set_aside(path: Path, suffix: str, *, like: Path | None = None) -> Path:
 
 def _aside(path: Path, suffix: str) -> Path:
     name, end = path.name.removeprefix("."), f".{secrets.token_hex(4)}.{suffix}"
-    if len(name) > _LONG:  # or the new name might be too long for the file system
+    if (
+        len(name) > _MAX_NAME_BESIDE
+    ):  # or the new name might be too long for the file system
         name = name[: -len(f".{end}")]
     return path.with_name(f".{name}{end}")
 
@@ -280,7 +252,7 @@ def unlock(fd: int) -> None:
         os.close(fd)
 
 
-def open_locked(path: Path, *, busy: str, patience: float = 0.0) -> int:
+def open_locked(path: Path, *, busy: str, wait: float = 0.0) -> int:
     """Open or create a file, and lock it; return its descriptor.
 
     `unlock` closes it.
@@ -288,13 +260,13 @@ def open_locked(path: Path, *, busy: str, patience: float = 0.0) -> int:
     Args:
         path: The file; a symbolic link is refused.
         busy: The error's detail if another process has locked the file.
-        patience: Seconds to retry for.
+        wait: Seconds to retry for.
 
     Raises:
         StorageError: another process has it locked, or it is no regular file.
         OSError: it cannot be opened.
     """
-    until = time.monotonic() + patience
+    until = time.monotonic() + wait
     while True:
         fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
@@ -309,7 +281,7 @@ def open_locked(path: Path, *, busy: str, patience: float = 0.0) -> int:
         if not locked:
             if time.monotonic() >= until:
                 raise StorageError(str(path), busy)
-            time.sleep(_LOCK_PAUSE)
+            time.sleep(_LOCK_PAUSE_S)
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
@@ -344,23 +316,6 @@ def regular_file(path: Path, flags: int = 0) -> FileIO:
         return open_regular(path, given | flags)
 
     return open(path, "rb", buffering=0, opener=opened)
-
-
-@contextmanager
-def unchanged(path: Path, fd: int) -> Iterator[None]:
-    """Raise at the end of the block if the open file was written to meanwhile.
-
-    It is for files without digests. A change within one tick of the file system's
-    clock goes unnoticed.
-
-    Raises:
-        StorageError: the file's size or time of change is another one.
-    """
-    before = os.fstat(fd)
-    yield
-    after = os.fstat(fd)
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise StorageError(str(path), "it was changed while it was read; try again")
 
 
 def is_at(path: Path, fd: int) -> bool:

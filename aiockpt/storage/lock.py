@@ -26,8 +26,6 @@ from msgspec import Meta
 from aiockpt.errors import StorageError
 from aiockpt.storage.files import is_at, open_locked, regular_file, unlock
 
-__all__ = ["Holder", "SaveLock", "holder_of", "lock_of", "remove_temporary"]
-
 _MAX_BYTES: Final = 4096
 
 
@@ -53,9 +51,9 @@ class Holder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return False
 
 
-def lock_of(target: Path) -> Path:
+def lock_of(destination: Path) -> Path:
     """Return the name of a checkpoint's lock."""
-    return target.with_name(f".{target.name}.lock")
+    return destination.with_name(f".{destination.name}.lock")
 
 
 def temporary_of(path: Path, nonce: str) -> Path:
@@ -87,7 +85,7 @@ class SaveLock(AbstractContextManager["SaveLock"]):
     """The right to save to a path, or to remove what is there.
 
     Args:
-        target: The checkpoint's final path.
+        destination: The checkpoint's final path.
         wait: Seconds to wait for another process.
 
     Attributes:
@@ -102,14 +100,14 @@ class SaveLock(AbstractContextManager["SaveLock"]):
 
     _fd = -1
 
-    def __init__(self, target: Path, *, wait: float) -> None:
-        self.path = lock_of(target)
+    def __init__(self, destination: Path, *, wait: float) -> None:
+        self.path = lock_of(destination)
         nonce = secrets.token_hex(4)
         self.temporary = temporary_of(self.path, nonce)
         try:
-            self._fd = open_locked(self.path, busy="", patience=wait)
+            self._fd = open_locked(self.path, busy="", wait=wait)
         except StorageError:
-            raise StorageError(str(target), _busy(self.path)) from None
+            raise StorageError(str(destination), _busy(self.path)) from None
         except OSError as error:
             if error.errno in (errno.EISDIR, errno.ELOOP):
                 raise StorageError(str(self.path), _FOREIGN) from None
@@ -126,9 +124,6 @@ class SaveLock(AbstractContextManager["SaveLock"]):
     def __del__(self) -> None:
         # A signal's handler has raised before anything else had it.
         self.release()
-
-    def __repr__(self) -> str:
-        return f"<SaveLock {self.path}>"
 
     def release(self) -> None:
         """Remove and unlock it. Idempotent. Never raises."""

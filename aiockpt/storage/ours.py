@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Final
 
 from aiockpt.format.header import LENGTH_BYTES, PREFIX
+from aiockpt.storage.directory import MARKER, RANK_FILE
 from aiockpt.storage.files import regular_file, rename_to_new
-
-__all__ = ["begins_as_ours", "is_ours", "move_along", "others_in", "remove_ours"]
 
 logger = logging.getLogger("aiockpt")
 
-_NAME: Final = re.compile(r"(checkpoint_[0-9]+\.safetensors|commit\.json)(\.tmp)?")
+_NAME: Final = re.compile(rf"({RANK_FILE.pattern}|{re.escape(MARKER)})(\.tmp)?")
 _MARKED: Final = re.compile(rb'\{\s*"aiockpt"')
 _HEAD_BYTES: Final = 64
 
@@ -51,7 +50,7 @@ def is_ours(path: Path) -> bool:
     except OSError:
         return False
     with suppress(OSError), regular_file(path, os.O_NOFOLLOW) as file:
-        if not found[1].startswith("commit"):
+        if found[1] != MARKER:
             return begins_as_ours(file.fileno())
         head = os.pread(file.fileno(), _HEAD_BYTES, 0)
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -83,7 +82,7 @@ def remove_ours(directory: Path) -> None:
         directory.rmdir()
 
 
-def move_along(directory: Path, target: Path) -> None:
+def move_along(directory: Path, destination: Path) -> None:
     """Move what no checkpointer wrote from a replaced checkpoint to the new one.
 
     What the new one has already stays where it is, and a warning names it.
@@ -91,11 +90,13 @@ def move_along(directory: Path, target: Path) -> None:
     with suppress(FileNotFoundError):
         for each in others_in(directory):
             try:
-                rename_to_new(each, target / each.name)
+                rename_to_new(each, destination / each.name)
             except OSError as error:
                 with suppress(OSError):
-                    if os.path.samefile(each, target / each.name):  # two links of it
+                    if os.path.samefile(
+                        each, destination / each.name
+                    ):  # two links of it
                         each.unlink()
                         continue
                 why = error.strerror or error
-                logger.warning("%s did not move to %s: %s", each, target, why)
+                logger.warning("%s did not move to %s: %s", each, destination, why)

@@ -24,7 +24,7 @@ from typing import Final
 
 from aiockpt.errors import StorageError
 from aiockpt.format.manifest import Manifest
-from aiockpt.storage.checkpoint_file import digest_of
+from aiockpt.storage.checkpoint_file import OpenFile
 from aiockpt.storage.files import (
     in_place,
     is_at,
@@ -38,8 +38,6 @@ from aiockpt.storage.files import (
     unlock,
 )
 from aiockpt.storage.ours import begins_as_ours
-
-__all__ = ["TAKEN", "PartFile", "check_target"]
 
 TAKEN: Final = "it is there already; choose another name, or replace it by --overwrite"
 """The detail of the error for a file that a command may not replace."""
@@ -145,9 +143,6 @@ class PartFile:
                     unlock(each)
                 raise
 
-    def __repr__(self) -> str:
-        return f"<PartFile {self.path} bytes={self._manifest.total_bytes}>"
-
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return the writable bytes ``[start, stop)`` of the data segment."""
         base = self._manifest.header_bytes
@@ -164,7 +159,7 @@ class PartFile:
                 at = self._manifest.header_bytes + start
                 with suppress(StorageError):  # it ends in the middle of the chunk
                     read_at(self.path, self._earlier, self.buffers(start, stop), at)
-            actual = digest_of(self.path, self._fd, self._manifest, chunk)
+            actual = OpenFile(self.path, self._fd).digest(self._manifest, chunk)
         return actual == self._manifest.digests[chunk]
 
     def commit(self, *, replace: bool = True) -> None:

@@ -19,8 +19,6 @@ from aiockpt.memory.device import Event, Port, PortFor
 from aiockpt.state.load_plan import LoadPlan, Ranges
 from aiockpt.state.segment import Segment
 
-__all__ = ["Placement", "PlannedPlacement", "Spare", "Turns", "VerifyOnly"]
-
 _TURNS: Final = 2
 
 
@@ -37,7 +35,8 @@ class Placement:
     Args:
         segment: The data segment.
         ranges: The byte ranges of the segment to read.
-        in_arena: Those that go to the arena of the segment; None: all of them.
+        in_arena: Those that go to the arena of the segment; None: all of them. Others
+            are read only to compare their digests.
 
     Attributes:
         ranges: The byte ranges.
@@ -52,9 +51,6 @@ class Placement:
         self._in_arena = ranges if in_arena is None else in_arena
         self._stops = [last for _, last in self._in_arena]
         self._arena = segment.arena
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} ranges={len(self.ranges)}>"
 
     def spare(self, nbytes: int) -> Spare:
         """Return spare memory for one thread, for blocks of at most ``nbytes``."""
@@ -96,17 +92,6 @@ class Placement:
             block = block or spare.turn(stop - start)
             found.append(block[at - start :])
         return found
-
-
-class VerifyOnly(Placement):
-    """Byte ranges that are read only to compare their digests."""
-
-    def prepare(self, start: int, stop: int) -> None:
-        """Do nothing: spare memory is reused."""
-
-    def views(self, start: int, stop: int, spare: Turns) -> Sequence[memoryview]:
-        """Return spare memory."""
-        return [spare.turn(stop - start)]
 
 
 class PlannedPlacement(Placement):

@@ -9,11 +9,10 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, Protocol, TypeAlias, get_args
 
 from aiockpt.errors import StorageError
 from aiockpt.format.chunks import ChunkHasher
@@ -26,19 +25,9 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.system import copying_threads, of_caller
 from aiockpt.state.load_plan import Ranges
 from aiockpt.state.segment import Segment
-from aiockpt.storage.checkpoint_file import header_of
-from aiockpt.storage.files import named, read_at, unchanged
-from aiockpt.storage.placement import Placement, Spare, VerifyOnly
-
-__all__ = [
-    "FileMapping",
-    "FileSource",
-    "OnBytes",
-    "Verify",
-    "check_verify",
-    "manifest_of_file",
-    "placement_of",
-]
+from aiockpt.storage.checkpoint_file import OpenFile
+from aiockpt.storage.files import named, read_at
+from aiockpt.storage.placement import Placement, Spare
 
 Verify: TypeAlias = Literal["full", "none"]
 """Whether the digest of every chunk that is read is compared, or of none."""
@@ -46,8 +35,10 @@ Verify: TypeAlias = Literal["full", "none"]
 OnBytes: TypeAlias = Callable[[int], None]
 """Called with the number of bytes read. Its exceptions end the reading."""
 
-_BLOCK: Final = 2 << 20  # digested while it is in the cache
-_SPAN: Final = 32 << 20  # bytes that a thread takes at once if nothing is verified
+_BLOCK_BYTES: Final = 2 << 20  # digested while they are in the cache
+_UNVERIFIED_BYTES: Final = (
+    32 << 20
+)  # a thread takes them at once if nothing is verified
 
 
 def check_verify(verify: Verify) -> Verify:
@@ -61,6 +52,40 @@ def check_verify(verify: Verify) -> Verify:
     return verify
 
 
+class LoadSource(Protocol):
+    """What a load reads from: a data segment, and how its bytes are read."""
+
+    @property
+    def segment(self) -> Segment:
+        """Its data segment."""
+
+    def read(
+        self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None = None
+    ) -> None:
+        """Read the ranges of ``placement``; see `FileSource.read`."""
+
+
+def read_segment(
+    source: LoadSource,
+    ranges: Ranges,
+    *,
+    verify: Verify,
+    on_bytes: OnBytes | None = None,
+) -> None:
+    """Read ranges into the memory of their segment; see `FileSource.read`.
+
+    What is there already, as in a mapped file, is read only to be verified.
+    """
+    segment = source.segment
+    if not segment.is_there:
+        placement = Placement(segment, ranges)
+    elif verify == "none" or not segment.manifest.digests:
+        return
+    else:
+        placement = Placement(segment, ranges, in_arena=())
+    source.read(placement, verify=verify, on_bytes=on_bytes)
+
+
 class FileMapping(Arena):
     """The data segment of a file as private memory: writes do not reach the file.
 
@@ -70,9 +95,9 @@ class FileMapping(Arena):
         StorageError: the file cannot be mapped.
     """
 
-    def __init__(self, path: Path, fd: int, manifest: Manifest) -> None:
-        with named(path):
-            mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+    def __init__(self, file: OpenFile, manifest: Manifest) -> None:
+        with named(file.path):
+            mapping = mmap.mmap(file.fd, 0, access=mmap.ACCESS_COPY)
         self._adopt(manifest.segment_bytes, -1, mapping)
         self._base = manifest.header_bytes
         self.address += self._base
@@ -98,8 +123,7 @@ class FileSource:
     """An open file that a load reads from.
 
     Args:
-        path: The name of the file, for errors.
-        fd: Its descriptor, which must stay open while it is read.
+        file: The file, which must stay open while it is read.
         manifest: The result of `manifest_of_file`.
         mapped: Whether tensors lie over a mapping of the file, which outlives the
             descriptor. Otherwise they lie over a new arena.
@@ -112,23 +136,10 @@ class FileSource:
 
     bytes_needed = bytes_read = ranges_read = 0
 
-    def __init__(
-        self,
-        path: Path,
-        fd: int,
-        manifest: Manifest,
-        *,
-        mapped: bool,
-    ) -> None:
-        self._path, self._fd, self._manifest = path, fd, manifest
-        self.segment = Segment(
-            manifest,
-            arena=FileMapping(path, fd, manifest) if mapped else None,
-            is_there=mapped,
-        )
-
-    def __repr__(self) -> str:
-        return f"<FileSource {self._path}>"
+    def __init__(self, file: OpenFile, manifest: Manifest, *, mapped: bool) -> None:
+        self._file, self._manifest = file, manifest
+        arena = FileMapping(file, manifest) if mapped else None
+        self.segment = Segment(manifest, arena=arena, is_there=mapped)
 
     def read(
         self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None = None
@@ -147,28 +158,29 @@ class FileSource:
         self.bytes_needed += placement.nbytes
         self.bytes_read += sum(each.stop - each.start for each in spans)
         self.ranges_read += len(placement.ranges)
-        unverified = verify == "full" and not self._manifest.digests
-        with named(self._path), ExitStack() as stack:
-            if unverified:
-                stack.enter_context(unchanged(self._path, self._fd))
-            _FileReading(self._path, self._fd, self._manifest, placement, on_bytes).run(
-                spans
+        with named(self._file.path), ExitStack() as stack:
+            if verify == "full" and not self._manifest.digests:
+                stack.enter_context(self._file.unchanged())
+            reading = _FileReading(
+                self._file, self._manifest, placement, on_bytes, iter(spans)
             )
+            helpers = min(copying_threads(), len(spans)) - 1
+            with ExitStack() as threads:
+                if helpers > 0:
+                    bridge = Bridge(threads=helpers, name="aiockpt-read")
+                    threads.callback(bridge.close)
+                    for _ in range(helpers):
+                        bridge.post(reading.work)
+                reading.work()
+            if reading.failures:
+                try:
+                    raise reading.failures[0]
+                finally:
+                    # Its traceback has this: a cycle would keep what was read into.
+                    reading.failures.clear()
 
 
-def placement_of(segment: Segment, ranges: Ranges, verify: Verify) -> Placement | None:
-    """Return how ranges go to the memory of their segment; None: nothing is read.
-
-    What is there already, as in a mapped file, is read only to be verified.
-    """
-    if not segment.is_there:
-        return Placement(segment, ranges)
-    if verify == "none" or not segment.manifest.digests:
-        return None
-    return VerifyOnly(segment, ranges)
-
-
-def manifest_of_file(path: Path, fd: int, *, limits: Limits) -> Manifest:
+def manifest_of_file(file: OpenFile, *, limits: Limits) -> Manifest:
     """Return the manifest of an open safetensors file.
 
     The manifest of another tool's file has no digests.
@@ -177,18 +189,18 @@ def manifest_of_file(path: Path, fd: int, *, limits: Limits) -> Manifest:
         StorageError: the file cannot be read, or has a dtype that torch lacks.
         IntegrityError: the header of our file is damaged.
     """
-    header = header_of(path, fd, limits=limits)
-    return header if isinstance(header, Manifest) else _adopted(path, header)
+    header = file.header(limits=limits)
+    return header if isinstance(header, Manifest) else _adopted(file, header)
 
 
-def _adopted(path: Path, header: ForeignHeader) -> Manifest:
+def _adopted(file: OpenFile, header: ForeignHeader) -> Manifest:
     shapes = header.entries.shapes
     for number, code in enumerate(header.entries.dtypes):
         packed = CODE_BITS[code] == 4
         if code not in CODES or (packed and (shapes[number] or (1,))[-1] % 2):
             detail = f"tensor {header.names[number]} has dtype {code} and the shape "
             detail += f"{[*shapes[number]]}, for which torch has no tensor"
-            raise StorageError(str(path), detail)
+            raise StorageError(str(file.path), detail)
         if packed:  # two elements in a byte, of which torch makes one
             *above, last = shapes[number]
             shapes[number] = (*above, last // 2)
@@ -221,11 +233,13 @@ def _spans(manifest: Manifest, ranges: Ranges, verify: Verify) -> Iterator[_Span
     """Yield the spans to read: whole chunks to verify, else the ranges only."""
     if verify == "none" or not manifest.digests:
         for start, stop in ranges:
-            for at in range(start, stop, _SPAN):
-                yield _Span(at, min(at + _SPAN, stop))
+            for at in range(start, stop, _UNVERIFIED_BYTES):
+                yield _Span(at, min(at + _UNVERIFIED_BYTES, stop))
         return
     grid, last = manifest.grid, -1
-    together = max(_BLOCK // grid.chunk_bytes, 1)  # small chunks, read as one block
+    together = max(
+        _BLOCK_BYTES // grid.chunk_bytes, 1
+    )  # small chunks, read as one block
     for start, stop in ranges:
         chunk = max(grid.index_of(start), last + 1)
         last = max(grid.index_of(stop - 1), last)
@@ -236,70 +250,56 @@ def _spans(manifest: Manifest, ranges: Ranges, verify: Verify) -> Iterator[_Span
 
 
 class _FileReading:
-    """One call of `FileSource.read`."""
+    """One call of `FileSource.read`, for all its threads.
+
+    Attributes:
+        failures: What the threads have raised. After the first one, they end.
+    """
 
     def __init__(
         self,
-        path: Path,
-        fd: int,
+        file: OpenFile,
         manifest: Manifest,
         placement: Placement,
         on_bytes: OnBytes | None,
+        spans: Iterator[_Span],
     ) -> None:
-        self._path, self._fd, self._manifest = path, fd, manifest
-        self._placement = placement
+        self._file, self._manifest, self._placement = file, manifest, placement
         self._on_bytes = None if on_bytes is None else of_caller(on_bytes)
         self._telling = threading.Lock()
-        self._failures: list[BaseException] = []
+        self._spans = spans
+        self.failures: list[BaseException] = []
 
-    def run(self, spans: Sequence[_Span]) -> None:
-        remaining = iter(spans)
-        helpers = min(copying_threads(), len(spans)) - 1
-        with ExitStack() as stack:
-            if helpers > 0:
-                bridge = Bridge(threads=helpers, name="aiockpt-read")
-                stack.callback(bridge.close)
-                for _ in range(helpers):
-                    bridge.post(self._work, remaining)
-            self._work(remaining)
-        if self._failures:
-            failure = self._failures[0]
-            try:
-                raise failure
-            finally:
-                # Its traceback has this: a cycle would keep what was read into.
-                self._failures.clear()
-                del failure
-
-    def _work(self, remaining: Iterator[_Span]) -> None:
+    def work(self) -> None:
+        """Read spans until none is left; the same in each thread."""
         try:
-            spare = self._placement.spare(_BLOCK)
+            spare = self._placement.spare(_BLOCK_BYTES)
             try:
-                for span in remaining:
-                    if self._failures:
+                for span in self._spans:
+                    if self.failures:
                         return
                     self._read(span, spare)
             finally:
                 spare.close()
-        except BaseException as error:  # noqa: BLE001 - the first one is raised by `run`
-            self._failures.append(error)
+        except BaseException as error:  # noqa: BLE001 - `FileSource.read` raises it
+            self.failures.append(error)
 
     def _read(self, span: _Span, spare: Spare) -> None:
         manifest = self._manifest
         # Without digests there is no algorithm either.
         hasher = ChunkHasher(manifest.grid, manifest.digests) if span.verified else None
         base = manifest.header_bytes
-        for start in range(span.start, span.stop, _BLOCK):
-            stop = min(start + _BLOCK, span.stop)
+        for start in range(span.start, span.stop, _BLOCK_BYTES):
+            stop = min(start + _BLOCK_BYTES, span.stop)
             self._placement.prepare(start, stop)  # while the cache has its pages
             views = self._placement.views(start, stop, spare)
-            read_at(self._path, self._fd, views, base + start)
+            read_at(self._file.path, self._file.fd, views, base + start)
             hashed = () if hasher is None else hasher.update(start, *views)
             spare.landed(self._placement, start, stop)
             self._tell(stop - start)
             for chunk in hashed:
                 if not chunk.matches:
-                    raise chunk.error(str(self._path))
+                    raise chunk.error(str(self._file.path))
 
     def _tell(self, nbytes: int) -> None:
         if self._on_bytes is not None:

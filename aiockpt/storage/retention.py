@@ -32,8 +32,6 @@ from aiockpt.storage.files import (
 from aiockpt.storage.lock import SaveLock, holder_of, lock_of, remove_temporary
 from aiockpt.storage.ours import is_ours, move_along, others_in, remove_ours
 
-__all__ = ["retire", "superfluous", "sweep"]
-
 logger = logging.getLogger("aiockpt")
 
 _LEFTOVER = re.compile(
@@ -42,7 +40,7 @@ _LEFTOVER = re.compile(
 )
 
 # Where other hosts do not see this host's locks, only age tells what is abandoned.
-_ABANDONED: Final = 3600.0
+_ABANDONED_AFTER_S: Final = 3600.0
 
 
 def superfluous(
@@ -85,10 +83,10 @@ def retire(
     Raises:
         StorageError: one cannot be removed; the others are removed nevertheless.
     """
-    place, linked = resolve_target(directory), set(_linked_from(directory))
+    resolved, linked = resolve_target(directory), set(_linked_from(directory))
     every = {each.path: each for each in list_checkpoints(directory)}
     found = superfluous(
-        [each for path, each in every.items() if path.parent == place],
+        [each for path, each in every.items() if path.parent == resolved],
         keep_last=keep_last,
         keep_every=keep_every,
         spare=linked if spare is None else {spare, *linked},
@@ -143,7 +141,7 @@ def _remove(checkpoint: Checkpoint) -> bool:
 
 
 def _is_still(checkpoint: Checkpoint, path: Path) -> bool:
-    """Say whether this is the checkpoint that is there."""
+    """Say whether the path still has this checkpoint."""
     found = find_checkpoint(path)
     said = checkpoint.serial, checkpoint.files
     return found is not None and (found.serial, found.files) == said
@@ -193,36 +191,36 @@ def sweep(directory: StrPath, *, shared: bool) -> list[Path]:
     of this host that has ended. With ``shared``, several ranks write into one
     directory, and only the hour counts.
     """
-    place = Path(directory)
+    parent = Path(directory)
     with suppress(OSError):
-        names = [each.name for each in os.scandir(place) if each.name.startswith(".")]
+        names = [each.name for each in os.scandir(parent) if each.name.startswith(".")]
         found = [match for each in names if (match := _LEFTOVER.fullmatch(each))]
         # Before the first one is removed, as a lock goes with what it protected.
-        dead = {name for name in names if _left_by_the_dead(place / name)}
+        dead = {name for name in names if _left_by_the_dead(parent / name)}
         # The locks come last, as they tell other sweeps whose the rest is.
         found.sort(key=lambda match: match["kind"] == "lock")
-        swept = (_swept(place, each, dead, shared=shared) for each in found)
+        swept = (_swept(parent, each, dead, shared=shared) for each in found)
         return [path for path in swept if path is not None]
     return []
 
 
 def _swept(
-    place: Path, found: re.Match[str], locks: Collection[str], *, shared: bool
+    parent: Path, found: re.Match[str], locks: Collection[str], *, shared: bool
 ) -> Path | None:
-    path, kind = place / found[0], found["kind"]
+    path, kind = parent / found[0], found["kind"]
     if path.is_symlink():
         return None
-    target = place / found["name"]
-    whole = place / f"{found['name']}{found['aside'] or ''}"  # it may end in a number
-    dead = any(lock_of(each).name in locks for each in (target, whole))
-    age = 0.0 if dead and not shared else _ABANDONED
+    destination = parent / found["name"]
+    whole = parent / f"{found['name']}{found['aside'] or ''}"  # it may end in a number
+    dead = any(lock_of(each).name in locks for each in (destination, whole))
+    age = 0.0 if dead and not shared else _ABANDONED_AFTER_S
     with suppress(OSError):
         if kind == "lock":
             _sweep_lock(path, age)
         elif not path.is_dir():
             return None
         elif kind == "part":
-            _sweep_part(path, target if found["aside"] else None, age, dead=dead)
+            _sweep_part(path, destination if found["aside"] else None, age, dead=dead)
         elif kind == "trash" and found["aside"]:
             remove_ours(path)
         elif kind == "old" and (whole / MARKER).exists() and is_ours(path / MARKER):
@@ -255,21 +253,23 @@ def _sweep_lock(path: Path, age: float) -> None:
         unlock(fd)
 
 
-def _sweep_old(path: Path, target: Path) -> None:
+def _sweep_old(path: Path, destination: Path) -> None:
     """Remove the predecessor of a whole checkpoint, unless it is being replaced."""
-    with suppress(StorageError), SaveLock(target, wait=0):
+    with suppress(StorageError), SaveLock(destination, wait=0):
         # If the new one were not there, this would be the checkpoint.
-        if (target / MARKER).exists():
-            move_along(path, target)
+        if (destination / MARKER).exists():
+            move_along(path, destination)
             remove_ours(set_aside(path, "trash"))
 
 
-def _sweep_part(path: Path, target: Path | None, age: float, *, dead: bool) -> None:
+def _sweep_part(
+    path: Path, destination: Path | None, age: float, *, dead: bool
+) -> None:
     """Remove what a dead save has written, if no process writes any of it.
 
     Args:
         path: The directory.
-        target: The checkpoint that it may have been, before a save replaced it.
+        destination: The checkpoint that it may have been, before a save replaced it.
         age: How many seconds it must be old.
         dead: Whether a lock says that a dead process has left it.
     """
@@ -280,15 +280,15 @@ def _sweep_part(path: Path, target: Path | None, age: float, *, dead: bool) -> N
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             files[each] = os.open(each, flags)
             stack.callback(unlock, files[each])
-        known = bool(files) or dead or target is not None
-        if not known or (others and target is None):
+        known = bool(files) or dead or destination is not None
+        if not known or (others and destination is None):
             return
         if _is_young([path, *files], age):
             return
         if not all(lock(fd) for fd in files.values()):
             return
-        if others and target is not None and is_ours(target / MARKER):
-            move_along(path, target)
+        if others and destination is not None and is_ours(destination / MARKER):
+            move_along(path, destination)
         for each, fd in files.items():
             if is_at(each, fd):  # and not a new file that has taken its place
                 each.unlink()

@@ -15,26 +15,10 @@ from aiockpt.errors import StorageError
 from aiockpt.format.limits import Limits
 from aiockpt.state.load_plan import state_over
 from aiockpt.state.segment import check_memory
-from aiockpt.storage.checkpoint_file import (
-    blaming_file,
-    is_of_torch,
-    opened,
-)
-from aiockpt.storage.files import named, unchanged
+from aiockpt.storage.checkpoint_file import ZIP_MAGIC, OpenFile, blaming_file, opened
+from aiockpt.storage.files import named
 from aiockpt.storage.placement import Placement
 from aiockpt.storage.read import FileSource, manifest_of_file
-
-__all__ = [
-    "NeedsCodeError",
-    "StateFile",
-    "is_torch_file",
-    "load_torch",
-    "read_state_file",
-    "unpickled",
-]
-
-_ZIP = b"PK\x03\x04"
-_OPENING_BRACE = 8  # where the JSON of a safetensors header starts
 
 
 class NeedsCodeError(StorageError):
@@ -63,42 +47,27 @@ def read_state_file(path: Path, *, limits: Limits) -> StateFile:
         UnsupportedLeafError: the tree has a leaf type that this process has not
             registered.
     """
-    with opened(path) as fd:
-        if is_torch_file(path, fd):
-            return StateFile(load_torch(path, fd, mapped=False), None)
-        manifest = manifest_of_file(path, fd, limits=limits)
+    with opened(path) as file:
+        if file.is_of_torch():
+            return StateFile(load_torch(file, mapped=False), None)
+        manifest = manifest_of_file(file, limits=limits)
         step = manifest.step if manifest.snapshot_id else None
         size = manifest.segment_bytes
         ranges = [(0, size)] if size else []
         with blaming_file(path):
             check_memory(ranges, limits)
-            source = FileSource(path, fd, manifest, mapped=False)
+            source = FileSource(file, manifest, mapped=False)
             if ranges:
                 source.read(Placement(source.segment, ranges), verify="full")
             made = state_over([source.segment], limits=limits, allow_pickle=False)
             return StateFile(made, step)
 
 
-def is_torch_file(path: Path, fd: int) -> bool:
-    """Say whether an open file looks like one that ``torch.save`` wrote.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
-    return is_of_torch(_start_of(path, fd))
-
-
-def _start_of(path: Path, fd: int) -> bytes:
-    with named(path):
-        return os.pread(fd, _OPENING_BRACE + 1, 0)
-
-
-def load_torch(path: Path, fd: int, *, mapped: bool) -> object:
+def load_torch(file: OpenFile, *, mapped: bool) -> object:
     """Return the contents of an open file of ``torch.save``.
 
     Args:
-        path: The name of the file, for errors.
-        fd: Its descriptor.
+        file: The file.
         mapped: Whether tensors lie over a mapping of the file, if it has the form of a
             zip file. The file must not be truncated meanwhile.
 
@@ -106,16 +75,13 @@ def load_torch(path: Path, fd: int, *, mapped: bool) -> object:
         StorageError: the file is damaged, was changed while it was read, or reading it
             would run code.
     """
-    with unchanged(path, fd):
-        return _loaded(path, fd, mapped=mapped)
-
-
-def _loaded(path: Path, fd: int, *, mapped: bool) -> object:
-    is_zip = _start_of(path, fd).startswith(_ZIP)
-    if is_zip:
-        _check_zip(path, fd)
-    # By its descriptor: another file may have got the name meanwhile.
-    return unpickled(path, f"/proc/self/fd/{fd}", mapped=is_zip and mapped)
+    with file.unchanged():
+        is_zip = file.start().startswith(ZIP_MAGIC)
+        if is_zip:
+            _check_zip(file)
+        # By its descriptor: another file may have got the name meanwhile.
+        source = f"/proc/self/fd/{file.fd}"
+        return unpickled(file.path, source, mapped=is_zip and mapped)
 
 
 def unpickled(
@@ -146,12 +112,13 @@ def unpickled(
         raise StorageError(str(path), _reason(what, text)) from error
 
 
-def _check_zip(path: Path, fd: int) -> None:
+def _check_zip(file: OpenFile) -> None:
     """Refuse compressed entries. Torch writes none, and they could expand hugely."""
+    path = file.path
     with named(path):
         try:
-            with os.fdopen(os.dup(fd), "rb") as raw, zipfile.ZipFile(raw) as file:
-                entries = file.infolist()
+            with os.fdopen(os.dup(file.fd), "rb") as raw, zipfile.ZipFile(raw) as found:
+                entries = found.infolist()
         except OSError:
             raise
         except Exception as error:  # a damaged file makes it raise anything

@@ -30,18 +30,10 @@ from aiockpt.storage.files import (
     write_at,
 )
 
-__all__ = [
-    "BLOCK",
-    "Writable",
-    "WritableSnapshot",
-    "plain_header",
-    "write_file",
-]
-
 BLOCK: Final = 4 << 20
 """Bytes that are digested and written at once; they fit into the cache."""
 
-_WRITEBACK: Final = 32 << 20
+_WRITEBACK_BYTES: Final = 32 << 20  # written to the disk while more are digested
 
 
 class Writable(Protocol):
@@ -87,9 +79,6 @@ class WritableSnapshot:
         self._is_sealed = manifest.grid.unsealed not in manifest.digests
         self._hasher = ChunkHasher(manifest.grid)
         self._digests: list[str] = []
-
-    def __repr__(self) -> str:
-        return f"<WritableSnapshot {self._snapshot!r}>"
 
     def views(self, start: int, stop: int) -> Sequence[memoryview]:
         """Return ``[start, stop)``."""
@@ -143,7 +132,7 @@ def write_file(path: Path, fd: int, writable: Writable, *, durable: bool) -> Man
         started = 0
         for start, stop in _blocks(base, size):
             write_at(fd, writable.views(start, stop), base + start)
-            if durable and (stop - started >= _WRITEBACK or stop == size):
+            if durable and (stop - started >= _WRITEBACK_BYTES or stop == size):
                 start_writeback(fd, base + started, stop - started)
                 started = stop
         header = writable.seal()

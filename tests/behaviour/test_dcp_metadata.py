@@ -60,14 +60,14 @@ def values_in(found: DcpCheckpoint) -> dict[str, Any]:
     for name, leaf in found.leaves.items():
         if not isinstance(leaf, DcpTensor):
             path = found.files[leaf.archive.file]
-            with opened(path) as fd:
-                made[name] = value_of(path, fd, leaf, limits=FILE_LIMITS)
+            with opened(path) as file:
+                made[name] = value_of(file, leaf, limits=FILE_LIMITS)
             continue
         made[name] = torch.zeros(leaf.shape, dtype=DTYPES[leaf.dtype])
         for shard in leaf.shards:
             path = found.files[shard.archive.file]
-            with opened(path) as fd:
-                at = elements_of(path, fd, leaf, shard)
+            with opened(path) as file:
+                at = elements_of(file, leaf, shard)
             data = bytearray(path.read_bytes()[at.start : at.stop])
             flat = torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[leaf.dtype])
             box = flat.as_strided(shard.sizes, at.stride)

@@ -41,7 +41,7 @@ def sources(directory: Path, limits: Limits = FILE_LIMITS) -> DcpSources:
 
 def manifest_of(found: DcpSources) -> Manifest:
     """Return the manifest of the only file."""
-    ((_, _, manifest),) = found.files
+    ((_, manifest),) = found.files
     return manifest
 
 

@@ -698,7 +698,7 @@ class TestPeer:
         self, monkeypatch, refused: str, status: int, doing: str
     ) -> None:
         """Though it answers each request; the error tells its last answer."""
-        monkeypatch.setattr(peers, "_IDLE_LIMIT", 0.3)
+        monkeypatch.setattr(peers, "_IDLE_TIMEOUT_S", 0.3)
 
         async def meddle(peer, request):
             if refused in request.path:
@@ -718,8 +718,8 @@ class TestPeer:
 
     def test_a_peer_that_is_slow_has_its_time(self, monkeypatch) -> None:
         """Each new byte renews the deadline, but no byte that was there before."""
-        monkeypatch.setattr(peers, "_IDLE_LIMIT", 1.5)
-        monkeypatch.setattr(peers, "_CONNECTIONS", 1)  # which makes two requests
+        monkeypatch.setattr(peers, "_IDLE_TIMEOUT_S", 1.5)
+        monkeypatch.setattr(peers, "READER_CONNECTIONS", 1)  # which makes two requests
 
         async def meddle(peer, request) -> None:
             await asyncio.sleep(0.8)

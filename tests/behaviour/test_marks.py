@@ -24,8 +24,10 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
-from aiockpt.checkpointers.background import BackgroundCheckpointer
+from aiockpt.checkpointers.async_checkpointer import (
+    AsyncCheckpointer,
+    BackgroundCheckpointer,
+)
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.stager import CheckpointStager, DefaultStager

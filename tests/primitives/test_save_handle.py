@@ -60,7 +60,7 @@ async def test_its_end_frees_the_memory() -> None:
     for step in (1, 2):
         staged = await stager.stage({"w": torch.ones(8)}, step=step)
         handle = SaveHandle("a")
-        handle.hand_over(step, staged.snapshot)
+        handle.hand_over(staged.snapshot)
         staged.release()
         assert (handle.staged, handle.step, handle.nbytes) == (True, step, 32)
         assert handle.snapshot is not None

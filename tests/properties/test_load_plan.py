@@ -34,13 +34,9 @@ def save(place: Path, state: State) -> Path:
 
 def planned(file: Path, template: Any, select: Select | None = None) -> LoadPlan:
     """Plan a load of a file into a template."""
-    with opened(file) as fd:
-        source = FileSource(
-            file,
-            fd,
-            manifest_of_file(file, fd, limits=FILE_LIMITS),
-            mapped=False,
-        )
+    with opened(file) as found:
+        manifest = manifest_of_file(found, limits=FILE_LIMITS)
+        source = FileSource(found, manifest, mapped=False)
         own = None if template is None else Template(template, limits=FILE_LIMITS)
         return Matching(
             [source.segment],

@@ -246,8 +246,8 @@ def found_in(path: Path, archive: bytes, before: int = 0) -> DcpElements:
     path.write_bytes(b"x" * before + archive + b"x" * 100)
     shard = DcpShard((0, 0), SHAPE, DcpArchive(path.name, before, len(archive)))
     tensor = DcpTensor("layer.w", ("layer", "w"), "float32", SHAPE, (shard,))
-    with opened(path) as fd:
-        return elements_of(path, fd, tensor, shard)
+    with opened(path) as file:
+        return elements_of(file, tensor, shard)
 
 
 def patched(at: int, form: str, *values: Any) -> bytes:
@@ -372,10 +372,10 @@ def test_a_value_that_needs_code_is_refused(tmp_path: Path) -> None:
     ):
         (tmp_path / FILE).write_bytes(content)
         value = DcpValue("v", ("v",), DcpArchive(FILE, 0, len(content)))
-        with opened(tmp_path / FILE) as fd:
+        with opened(tmp_path / FILE) as file:
             with pytest.raises(StorageError, match=f"the value 'v' .*{why}") as caught:
-                value_of(tmp_path / FILE, fd, value, limits=FILE_LIMITS)
+                value_of(file, value, limits=FILE_LIMITS)
             assert caught.value.path == str(tmp_path / FILE)
             with pytest.raises(LimitExceededError, match="the value 'v'"):
-                value_of(tmp_path / FILE, fd, value, limits=Limits(max_header_bytes=10))
+                value_of(file, value, limits=Limits(max_header_bytes=10))
     assert not mark.exists()

@@ -79,8 +79,8 @@ def rebuilt(directory: Path) -> dict[str, Any]:
     with ExitStack() as stack:
         found = dcp_sources(directory, stack, limits=FILE_LIMITS)
         assert found.left_out == {}
-        for path, fd, manifest in found.files:
-            source = FileSource(path, fd, manifest, mapped=False)
+        for file, manifest in found.files:
+            source = FileSource(file, manifest, mapped=False)
             entries = manifest.entries
             ranges = [*zip(entries.starts, entries.stops, strict=True)]
             assert all(first < last for first, last in ranges)

@@ -115,8 +115,8 @@ async def test_a_sender_dies(
     cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer from which is loaded, instead of a path."""
-    monkeypatch.setattr(peer, "_STALL_TIMEOUT", 0.3)
-    monkeypatch.setattr(peer, "_CONNECTIONS", 1)
+    monkeypatch.setattr(peer, "READER_STALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(peer, "READER_CONNECTIONS", 1)
     template = template_of(cell)
     async with transport(insecure=True, chunk_bytes=MIB) as sender:
         await sender.send_checkpoint([], 1, weights(mib=MIB_SAVED, count=3))
