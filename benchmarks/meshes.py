@@ -211,11 +211,11 @@ class Rank:
         if find_spec("torch_checkpointing") is None:
             raise BenchmarkError(f"{RESHARDER} is not installed")
         if self._manager is None:
-            room = "torch_checkpointing"
-            manager = import_module(f"{room}.checkpoint_manager").CheckpointManager
-            files = import_module(f"{room}.storage.filesystem")
-            resharder = import_module(f"{room}.default_resharder").DefaultResharder()
-            spec = import_module(f"{room}.schema").ItemSpec(resharder=resharder)
+            package = "torch_checkpointing"
+            manager = import_module(f"{package}.checkpoint_manager").CheckpointManager
+            files = import_module(f"{package}.storage.filesystem")
+            resharder = import_module(f"{package}.default_resharder").DefaultResharder()
+            spec = import_module(f"{package}.schema").ItemSpec(resharder=resharder)
             config = manager.Config.with_sync_save()
             config.storage_config = files.LocalFileSystemStorageConfig(
                 use_direct_io=False
