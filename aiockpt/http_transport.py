@@ -58,9 +58,9 @@ from aiockpt.swarm.endpoint import SwarmEndpoint
 from aiockpt.swarm.membership import Membership, RelayHost
 from aiockpt.swarm.neighbours import Neighbours
 from aiockpt.transfer.deltas import check_available
-from aiockpt.transfer.destination import Terms
+from aiockpt.transfer.options import ReceiveOptions
 from aiockpt.transfer.prepared import Prepared
-from aiockpt.transfer.receive import Received, ReceiveOptions
+from aiockpt.transfer.receive import Received
 from aiockpt.transfer.receive import receive as receive_from
 from aiockpt.transfer.repeats import Repeats, content_of
 from aiockpt.transfer.stager import Stager, StagerOptions
@@ -405,7 +405,7 @@ class HTTPTransport(CheckpointTransport[T]):
         require_given("send_checkpoint", step=step, state_dict=state_dict)
         marks = self._stager.mark()
         limit, began = self._limit(timeout), time.monotonic()
-        deadline = Deadline(limit, stop="stage", what=f"step {step}")
+        deadline = Deadline(limit, phase="stage", what=f"step {step}")
         with self._lifetime.call():
             step, before = exact_step(step), self._store.retractions
             self._store.fail(None)
@@ -419,7 +419,7 @@ class HTTPTransport(CheckpointTransport[T]):
                         snapshot = await self._stager.stage(
                             state_dict, step=step, marks=marks
                         )
-                        deadline.stop = "publish"
+                        deadline.phase = "publish"
                         await self._publish(snapshot, before)
             except BaseException as error:
                 if not self._lifetime.closed and self._store.retractions == before:
@@ -880,8 +880,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
         pause = self._client.pause
         while True:
-            terms = replace(options.terms, marks=Marks.of_caller(port_for))
-            now = replace(options, terms=terms)
+            now = replace(options, marks=Marks.of_caller(port_for))
             found = await chase(
                 steps.__anext__, attempt, pause=pause, survives=Advice.ONWARD
             )
@@ -912,15 +911,6 @@ class HTTPTransport(CheckpointTransport[T]):
             raise ValueError("share=True returns new tensors: leave out into=")
         if share and have is not None:
             raise ValueError("share=True moves no bytes: leave out have=")
-        terms = Terms(
-            limits=self._limits,
-            allow_pickle=self._allow_pickle,
-            direct=direct,
-            ports=port_for,
-            warm=self._warm,
-            later=hold,
-            marks=Marks.of_caller(port_for),
-        )
         attaching = AttachOptions(
             attach=None if self._same_host is False or have is not None else attach,
             keep=share,
@@ -928,12 +918,17 @@ class HTTPTransport(CheckpointTransport[T]):
             verify=verify_shared,
         )
         options = ReceiveOptions(
+            limits=self._limits,
+            allow_pickle=self._allow_pickle,
             into=into,
+            direct=direct,
+            hold=hold,
             have=_known(have, into),
             select=listed(select),
             progress=progress,
-            terms=terms,
-            hold=hold,
+            ports=port_for,
+            marks=Marks.of_caller(port_for),
+            warm=self._warm,
         )
         return options, attaching
 
@@ -952,7 +947,7 @@ class HTTPTransport(CheckpointTransport[T]):
         leased = [replace(origin, lease=lease) for origin in origins]
         if step is None:
             leased = [replace(origin, patience=PATIENCE) for origin in leased]
-        deadline = Deadline(limit, stop="fetch_manifest")
+        deadline = Deadline(limit, phase="fetch_manifest")
         peers = Peers.at(self._client, leased, deadline.note, deadline=until)
         asked = "a checkpoint" if step is None else f"step {step}"
         deadline.what = f"{asked} from {peers.name}"

@@ -191,7 +191,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         began = time.monotonic()
         limit = math.inf if timeout is None else seconds(timeout)
         try:
-            async with Deadline(limit, stop="save"):
+            async with Deadline(limit, phase="save"):
                 with self._lifetime.call():
                     async with self._turn:
                         if not await self._wait_for_slot(handle):

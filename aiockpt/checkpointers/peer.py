@@ -29,7 +29,8 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.sync_facade import run_blocking
 from aiockpt.storage.read import OnBytes
-from aiockpt.transfer.receive import Received, ReceiveOptions, receive
+from aiockpt.transfer.options import ReceiveOptions
+from aiockpt.transfer.receive import Received, receive
 
 _SILENT_CALL_EVERY_S: Final = 0.1
 
@@ -66,14 +67,14 @@ async def _load(
     origin = replace(address.origin, lease=Lease.begin(inf), patience=patience)
     asked = "a checkpoint" if address.step is None else f"step {address.step}"
     what = f"{asked} from {origin.base_url}"
-    deadline = Deadline(_IDLE_TIMEOUT_S, stop="fetch_manifest", what=what)
+    deadline = Deadline(_IDLE_TIMEOUT_S, phase="fetch_manifest", what=what)
     meter = _ByteReporter(on_bytes, deadline)
     options = replace(options, progress=meter.update)
     known = find_credentials(None, insecure=False, env=os.environ)
     with closing(Bridge(threads=READER_THREADS, name="aiockpt-peer")) as bridge:
         client = CheckpointClient(
             Receive(
-                limits=options.terms.limits,
+                limits=options.limits,
                 connections=READER_CONNECTIONS,
                 reconnect_timeout=READER_STALL_TIMEOUT_S,
             ),

@@ -195,23 +195,20 @@ class CheckpointReader:
                     "has; leave them out, or load the directory of all ranks"
                 )
             from aiockpt.checkpointers.peer import load_from_peer
-            from aiockpt.transfer.destination import Terms
-            from aiockpt.transfer.receive import ReceiveOptions
+            from aiockpt.transfer.options import ReceiveOptions
 
             began = time.monotonic()
             options = ReceiveOptions(
+                limits=self._limits,
+                allow_pickle=self._allow_pickle,
                 into=state_dict,
+                direct=True,
                 select=select,
                 keys=state_dict is not None,
                 strict=strict,
                 device=device,
-                terms=Terms(
-                    limits=self._limits,
-                    allow_pickle=self._allow_pickle,
-                    direct=True,
-                    ports=self.ports,
-                    marks=Marks.of(self.ports),
-                ),
+                ports=self.ports,
+                marks=Marks.of(self.ports),
             )
             received = load_from_peer(os.fspath(path), options, on_bytes)
             name, _, _ = os.fspath(path).partition("#")  # without the token of a URL

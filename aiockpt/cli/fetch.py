@@ -16,7 +16,7 @@ from aiockpt.errors import Advice, AiockptError, advice
 from aiockpt.events import Meter, Progress
 from aiockpt.http.download import Download
 from aiockpt.storage.partfile import PartFile, check_target
-from aiockpt.transfer.source import PlainTarget
+from aiockpt.transfer.source import PlainDestination
 
 __all__ = ["run", "save"]
 
@@ -72,7 +72,7 @@ async def save(
     manifest, started = found.manifest, time.monotonic()
 
     def report(progress: Progress) -> None:
-        peer.deadline.stop = progress.stop
+        peer.deadline.phase = progress.stop
         bar(progress)
 
     meter = Meter(report)
@@ -102,7 +102,7 @@ async def save(
         async with peer.reading(found) as (peers, extension):
             chunks = await missing(part)
             meter.at("fetch_chunk")
-            outline, filled = manifest.outline, PlainTarget(part)
+            outline, filled = manifest.outline, PlainDestination(part)
             others = extension.others(filled)
             for chunk in {*range(len(manifest.grid))}.difference(chunks):
                 others.verified(chunk)

@@ -256,7 +256,7 @@ async def open_peer(
     auth = Auth(token=known.to_send, client_ssl_context=_trusting(arguments.cafile))
     bridge = Bridge(threads=READER_THREADS, name="aiockpt")
     try:
-        async with Deadline(timeout, stop="fetch_manifest") as deadline:
+        async with Deadline(timeout, phase="fetch_manifest") as deadline:
             yield SenderClient(
                 [replace(each, patience=patience) for each in origins],
                 step,

@@ -113,7 +113,7 @@ async def _read_all(address: Address, arguments: argparse.Namespace) -> Manifest
     """
     from aiockpt.cli.peer import open_peer  # needs aiohttp, and a file does not
     from aiockpt.http.download import Download
-    from aiockpt.transfer.source import PlainTarget
+    from aiockpt.transfer.source import PlainDestination
 
     async with open_peer([address], arguments) as peer:
 
@@ -123,8 +123,8 @@ async def _read_all(address: Address, arguments: argparse.Namespace) -> Manifest
             count = len(manifest.grid)
             many = max(_WINDOW // manifest.chunk_bytes, 1)
             window = _Window(min(many * manifest.chunk_bytes, manifest.segment_bytes))
-            target = PlainTarget(window)
-            peer.deadline.stop = "fetch_chunk"
+            target = PlainDestination(window)
+            peer.deadline.phase = "fetch_chunk"
             async with peer.reading(found) as (peers, _):
                 for first in range(0, count, many):
                     chunks = range(first, min(first + many, count))

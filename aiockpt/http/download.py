@@ -8,7 +8,7 @@ as one is left.
 Peers may be added meanwhile: `Others` is where a swarm takes part in a download.
 
 The path of a run: `Download.run` -> `_act` (do what `Planner.next` says) -> `_fetch`
-(retry) -> `RangeFetcher.fetch` (one range, straight into the target).
+(retry) -> `RangeFetcher.fetch` (one range, straight into the destination).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from aiockpt.http.range_fetcher import RangeFetcher
 from aiockpt.http.retry import HostLimitError, Retries
 from aiockpt.runtime.system import of_caller
 from aiockpt.runtime.tasks import Notifier, task_group
-from aiockpt.transfer.source import OnProgress, Target
+from aiockpt.transfer.source import ChunkDestination, OnProgress
 
 
 class Others:
@@ -77,9 +77,9 @@ class ReceiveExtension:
     def receives(self, manifest: Manifest, headers: Mapping[str, str]) -> None:
         """Learn what is received; ``headers`` authenticate the manifest."""
 
-    def others(self, target: Target) -> Others:
-        """Return what takes part in a download into ``target``."""
-        del target
+    def others(self, destination: ChunkDestination) -> Others:
+        """Return what takes part in a download into the destination."""
+        del destination
         return Others()
 
     async def linger(self) -> None:
@@ -93,13 +93,13 @@ class ReceiveExtension:
 
 
 class Download:
-    """One download of chunks into ``target``; each chunk is verified as it arrives.
+    """One download of chunks; each chunk is verified as it arrives.
 
     Args:
         peers: Of those that are left, one that has not joined is asked for its manifest
             first.
         outline: Of the checkpoint.
-        target: Where the bytes go. Its memory is prepared a little ahead of them.
+        destination: Where the bytes go. Its memory is prepared a little ahead of them.
         chunks: Their numbers.
         on_progress: Gets newly arrived bytes and newly verified chunks.
         others: Take part in the download.
@@ -117,7 +117,7 @@ class Download:
         self,
         peers: Peers,
         outline: Outline,
-        target: Target,
+        destination: ChunkDestination,
         chunks: Iterable[int],
         on_progress: OnProgress,
         others: Others | None = None,
@@ -126,9 +126,11 @@ class Download:
             peers.all[0].error = None
         self._peers, self.sources, self.outline = peers, peers.left(), outline
         self.client = peers.client
-        self._complete: Callable[[int], None] = target.complete
+        self._complete: Callable[[int], None] = destination.complete
         self._on_progress = of_caller(on_progress)
-        self._ranges = RangeFetcher(self.client, outline, target, self._on_progress)
+        self._ranges = RangeFetcher(
+            self.client, outline, destination, self._on_progress
+        )
         self._news = Notifier()
         self._scopes: dict[Assignment, anyio.CancelScope] = {}
         self._asides = set[anyio.CancelScope]()
@@ -143,7 +145,7 @@ class Download:
     async def run(self) -> None:
         """Download the chunks; once only.
 
-        If cancelled, nothing is written to the target any more, any part of it may
+        If cancelled, nothing is written to the destination any more, any part of it may
         have been, and no connection is left.
 
         Raises:

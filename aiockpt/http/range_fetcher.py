@@ -40,7 +40,12 @@ from aiockpt.http.protocol import (
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import Notifier, beside
 from aiockpt.transfer.deltas import HEAD_BYTES, split
-from aiockpt.transfer.source import OnProgress, PlainTarget, Prepare, Target
+from aiockpt.transfer.source import (
+    ChunkDestination,
+    OnProgress,
+    PlainDestination,
+    Prepare,
+)
 
 _AHEAD = 64 << 20  # bytes of memory that all requests together prepare ahead
 _STEP = 8 << 20  # bytes that are prepared at a time, by whole strides of the arena
@@ -61,12 +66,12 @@ class _Closed:
 
 
 class RangeFetcher:
-    """Fetches ranges of one checkpoint into ``target``, for the assignments of runs.
+    """Fetches ranges of one checkpoint, for the assignments of runs.
 
     Args:
         client: Sends the requests.
         outline: Of the checkpoint.
-        target: Where the bytes go.
+        destination: Where the bytes go.
         on_progress: Gets newly arrived bytes.
     """
 
@@ -74,10 +79,10 @@ class RangeFetcher:
         self,
         client: CheckpointClient,
         outline: Outline,
-        target: Target,
+        destination: ChunkDestination,
         on_progress: OnProgress,
     ) -> None:
-        self._client, self._outline, self._target = client, outline, target
+        self._client, self._outline, self._destination = client, outline, destination
         self._on_progress = on_progress
         self._patched = self._unpatched = 0
         self._plain: set[int] = set()  # chunks whose delta did not fit the held bytes
@@ -88,7 +93,7 @@ class RangeFetcher:
         Tracebacks of requests that were cancelled keep this object, which must not keep
         the memory.
         """
-        self._target = PlainTarget(_Closed())
+        self._destination = PlainDestination(_Closed())
 
     @property
     def can_patch(self) -> bool:
@@ -97,12 +102,12 @@ class RangeFetcher:
         If more of them have failed than succeeded, the receiver does not hold the base.
         """
         vain = self._unpatched > self._patched + _VAIN
-        return self._target.patch is not None and not vain
+        return self._destination.patch is not None and not vain
 
     async def fetch(
         self, assignment: Assignment, hear: Callable[[CheckedResponse], None]
     ) -> None:
-        """Receive what one request brings of a run directly into the target.
+        """Receive what one request brings of a run directly into the destination.
 
         Args:
             assignment: The run, and the peer.
@@ -155,9 +160,9 @@ class RangeFetcher:
                 await self._patch(run, deltas, range(start, stop), answer)
                 return
             _check_length(answer, stop - start)
-            memory = self._target.memory
+            memory = self._destination.memory
             writer = BodySink(memory.buffers, start, stop, run, check=memory.check)
-            prepare = self._target.prepare
+            prepare = self._destination.prepare
             if prepare is None or writer.size < _SHORT:
                 await answer.read_into(writer)
                 return
@@ -191,14 +196,14 @@ class RangeFetcher:
         """Apply deltas to the held chunks, until the first wrong digest."""
         size = self._outline.grid.chunk_bytes
         chunks = range(reach.start // size, -(-reach.stop // size))
-        patch = self._target.patch
+        patch = self._destination.patch
         assert patch is not None
         with answer.blamed():
             parts = split(deltas, len(chunks))
         for chunk, (kind, body) in zip(chunks, parts, strict=True):
             try:
                 with answer.blamed():
-                    right = await patch(self._target.memory, chunk, kind, body)
+                    right = await patch(self._destination.memory, chunk, kind, body)
             except asyncio.CancelledError:
                 self._plain.add(chunk)  # the bytes that a delta needs may have changed
                 raise

@@ -28,10 +28,9 @@ from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.same_host import format_probe, identity
 from aiockpt.runtime.tasks import Over, map_in_threads
-from aiockpt.state.load_plan import Template
+from aiockpt.state.load_plan import Matching
 from aiockpt.transfer.deltas import is_available
-from aiockpt.transfer.destination import Destination, Terms, destination_of
-from aiockpt.transfer.source import OnProgress, Target
+from aiockpt.transfer.source import ChunkDestination, OnProgress
 
 _HTTP: Final = "HTTP"
 _MEMORY: Final = "shared memory"
@@ -106,7 +105,6 @@ class HttpSource:
     Attributes:
         medium: How the bytes come.
         remark: Why they do not come as they should, if so.
-        arena: The sender's memory, where the checkpoint is used in it or from it.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class HttpSource:
         extension: ReceiveExtension | None = None,
     ) -> None:
         self.name, self.medium, self.remark = peers.name, _HTTP, ""
-        self.arena: Arena | None = None
+        self._arena: Arena | None = None  # of the sender, if it is used in place
         self._peers, self._bridge = peers, bridge
         self._extension = extension or ReceiveExtension()
         self._attaching = attaching
@@ -152,7 +150,7 @@ class HttpSource:
                 await self.end(self._step)
         finally:
             if self._attached is not None:
-                if self.arena is None:  # to unmap gigabytes takes a while
+                if self._arena is None:  # to unmap gigabytes takes a while
                     self._bridge.post(self._attached.give_back)
                 else:  # a device may still copy from it
                     self._attached.close()
@@ -180,8 +178,8 @@ class HttpSource:
         self._extension.receives(answer.manifest, mac)
         return answer.manifest
 
-    async def map(self, outline: Outline, *, most: int | None) -> None:
-        """Attach the sender's memory if it was offered.
+    async def map(self, outline: Outline, *, most: int | None) -> Arena | None:
+        """Attach the sender's memory if it was offered; return it if it is used.
 
         Raises:
             LimitExceededError: it is more than ``most``.
@@ -190,7 +188,7 @@ class HttpSource:
         if not offer or how.attach is None or not outline.grid.segment_bytes:
             if how.keep:
                 self.remark = "not shared: the sender offers no memory"
-            return
+            return None
         enforce("the checkpoint's size", outline.grid.segment_bytes, most, "max_bytes")
         used = how.keep or how.through
         memory = await how.attach(offer, outline, keep=used)
@@ -198,7 +196,8 @@ class HttpSource:
             self.remark = f"not shared: {memory}"
         else:
             self._attached, self.medium = memory, _MEMORY
-            self.arena = memory.arena if used else None
+            self._arena = memory.arena if used else None
+        return self._arena
 
     @property
     def sends_deltas(self) -> bool:
@@ -206,11 +205,10 @@ class HttpSource:
         bases = (peer.delta_base for peer in self._peers.left())
         return self.medium == _HTTP and all(bases) and is_available()
 
-    def destination(
-        self, manifest: Manifest, template: Template | None, terms: Terms
-    ) -> Destination:
-        """Return where a whole checkpoint goes; see `destination_of`."""
-        return destination_of(manifest, template, terms, self._bridge, self.arena)
+    def device_entries(
+        self, manifest: Manifest, rule: Matching, *, direct: bool
+    ) -> None:
+        """Do nothing: all bytes come to host memory."""
 
     async def accept(self, step: int) -> None:
         """Do nothing: a server waits for nothing but requests."""
@@ -218,11 +216,11 @@ class HttpSource:
     async def read(
         self,
         outline: Outline,
-        target: Target,
+        destination: ChunkDestination,
         chunks: Sequence[int],
         on_progress: OnProgress,
     ) -> None:
-        """Fetch chunks into ``target``, and verify them.
+        """Fetch chunks into the destination, and verify them.
 
         Raises:
             AiockptError: see `Download`.
@@ -230,11 +228,11 @@ class HttpSource:
         left: Sequence[int] = chunks
         if self._attached is not None:
             memory = self._attached
-            left = await self._take(memory, outline, target, chunks, on_progress)
+            left = await self._take(memory, outline, destination, chunks, on_progress)
         if left:
-            others = self._extension.others(target)
+            others = self._extension.others(destination)
             await Download(
-                self._peers, outline, target, left, on_progress, others
+                self._peers, outline, destination, left, on_progress, others
             ).run()
 
     async def end(self, step: int) -> None:
@@ -250,7 +248,7 @@ class HttpSource:
 
     def give_back(self) -> None:
         """Give the memory back, unless tensors lie in it. For threads. Idempotent."""
-        memory, self._attached, self.arena = self._attached, None, None
+        memory, self._attached, self._arena = self._attached, None, None
         if memory is not None:
             memory.give_back()
 
@@ -258,7 +256,7 @@ class HttpSource:
         self,
         memory: Attached,
         outline: Outline,
-        target: Target,
+        destination: ChunkDestination,
         chunks: Sequence[int],
         on_progress: OnProgress,
     ) -> list[int]:
@@ -271,14 +269,14 @@ class HttpSource:
 
         def take(chunk: int, over: Over) -> str:
             hasher = ChunkHasher(grid)
-            return self._digest(memory, target, *grid.range(chunk), hasher, over)
+            return self._digest(memory, destination, *grid.range(chunk), hasher, over)
 
         def taken(chunk: int, digest: str) -> None:
             if digest != outline.digests[chunk]:
                 bad.append(chunk)
                 return
             on_progress(_size(grid.range(chunk)), 1)
-            target.complete(chunk)
+            destination.complete(chunk)
 
         await map_in_threads(self._bridge, _WORKERS, take, chunks, taken)
         if bad:
@@ -289,20 +287,20 @@ class HttpSource:
     def _digest(
         self,
         memory: Attached,
-        target: Target,
+        destination: ChunkDestination,
         start: int,
         stop: int,
         hasher: ChunkHasher,
         over: Over,
     ) -> str:
         """Return the digest of a chunk that is where it belongs now; for a thread."""
-        # The target may be this very memory.
-        take = memory.take if self.arena is None else _hash
+        # The destination may be this very memory.
+        take = memory.take if self._arena is None else _hash
         try:
             for at in range(start, stop, _SPAN):
                 if over():
                     break
-                views = target.memory.buffers(at, min(at + _SPAN, stop))
+                views = destination.memory.buffers(at, min(at + _SPAN, stop))
                 for chunk in take(views, at, hasher):
                     return chunk.digest
         except OSError as error:

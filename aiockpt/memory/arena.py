@@ -391,7 +391,7 @@ class ArenaPool:
     """Keeps free arenas for the next checkpoint of about the same size.
 
     An arena returns explicitly (`take`, `give_back`), or when its buffer is freed
-    (`lend`). Pages that were touched before are several times faster to write.
+    (`lease`). Pages that were touched before are several times faster to write.
 
     All methods may be called from any thread and at any moment, because the garbage
     collector may free a buffer. So the pool has no lock. Each operation on its deque is
@@ -452,9 +452,9 @@ class ArenaPool:
         self._free.append(arena)
         self._limit(0 if self._idle or self._closed else self._keep)
 
-    def lend(self, nbytes: int) -> Loan:
+    def lease(self, nbytes: int) -> ArenaLease:
         """Return an arena, as `take` does, that returns when its buffer is freed."""
-        return Loan(self.take(nbytes), self)
+        return ArenaLease(self.take(nbytes), self)
 
     def kept_for(self, nbytes: int) -> int:
         """Return how many bytes `take` could reuse instead of allocating."""
@@ -483,7 +483,7 @@ class ArenaPool:
                 self._dispose(self._free.popleft())
 
 
-class Loan:
+class ArenaLease:
     """An arena for one receive; its tensors refer to ``buffer``.
 
     When the last tensor and so the buffer is freed, the arena returns to its pool, if
@@ -515,13 +515,9 @@ class Loan:
         return bool(self._finished)
 
 
-def lend(
-    nbytes: int,
-    *,
-    used: int,
-    most: int | None,
-    pool: ArenaPool | None,
-) -> Loan:
+def lease_arena(
+    nbytes: int, *, used: int, most: int | None, pool: ArenaPool | None
+) -> ArenaLease:
     """Return memory for a checkpoint.
 
     Args:
@@ -539,9 +535,9 @@ def lend(
         enforce("the checkpoint's size", used, spare, remedy=FREE_MEMORY)
     enforce("the checkpoint's size", used, most, "max_bytes")
     with allocating("a checkpoint", nbytes):
-        loan = pool.lend(nbytes) if pool else Loan(Arena(nbytes))
-    loan.arena.touched = max(loan.arena.touched, used)
-    return loan
+        lease = pool.lease(nbytes) if pool else ArenaLease(Arena(nbytes))
+    lease.arena.touched = max(lease.arena.touched, used)
+    return lease
 
 
 def _fits(arena: Arena, nbytes: int) -> bool:

@@ -40,10 +40,7 @@ import re
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import (
-    asynccontextmanager,
-    nullcontext,
-)
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from mmap import mmap
@@ -80,8 +77,8 @@ _TEXT_BYTES: Final = FRAME_BYTES - _HEAD.size
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 _MAX_STEP: Final = 2**63 - 1
 
-_AFTER: Final = 0.1
-"""Seconds by which a wait outlasts the deadline, so that the deadline fires first."""
+_WAIT_BEYOND_S: Final = 0.1
+"""A wait outlasts the deadline by so much, so that the deadline fires first."""
 
 
 # ------------------------------------------------------------------------- frames
@@ -163,8 +160,8 @@ class GroupRanks:
 
     def __init__(self, group: GroupLike, medium: Medium, bridge: Bridge) -> None:
         self.remains: list[object] = []
-        self.bridge = bridge
-        self._group, self._medium = group, medium
+        self.medium, self.bridge = medium, bridge
+        self._group = group
         self._turns: dict[tuple[bool, int], asyncio.Lock] = {}
         self._told = set[tuple[bool, int]]()  # peers that know that it is broken
         self._why = ""
@@ -209,7 +206,7 @@ class GroupRanks:
         for other, sending in product(self._others(), (True, False)):
             turn = self._turns.get((sending, other))
             if turn is None or not turn.locked():
-                self.tell(self._medium.channel(self._group, other, sending=sending))
+                self.tell(self.medium.channel(self._group, other, sending=sending))
 
     def _others(self) -> list[int]:
         try:
@@ -219,39 +216,24 @@ class GroupRanks:
             return []
 
     @asynccontextmanager
-    async def turn(self, rank: int, *, sending: bool) -> AsyncIterator[RankChannel]:
-        """Wait until no other call talks to ``rank``, then yield a channel to it.
+    async def turn(
+        self, rank: int, *, sending: bool, deadline: Deadline
+    ) -> AsyncIterator[Conversation]:
+        """Wait until no other call talks to ``rank``, then yield an end to talk by.
 
         Messages of host memory have tags. A device's communicator has only an order, so
-        both ends hold one conversation at a time. At its end, a peer is told if the
-        group has broken meanwhile.
+        both ends hold one conversation at a time. At the end of the turn, a peer is
+        told if the group has broken meanwhile.
         """
-        channel = self._medium.channel(self._group, rank, sending=sending)
+        channel = self.medium.channel(self._group, rank, sending=sending)
         key = (sending, rank) if channel.tagged else (True, -1)
         async with self._turns.setdefault(key, asyncio.Lock()):
             self.check()
             try:
-                yield channel
+                yield Conversation(channel, self, deadline)
             finally:
                 if self.broken:
                     self.tell(channel)
-
-    async def refuse(
-        self, rank: int, step: int, error: Exception, deadline: Deadline
-    ) -> None:
-        """Tell a receiver why ``step`` is not sent.
-
-        If messages have tags, the refusal is posted without waiting, because the
-        receiver may come later, for this step or for another one.
-        """
-        async with self.turn(rank, sending=True) as channel:
-            if not channel.tagged:
-                async with Conversation(channel, self, deadline).held() as peer:
-                    await peer.refuse(step, error)
-                return
-            only = ControlMessage(Kind.FAILED, step, text=_reason(error)).encode()
-            last = ControlMessage(Kind.BYE, 0).encode()
-            await self.bridge.run(channel.leave_word, only, last)
 
 
 # ------------------------------------------------------------- one conversation
@@ -284,7 +266,7 @@ def _reason(error: Exception) -> str:
 
 
 class Conversation:
-    """One end of a conversation, which lasts for one block.
+    """One end of a conversation with a rank, which `opened` begins.
 
     Every coroutine raises ``ProcessGroupError`` if an operation fails. That, or a
     cancellation, breaks the group.
@@ -293,33 +275,31 @@ class Conversation:
     def __init__(
         self, channel: RankChannel, ranks: GroupRanks, deadline: Deadline
     ) -> None:
-        self.rank = channel.rank
-        self._channel = channel
-        self._ranks, self._bridge = ranks, ranks.bridge
-        self._deadline = deadline
-        self._over = True  # both ends expect no further message
-        self._ended = False  # the block has ended
+        self._channel, self._ranks, self._deadline = channel, ranks, deadline
+        self._is_over = True  # both ends expect no further message
+        self._has_ended = False  # the block has ended
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[Conversation]:
-        """Hold the conversation for the length of a block.
+    async def opened(self) -> AsyncIterator[None]:
+        """Hold one conversation for the length of a block.
 
         If the peer dies or gives up, the block is cancelled and this raises the error.
         If the block fails after one end has reported its failure, the group stays
         usable. If it fails otherwise, or is cancelled, the group breaks, and the peer
         is told.
         """
+        self._is_over, self._has_ended = True, False
         tagged = self._channel.tagged
         failed: Exception | None = None
         try:
             async with beside(self._watch_peer) if tagged else nullcontext():
                 try:
-                    yield self
+                    yield
                 except Exception as error:
-                    if not self._over:
+                    if not self._is_over:
                         raise
                     failed = error
-                self._ended = True
+                self._has_ended = True
                 if tagged:
                     bye = ControlMessage(Kind.BYE, 0).encode()
                     await self._in_thread(self._channel.send_last, bye)
@@ -332,10 +312,24 @@ class Conversation:
         finally:
             del failed  # its traceback has this frame
 
+    async def post_refusal(self, step: int, error: Exception) -> None:
+        """Tell a receiver why ``step`` is not sent, in a conversation of its own.
+
+        If messages have tags, the refusal is posted without waiting, because the
+        receiver may come later, for this step or for another one.
+        """
+        if not self._channel.tagged:
+            async with self.opened():
+                await self.refuse(step, error)
+            return
+        only = ControlMessage(Kind.FAILED, step, text=_reason(error)).encode()
+        last = ControlMessage(Kind.BYE, 0).encode()
+        await self._ranks.bridge.run(self._channel.leave_word, only, last)
+
     async def say(self, kind: Kind, step: int, nbytes: int = 0, text: str = "") -> None:
         """Send a frame."""
         await self.send(ControlMessage(kind, step, nbytes, text).encode())
-        self._over = kind in _FINAL
+        self._is_over = kind in _FINAL
 
     async def hear(self, expected: Kind, *, step: int = 0) -> ControlMessage:
         """Receive a frame.
@@ -350,18 +344,19 @@ class Conversation:
             PeerFailedError: the peer gave up; the conversation is over.
             RemoteProtocolError: the peer sent another kind; the group is broken.
         """
-        self._over = False
+        self._is_over = False
         data = bytearray(FRAME_BYTES)
         await self.fill(data)
         frame = ControlMessage.decode(data)
         if frame.kind not in (expected, Kind.FAILED):
             raise RemoteProtocolError(
-                f"rank {self.rank} sent {frame.kind.name}, expected {expected.name}"
+                f"rank {self._channel.rank} sent {frame.kind.name}, expected "
+                f"{expected.name}"
             )
-        self._over = frame.kind in _FINAL
+        self._is_over = frame.kind in _FINAL
         if frame.kind is Kind.FAILED:
             failure = OutdatedError if frame.step < step else PeerFailedError
-            raise failure(self.rank, frame.text)
+            raise failure(self._channel.rank, frame.text)
         return frame
 
     @asynccontextmanager
@@ -417,15 +412,16 @@ class Conversation:
 
     async def _in_thread(self, move: Callable[[float, *Args], T], *args: *Args) -> T:
         """Call a method of the channel in a thread of its own, until the deadline."""
+        rank = self._channel.rank
         remaining = self._deadline.when - asyncio.get_running_loop().time()
-        until = time.monotonic() + max(remaining, 0) + _AFTER
+        until = time.monotonic() + max(remaining, 0) + _WAIT_BEYOND_S
         try:
-            return await self._bridge.run_apart(move, until, *args)
+            return await self._ranks.bridge.run_apart(move, until, *args)
         except BaseException as error:
-            self._over = False  # the peer may have received it
+            self._is_over = False  # the peer may have received it
             if isinstance(error, asyncio.CancelledError):
-                self._deadline.last_error = f"rank {self.rank} was still waited for"
-            self._ranks.break_off(self.rank, error)
+                self._deadline.last_error = f"rank {rank} was still waited for"
+            self._ranks.break_off(rank, error)
             raise
 
     async def _watch_peer(self) -> None:
@@ -434,16 +430,16 @@ class Conversation:
             data = await self._in_thread(self._channel.receive_last, FRAME_BYTES)
             frame = ControlMessage.decode(data)
             if frame.kind is not Kind.BYE:
-                error = ProcessGroupError(frame.text, rank=self.rank)
-                self._ranks.break_off(self.rank, error)
+                error = ProcessGroupError(frame.text, rank=self._channel.rank)
+                self._ranks.break_off(self._channel.rank, error)
                 raise error
         except ProcessGroupError:
-            if not self._ended:
+            if not self._has_ended:
                 raise  # otherwise the conversation was complete
 
     def _break_off(self, error: BaseException) -> None:
         """Break the group, and tell the peer, which might wait long otherwise."""
-        self._ranks.break_off(self.rank, error)
+        self._ranks.break_off(self._channel.rank, error)
         self._channel.abandon()
         if not self._channel.tagged:
             self._ranks.remains.append(self._channel)

@@ -36,13 +36,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from aiockpt.errors import (
-    AiockptError,
-    LimitExceededError,
-    ProcessGroupError,
-    RemoteProtocolError,
-    StagingError,
-)
+from aiockpt.errors import LimitExceededError, ProcessGroupError, RemoteProtocolError
 from aiockpt.format.chunks import (
     DEVICE_ALGORITHM,
     ChunkGrid,
@@ -50,12 +44,7 @@ from aiockpt.format.chunks import (
     digest,
 )
 from aiockpt.format.entries import Entries
-from aiockpt.format.header import (
-    LENGTH_BYTES,
-    build_manifest,
-    decode_header,
-    header_length,
-)
+from aiockpt.format.header import LENGTH_BYTES, decode_header, header_length
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.memory.arena import Arena, Memory
@@ -93,24 +82,19 @@ from aiockpt.pg.messages import (
 )
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import run_all
-from aiockpt.state.flatten import Description, describe
-from aiockpt.state.load_plan import Template
-from aiockpt.transfer.destination import (
-    Destination,
-    Terms,
-    everything,
-    matched,
-)
+from aiockpt.state.flatten import describe
+from aiockpt.state.load_plan import Matching
 from aiockpt.transfer.remarks import Remarks
+from aiockpt.transfer.stager import failing_stage, manifest_of
 
 _WORDS: Final = 1 << 16
 ROW_BYTES: Final = 4 * _WORDS
-_AT_ONCE: Final = 16 * ROW_BYTES
-"""Bytes that are folded at once; this needs five times as much memory."""
+_FOLDED_BYTES: Final = 16 * ROW_BYTES
+"""So much is folded at once, which needs five times as much memory."""
 
 _CHUNKS_AT_ONCE: Final = 2
-_FIRST_POLL: Final = 50e-6
-_LAST_POLL: Final = 1e-3
+_MIN_PAUSE_S: Final = 50e-6
+_MAX_PAUSE_S: Final = 1e-3
 
 
 # -------------------------------------------------------------------------- digests
@@ -125,8 +109,8 @@ def keys(device: torch.device) -> torch.Tensor:
 def fold(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Return the folded rows of bytes, ``[rows, 2]``, on their device."""
     folded = []
-    for start in range(0, data.numel(), _AT_ONCE):
-        words = _rows(data[start : start + _AT_ONCE]).to(torch.int64)
+    for start in range(0, data.numel(), _FOLDED_BYTES):
+        words = _rows(data[start : start + _FOLDED_BYTES]).to(torch.int64)
         folded.append(torch.stack([(words * key).sum(1) for key in keys], 1))
     return torch.cat(folded)
 
@@ -254,8 +238,8 @@ class Device:
 
     def homes(self, entries: Entries, numbers: Iterable[int]) -> Homes:
         """Return new memory on the device for the messages of some entries."""
-        sizes = ((n, entries.stops[n] - entries.starts[n]) for n in numbers)
-        homes = {number: self.allocate(size) for number, size in sizes}
+        starts, stops = entries.starts, entries.stops
+        homes = {n: self.allocate(stops[n] - starts[n]) for n in numbers}
         # Earlier work of this thread's stream may still use the memory.
         with self.line.aside(self.line.fence()):
             return homes
@@ -307,9 +291,10 @@ class MixedSegment:
         host: Memory,
         entries: Entries,
         homes: Homes,
+        *,
+        after: Event | None = None,
     ) -> None:
-        self.device = device
-        self.after: Event | None = None
+        self.device, self.after = device, after
         self._host = host
         own = sorted(number for number, home in homes.items() if home.numel())
         self._starts = [entries.starts[number] for number in own]
@@ -361,23 +346,23 @@ class MixedSegment:
             data = self._buffered[start] = self.buffer(stop - start)
         return data, 0
 
-    def settle(self, start: int) -> None:
+    def store(self, start: int) -> None:
         """Copy a filled buffer to its final memory."""
         if start not in self._buffered:
             return
         arrived = self._buffered.pop(start)
-        places, sources = [], []
+        homes, sources = [], []
         for first, last, data in self.spans(start, start + arrived.numel()):
             source = arrived[first - start : last - start]
             if data is None:
                 incoming = HostIncoming(self._host)
                 incoming.expect(first, last)[0].copy_(source)
-                incoming.settle(first)
+                incoming.store(first)
             else:
-                places.append(data)
+                homes.append(data)
                 sources.append(source)
-        if places:
-            torch._foreach_copy_(places, sources)
+        if homes:
+            torch._foreach_copy_(homes, sources)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Return temporary memory for a message."""
@@ -390,37 +375,37 @@ class MixedSegment:
 class _DeviceStaging:
     """One staging in progress."""
 
-    def __init__(self, description: Description, device: Device) -> None:
-        self.description, self.device = description, device
-        self.own = device.owned(description.backings)
-        self.arena = Arena(description.entries.nbytes, staging=True)
-        self.plan = CopyPlan(
-            _without(description.backings, self.own),
-            description.entries,
-            arena=self.arena,
-            port_for=port_for,
-        )
+    def __init__(
+        self, state_dict: object, device: Device, *, limits: Limits, allow_pickle: bool
+    ) -> None:
+        found = describe(state_dict, limits=limits, allow_pickle=allow_pickle)
+        self.description, self._device = found, device
+        self.own = device.owned(found.backings)
+        self.arena = Arena(found.entries.nbytes, staging=True)
+        rest = _without(found.backings, self.own)
+        self.plan = CopyPlan(rest, found.entries, arena=self.arena, port_for=port_for)
 
     def begin(self, after: Event, fences: Fences) -> tuple[MixedSegment, list[Event]]:
         """Enqueue all copies; return the segment and the events of their ends."""
-        backings, entries = self.description.backings, self.description.entries
+        device, backings = self._device, self.description.backings
+        entries = self.description.entries
         homes = in_state(backings, entries, self.own)
         rest = [entry for entry in self.own if entry not in homes]
-        with self.device.port.aside(after):
+        with device.port.aside(after):
             for entry in rest:
                 nbytes = entries.stops[entry] - entries.starts[entry]
-                homes[entry] = self.device.allocate(nbytes).zero_()
-            for place, source in pairs(backings, homes, rest):
-                to, there = once(place, source)
-                to.copy_(there, non_blocking=True)
-        events = [self.device.port.mark(), *self.plan.stage_parts(fences)]
+                homes[entry] = device.allocate(nbytes).zero_()
+            for home, state in pairs(backings, homes, rest):
+                to, source = once(home, state)
+                to.copy_(source, non_blocking=True)
+        events = [device.port.mark(), *self.plan.stage_parts(fences)]
         events += self.plan.stage_device(0, entries.nbytes, fences)
         host = self.plan.in_place()
-        return MixedSegment(self.device.device, host, entries, homes), events
+        return MixedSegment(device.device, host, entries, homes), events
 
     def abandon(self) -> None:
         """Close the arena after all copies to it have ended."""
-        self.device.port.synchronize()
+        self._device.port.synchronize()
         self.plan.drain()
         self.arena.close()
 
@@ -458,8 +443,8 @@ def decode_placement(data: bytes | bytearray | memoryview, count: int) -> list[i
 # ------------------------------------------------------------------------ receiving
 
 
-class _DeviceShare:
-    """The entries of a checkpoint that this device receives, as a `Share`.
+class _ReceivedEntries:
+    """The entries of a checkpoint that this device receives, as a `DeviceEntries`.
 
     Args:
         device: The device.
@@ -477,28 +462,21 @@ class _DeviceShare:
         backings: Backings | None = None,
         copied: Sequence[int] = (),
     ) -> None:
-        self._device, self._entries, self.on_device = device, entries, homes
+        self._device, self._entries, self.homes = device, entries, homes
         self._backings, self._copied = backings, copied
-        self._segment: MixedSegment | None = None
 
-    def beside(self, memory: Memory) -> Memory:
-        device = self._device.device
-        self._segment = MixedSegment(device, memory, self._entries, self.on_device)
-        return self._segment
+    def joined(self, memory: Memory, marks: Marks) -> Memory:
+        device, homes = self._device, self.homes
+        after = device.event(marks.events)
+        return MixedSegment(device.device, memory, self._entries, homes, after=after)
 
-    def begin(self, marks: Marks) -> None:
-        assert self._segment is not None
-        self._segment.after = self._device.event(marks.events)
-
-    def fences(self, made: Fences) -> Fences:
-        return {self._device.device: self._device.event(made)}
-
-    def load(self, fences: Fences) -> list[Event]:
+    def load(self, marks: Marks) -> list[Event]:
         if self._backings is None:
             return []
-        found = pairs(self._backings, self.on_device, self._copied)
-        copies = (once(state, place) for place, state in found)
-        return [self._device.port.copy(copies, after=fences[self._device.device])]
+        found = pairs(self._backings, self.homes, self._copied)
+        copies = (once(state, home) for home, state in found)
+        after = self._device.event(marks.events)
+        return [self._device.port.copy(copies, after=after)]
 
     def drain(self) -> None:
         self._device.port.synchronize()
@@ -562,13 +540,13 @@ class DeviceChannel(RankChannel):
 
     def _finish(self, until: float) -> None:
         event = self._device.line.mark()
-        pause = _FIRST_POLL
+        pause = _MIN_PAUSE_S
         while not event.query():
             self._check()
             if time.monotonic() >= until:
                 raise ProcessGroupError("the wait for it timed out", rank=self.rank)
             time.sleep(pause)
-            pause = min(2 * pause, _LAST_POLL)
+            pause = min(2 * pause, _MAX_PAUSE_S)
 
 
 def _on_device(memory: Memory) -> MixedSegment:
@@ -618,28 +596,32 @@ class DeviceMedium:
             UnsupportedLeafError: a leaf cannot travel; nothing was copied.
             StagingError: a copy failed, or the device has no memory for it.
         """
-        staging = await self._bridge.run(self._describe, state_dict)
+        describe = partial(
+            _DeviceStaging,
+            state_dict,
+            self._device,
+            limits=self._limits,
+            allow_pickle=self._allow_pickle,
+        )
+        run, marked = self._bridge.run, marks.events
+        staging = await run(describe)
         try:
-            after = self._device.event(marks.events)
-            fences = staging.plan.fences(marks.events)
-            await completed(after)  # so that no thread waits for earlier work
-            memory, events = await self._bridge.run(staging.begin, after, fences)
-            await completed(*events)
-            manifest = await self._bridge.run(self._manifest, staging, step)
-            pack = self._bridge.run(packed, manifest, self.message_bytes)
-            offer, messages = await pack
-            offer += encode_placement(len(manifest.entries), staging.own)
-            digests = self.digests(memory, manifest.grid, None)
-            await digests.digits()
-        except BaseException as error:
+            with failing_stage(step):
+                after = self._device.event(marked)
+                fences = staging.plan.fences(marked)
+                await completed(after)  # so that no thread waits for earlier work
+                memory, events = await run(staging.begin, after, fences)
+                await completed(*events)
+                manifest = await run(self._manifest, staging, step)
+                offer, messages = await run(packed, manifest, self.message_bytes)
+                offer += encode_placement(len(manifest.entries), staging.own)
+                digests = self.digests(memory, manifest.grid, None)
+                await digests.digits()
+        except BaseException:
             self._bridge.post(staging.abandon)
-            if isinstance(error, Exception) and not isinstance(error, AiockptError):
-                raise StagingError(f"staging step {step} failed: {error}") from error
             raise
 
-        def release() -> None:
-            self._bridge.post(staging.arena.close)
-
+        release = partial(self._bridge.post, staging.arena.close)
         return Parcel(manifest, offer, memory, messages, digests, release)
 
     def close(self) -> None:
@@ -660,31 +642,29 @@ class DeviceMedium:
         )
         return found, decode_placement(placement, len(found.entries))
 
-    def destination(
+    def device_entries(
         self,
         manifest: Manifest,
         placement: Sequence[int],
-        template: Template | None,
-        terms: Terms,
-    ) -> Destination:
-        """Return the destination of the checkpoint.
+        rule: Matching,
+        *,
+        direct: bool,
+    ) -> _ReceivedEntries:
+        """Return the entries on the sender's device, which go to this one.
 
-        Entries on the sender's device go to this device, or to a template's memory.
+        Of a template, these are the entries of its tensors that are on this device.
         """
-        device, entries, bridge = self._device, manifest.entries, self._bridge
-        segment, rule = matched(manifest, template, terms)
-        if (backings := rule.backings) is None:
-            share = _DeviceShare(device, entries, device.homes(entries, placement))
-            return everything(segment, rule, terms, bridge, share=share)
+        device, entries, backings = self._device, manifest.entries, rule.backings
+        if backings is None:
+            return _ReceivedEntries(device, entries, device.homes(entries, placement))
         own = device.owned(backings)
-        there = in_state(backings, entries, own) if terms.direct else {}
+        there = in_state(backings, entries, own) if direct else {}
         copied = [entry for entry in own if entry not in there]
         # Tensors that the template lacks get new memory, on a device like the sender's.
-        values = [e for e in placement if not backings.sizes[e]]
-        homes = there | device.homes(entries, {*copied, *values})
-        share = _DeviceShare(device, entries, homes, backings, copied)
+        new = [entry for entry in placement if not backings.sizes[entry]]
+        homes = there | device.homes(entries, {*copied, *new})
         rule.backings = _without(backings, own)
-        return everything(segment, rule, terms, bridge, share=share)
+        return _ReceivedEntries(device, entries, homes, backings, copied)
 
     def digests(
         self, memory: Memory, grid: ChunkGrid, on_chunk: OnChunk | None
@@ -693,24 +673,10 @@ class DeviceMedium:
         segment = _on_device(memory)
         return _DeviceDigests(self._device, self._bridge, segment, grid, on_chunk)
 
-    def _describe(self, state_dict: object) -> _DeviceStaging:
-        limits, allow_pickle = self._limits, self._allow_pickle
-        description = describe(state_dict, limits=limits, allow_pickle=allow_pickle)
-        return _DeviceStaging(description, self._device)
-
     def _manifest(self, staging: _DeviceStaging, step: int) -> Manifest:
-        description = staging.description
-        grid = ChunkGrid(
-            description.entries.nbytes, self._chunk_bytes, DEVICE_ALGORITHM
-        )
-        manifest = build_manifest(
-            step=step,
-            chunk_bytes=self._chunk_bytes,
-            entries=description.entries,
-            views=description.views,
-            tree=description.tree,
-            digests=[grid.unsealed] * len(grid),  # they are sent last
-            algorithm=grid.algorithm,
-        )
-        self._remarks.on(manifest, description.strangers, step=step)
+        found = staging.description
+        grid = ChunkGrid(found.entries.nbytes, self._chunk_bytes, DEVICE_ALGORITHM)
+        digests = [grid.unsealed] * len(grid)  # they are sent last
+        manifest = manifest_of(found, step, grid, digests)
+        self._remarks.on(manifest, found.strangers, step=step)
         return manifest

@@ -36,11 +36,11 @@ from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.memory.arena import Memory, view_of_address
 from aiockpt.memory.device import Marks, PortFor
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.state.load_plan import Template
-from aiockpt.transfer.destination import Destination, Terms, destination_of
+from aiockpt.state.load_plan import Matching
+from aiockpt.transfer.source import DeviceEntries
 from aiockpt.transfer.stager import Stager, StagerOptions
 
-_THREADS: Final = 2  # that stage
+_STAGING_THREADS: Final = 2
 
 LARGE_BYTES: Final = 256 << 10
 TOGETHER_BYTES: Final = 1 << 20
@@ -58,11 +58,11 @@ _FORWARD: Final = 0x61696F00  # from a sender to a receiver
 _BACKWARD: Final = 0x61696F01
 _LAST: Final = 2  # added for the last frame of a conversation
 
-_SHARE: Final = 32
-"""A wait takes this fraction of the messages that are under way, 1/32."""
+_WAIT_FRACTION: Final = 32
+"""A wait takes 1/32 of the messages that are under way."""
 
-_LONGEST: Final = 365 * 86400.0
-"""Seconds of one wait, because gloo overflows with an infinite timeout."""
+_MAX_WAIT_S: Final = 365 * 86400.0
+"""Gloo overflows with an infinite timeout."""
 
 
 # ---------------------------------------------------------------- process groups
@@ -166,7 +166,7 @@ class Incoming(Protocol):
         The number is the size of its temporary buffer, or 0 for the final memory.
         """
 
-    def settle(self, start: int) -> None:
+    def store(self, start: int) -> None:
         """Copy an arrived message from its buffer, if it has one."""
 
 
@@ -205,7 +205,7 @@ class HostIncoming:
         self._buffered[start] = block, stop
         return torch.frombuffer(block, dtype=torch.uint8, count=nbytes), nbytes
 
-    def settle(self, start: int) -> None:
+    def store(self, start: int) -> None:
         """Copy a buffer that has been filled to its places."""
         if start not in self._buffered:
             return
@@ -402,7 +402,7 @@ class RankChannel:
             posted: deque[_Moving] = deque()
             for start, stop in messages:
                 while len(posted) == self.sent_ahead or _crowded(posted):
-                    self._oldest(posted, _SHARE, until)
+                    self._oldest(posted, _WAIT_FRACTION, until)
                 self._check()
                 data, copied = self._take(memory, start, stop)
                 digests.add(start, data)
@@ -421,30 +421,30 @@ class RankChannel:
             incoming = self._incoming(memory)
             posted: deque[_Moving] = deque()
 
-            def settle_oldest() -> None:
-                arrived = self._oldest(posted, _SHARE, until)
+            def store_oldest() -> None:
+                arrived = self._oldest(posted, _WAIT_FRACTION, until)
                 self._check()
                 for start, message, _ in arrived:
                     digests.add(start, message.tensor)
-                    incoming.settle(start)
+                    incoming.store(start)
 
             for start, stop in messages:
                 while len(posted) == self.window or _crowded(posted):
-                    settle_oldest()
+                    store_oldest()
                 expected, copied = incoming.expect(start, stop)
                 posted.append(_Moving(start, self._post_receive(expected), copied))
             while posted:
-                settle_oldest()
+                store_oldest()
             self._finish(until)
 
     def _oldest(
-        self, posted: deque[_Moving], share: int, until: float
+        self, posted: deque[_Moving], fraction: int, until: float
     ) -> list[_Moving]:
-        """Wait for the oldest 1/``share`` of the messages, and remove them.
+        """Wait for the oldest 1/``fraction`` of the messages, and remove them.
 
         This waits for the last of them first, so that the thread wakes only once.
         """
-        oldest = [posted.popleft() for _ in range(-(-len(posted) // share))]
+        oldest = [posted.popleft() for _ in range(-(-len(posted) // fraction))]
         for each in reversed(oldest):
             self._wait(each.message, until)
         return oldest
@@ -504,10 +504,10 @@ class RankChannel:
 
     def _ended(self, work: Pending, until: float) -> bool:
         remaining = max(until - time.monotonic(), 0.001)  # 0 means something else
-        return work.wait(timedelta(seconds=min(remaining, _LONGEST)))
+        return work.wait(timedelta(seconds=min(remaining, _MAX_WAIT_S)))
 
     def _finish(self, until: float) -> None:
-        """Wait until all settled messages have reached their memory."""
+        """Wait until all stored messages have reached their memory."""
 
 
 def _tensor(data: bytearray | mmap) -> torch.Tensor:
@@ -600,14 +600,15 @@ class Medium(Protocol):
         See `decode_header` for errors.
         """
 
-    def destination(
+    def device_entries(
         self,
         manifest: Manifest,
         placement: Sequence[int],
-        template: Template | None,
-        terms: Terms,
-    ) -> Destination:
-        """Return the destination of a checkpoint; see `destination_of` for errors."""
+        rule: Matching,
+        *,
+        direct: bool,
+    ) -> DeviceEntries | None:
+        """Return what a checkpoint puts on the device; see `Source.device_entries`."""
 
     def digests(
         self, memory: Memory, grid: ChunkGrid, on_chunk: OnChunk | None
@@ -627,7 +628,7 @@ class HostMedium:
         self._stager = Stager(
             bridge,
             StagerOptions(
-                threads=_THREADS,
+                threads=_STAGING_THREADS,
                 chunk_bytes=chunk_bytes,
                 limits=limits,
                 allow_pickle=allow_pickle,
@@ -670,15 +671,15 @@ class HostMedium:
         algorithms = [ALGORITHM]
         return decode_header(offer, limits=limits, algorithms=algorithms, ours=True), ()
 
-    def destination(
+    def device_entries(
         self,
         manifest: Manifest,
         placement: Sequence[int],
-        template: Template | None,
-        terms: Terms,
-    ) -> Destination:
-        """Return tensors over an arena, or those of the template."""
-        return destination_of(manifest, template, terms, self._bridge)
+        rule: Matching,
+        *,
+        direct: bool,
+    ) -> None:
+        """Do nothing: all bytes come to host memory."""
 
     def digests(
         self, memory: Memory, grid: ChunkGrid, on_chunk: OnChunk | None

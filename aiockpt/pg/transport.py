@@ -17,7 +17,7 @@ from aiockpt.errors import AiockptError, LocalProtocolError, ProcessGroupError
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.format.limits import Limits
 from aiockpt.memory.device import Accelerator, numbered, port_for
-from aiockpt.pg.conversation import Conversation, GroupRanks, Kind, telling
+from aiockpt.pg.conversation import GroupRanks, Kind, telling
 from aiockpt.pg.device import Device, DeviceMedium
 from aiockpt.pg.messages import GroupLike, HostMedium, Medium, Parcel, rank_in
 from aiockpt.pg.source import GroupSource
@@ -26,8 +26,8 @@ from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.selection import Select
-from aiockpt.transfer.destination import Terms
-from aiockpt.transfer.receive import ReceiveOptions, receive
+from aiockpt.transfer.options import ReceiveOptions
+from aiockpt.transfer.receive import receive
 from aiockpt.transport import (
     REQUIRED,
     CheckpointTransport,
@@ -43,7 +43,7 @@ from aiockpt.transport import (
 
 _METADATA: Final = "aiockpt-process-group"
 _THREADS: Final = 2
-_CLOSING: Final = 5.0  # seconds for running calls to end, and then for the threads
+_CLOSING_S: Final = 5.0  # for running calls to end, and then for the threads
 _HOST: Final = torch.device("cpu")
 
 
@@ -174,7 +174,7 @@ class PGTransport(CheckpointTransport[T]):
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"dst_ranks has a rank twice: {dst_ranks}")
         limit = self._timeout if timeout is None else seconds(timeout)
-        deadline = Deadline(limit, stop="stage", what=f"step {step}")
+        deadline = Deadline(limit, phase="stage", what=f"step {step}")
         started = time.monotonic()
         here = failing_here(f"sending step {step}")
         with self._lifetime.call(), self._under_way(), here:
@@ -189,7 +189,7 @@ class PGTransport(CheckpointTransport[T]):
                     await self._tell(ranks, step, error, deadline)
                     raise
                 try:
-                    deadline.stop = "serve"
+                    deadline.phase = "serve"
                     deliver = partial(self._deliver, parcel=parcel, deadline=deadline)
                     errors = await _with_each(ranks, deliver)
                 finally:
@@ -279,24 +279,19 @@ class PGTransport(CheckpointTransport[T]):
             raise LocalProtocolError("the sender is an HTTPTransport; use one here too")
         limit = self._timeout if timeout is None else seconds(timeout)
         what = f"step {step} from rank {src_rank}"
-        deadline = Deadline(limit, stop="fetch_manifest", what=what)
-        terms = Terms(
+        deadline = Deadline(limit, phase="fetch_manifest", what=what)
+        options = ReceiveOptions(
             limits=self._limits,
             allow_pickle=self._allow_pickle,
-            direct=direct,
-            ports=port_for,
-            ahead=True,  # gloo has one thread, for the wire and for the pages
-            marks=self._medium.mark(port_for),
-        )
-        options = ReceiveOptions(
             into=into,
-            progress=progress,
-            terms=terms,
             template=self._state_dict,
+            direct=direct,
+            progress=progress,
+            ports=port_for,
+            marks=self._medium.mark(port_for),
+            ahead=True,  # gloo has one thread, for the wire and for the pages
         )
-        source = GroupSource(
-            step, rank, self._ranks, self._medium, self._limits, deadline
-        )
+        source = GroupSource(step, rank, self._ranks, self._limits, deadline)
         with self._lifetime.call():
             self._ranks.check()
             async with deadline:
@@ -314,8 +309,8 @@ class PGTransport(CheckpointTransport[T]):
         self._bridge.refuse()
         self._medium.close()
         await self._lifetime.end(
-            partial(self._lifetime.calls_ended, timeout=_CLOSING),
-            partial(self._bridge.aclose, timeout=_CLOSING),
+            partial(self._lifetime.calls_ended, timeout=_CLOSING_S),
+            partial(self._bridge.aclose, timeout=_CLOSING_S),
         )
 
     def _peer(self, rank: int) -> int:
@@ -351,10 +346,8 @@ class PGTransport(CheckpointTransport[T]):
             ended.set_result(None)
 
     async def _deliver(self, rank: int, parcel: Parcel, deadline: Deadline) -> None:
-        async with (
-            self._ranks.turn(rank, sending=True) as channel,
-            Conversation(channel, self._ranks, deadline).held() as peer,
-        ):
+        turn = self._ranks.turn(rank, sending=True, deadline=deadline)
+        async with turn as peer, peer.opened():
             await peer.say(Kind.OFFER, parcel.manifest.step, len(parcel.offer))
             await peer.hear(Kind.ACCEPT)
             await peer.send(parcel.offer)
@@ -366,7 +359,12 @@ class PGTransport(CheckpointTransport[T]):
         self, ranks: Sequence[int], step: int, error: Exception, deadline: Deadline
     ) -> None:
         """Tell receivers why the send failed; add a note for those not reached."""
-        refuse = partial(self._ranks.refuse, step=step, error=error, deadline=deadline)
+
+        async def refuse(rank: int) -> None:
+            turn = self._ranks.turn(rank, sending=True, deadline=deadline)
+            async with turn as peer:
+                await peer.post_refusal(step, error)
+
         async with telling(error, "the receivers", deadline):
             for lost in await _with_each(ranks, refuse):
                 error.add_note(f"a receiver could not be told: {lost}")

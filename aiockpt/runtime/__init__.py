@@ -1,6 +1,6 @@
 """Asyncio and the operating system: threads, locks, deadlines, messages of processes.
 
-This room knows nothing of checkpoints, and imports no torch. Only `bridge` starts
+This package knows nothing of checkpoints, and imports no torch. Only `bridge` starts
 threads: `Bridge.run` is the way from a coroutine to blocking work, and returns when its
 thread has ended. `tasks` runs coroutines together, `lifetime` ends calls and objects,
 and `rwlock` keeps memory unchanged while somebody reads it. `sync_facade` is the way

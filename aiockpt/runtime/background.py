@@ -43,7 +43,7 @@ S = TypeVar("S")
 R = TypeVar("R")
 P = ParamSpec("P")
 
-_CLOSING: Final = 5.0
+_CLOSING_S: Final = 5.0
 
 
 class Background(AbstractContextManager[Any], Generic[A]):
@@ -105,7 +105,7 @@ class Background(AbstractContextManager[Any], Generic[A]):
         self, fn: Callable[[], Coroutine[Any, Any, R]], timeout: float, verb: str
     ) -> R:
         with self._entered():
-            return self._facade.call(fn, timeout=timeout, stop=verb)
+            return self._facade.call(fn, timeout=timeout, phase=verb)
 
     def _end(self, end: Callable[[], Coroutine[Any, Any, R]]) -> R | None:
         """Await ``end()`` and end the thread. Idempotent.
@@ -123,7 +123,7 @@ class Background(AbstractContextManager[Any], Generic[A]):
         return found
 
     def _end_thread(self) -> None:
-        self._facade.close(_nothing, wait=_CLOSING)
+        self._facade.close(_nothing, wait=_CLOSING_S)
 
 
 class BlockingIterator(Iterator[R]):

@@ -19,7 +19,8 @@ import functools
 import logging
 import sys
 import threading
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future as Future  # noqa: PLC0414 - for other modules
+from concurrent.futures import InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar, TypeVarTuple
 from weakref import WeakSet
@@ -33,28 +34,15 @@ from aiockpt.runtime.system import usable_cores
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = [
-    "Bridge",
-    "BridgeStatistics",
-    "CallResult",
-    "Future",
-    "SerialThread",
-    "leave_behind",
-    "obtain",
-    "run_in_thread",
-    "share_out",
-    "start_daemon",
-]
-
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 logger = logging.getLogger(__name__)
 
 _NO_THREAD: Final = "can't start new thread"
-_SHARERS: Final = 4  # threads; more hardly copy memory faster
+_SHARING_THREADS: Final = 4  # threads; more hardly copy memory faster
 
-_PATIENT: Final = sys.version_info >= (3, 14)  # such a thread sleeps by itself
+_SLEEPS_BY_ITSELF: Final = sys.version_info >= (3, 14)  # such a thread sleeps by itself
 
 _left: WeakSet[threading.Thread] = WeakSet()
 
@@ -94,7 +82,7 @@ def leave_behind(thread: threading.Thread) -> None:
 
 
 def _spare_the_process() -> None:
-    if _PATIENT or not any(thread.is_alive() for thread in _left):
+    if _SLEEPS_BY_ITSELF or not any(thread.is_alive() for thread in _left):
         return
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL("libstdc++.so.6")
@@ -222,7 +210,10 @@ class Bridge:
                 # A call that no thread has taken yet can still be withdrawn.
                 cancel = error if work.cancel() else await self._absorb(work, error)
             if cancel is not None:
-                raise cancel from self._logged(call.error)
+                if call.error is not None:
+                    told = "%s: a cancelled call failed"
+                    logger.debug(told, self._name, exc_info=call.error)
+                raise cancel from call.error
             if work.cancelled():
                 raise ClosedError(self._name)
             return call.result()
@@ -266,17 +257,25 @@ class Bridge:
         the queue. After that a new thread makes the call, or the calling thread if it
         runs no event loop.
         """
-        once = [functools.partial(fn, *args)]
+        once: list[Callable[[], object]] = [functools.partial(fn, *args)]
 
         def todo() -> None:
             # Where no thread can be started, it is in the queue all the same.
             while once:
-                self._attempt(once.pop())
+                call = once.pop()
+                try:
+                    call()
+                except Exception:
+                    logger.exception("%s: posted work failed", self._name)
 
         try:
             self._pool.submit(todo)
         except RuntimeError:  # shut down
-            self._do_apart(todo)
+            with suppress(RuntimeError, StagingError):
+                asyncio.get_running_loop()
+                start_daemon(f"{self._name}-late", todo)
+                return
+            todo()  # no loop runs here, or no thread can be started
 
     def begin(self, fn: Callable[[*Args], T], *args: *Args) -> Future[T]:
         """Call ``fn(*args)`` as `post` does; return what will have its result or error.
@@ -293,14 +292,6 @@ class Bridge:
 
         self.post(call)
         return begun
-
-    def _do_apart(self, todo: Callable[[], None]) -> None:
-        # No loop runs here, or no thread can be started.
-        with suppress(RuntimeError, StagingError):
-            asyncio.get_running_loop()
-            start_daemon(f"{self._name}-late", todo)
-            return
-        todo()
 
     def refuse(self) -> None:
         """Refuse new calls, and fail those that no thread has taken; posts go on."""
@@ -325,12 +316,15 @@ class Bridge:
         """
         self.refuse()
         ended: Future[None] = Future()
-        closer = start_daemon(f"{self._name}-closer", self._close_into, ended)
+        close = _Call(self.close)
+        closer = start_daemon(f"{self._name}-closer", _end_into, close, ended)
         try:
             async with asyncio.timeout(timeout):
                 await _end_of(ended)
         except TimeoutError:
-            logger.warning("%s: a thread still works; it was not waited for", self)
+            logger.warning(
+                "%s: a thread still works; it was not waited for", self._name
+            )
         else:
             while closer.is_alive():  # noqa: ASYNC110 - a moment; joining it would block
                 await asyncio.sleep(0)
@@ -342,19 +336,6 @@ class Bridge:
         done = sum(work.done() for work in works)
         waiting = max(0, len(works) - running - done)
         return BridgeStatistics(self._threads, running, waiting, self._cancelling)
-
-    def __repr__(self) -> str:
-        now = self.statistics()
-        closed = " closed" if self._closed else ""
-        return (
-            f"<Bridge {self._name} running={now.running} waiting={now.waiting}{closed}>"
-        )
-
-    def _close_into(self, ended: Future[None]) -> None:
-        try:
-            self.close()
-        finally:
-            ended.set_result(None)
 
     def _submit(self, call: _Call[T]) -> Future[None]:
         if self._closed:
@@ -390,17 +371,6 @@ class Bridge:
         finally:
             self._cancelling -= 1
             del cancel  # or it would keep itself alive through this frame
-
-    def _attempt(self, todo: Callable[[], object]) -> None:
-        try:
-            todo()
-        except Exception:
-            logger.exception("%s: posted work failed", self._name)
-
-    def _logged(self, error: BaseException | None) -> BaseException | None:
-        if error is not None:
-            logger.debug("%s: a cancelled call failed", self._name, exc_info=error)
-        return error
 
 
 async def obtain(
@@ -479,7 +449,7 @@ def share_out(work: Callable[[T], object], items: Sequence[T]) -> None:
             errors.append(error)
 
     try:
-        for _ in range(min(_SHARERS, usable_cores(), len(items))):
+        for _ in range(min(_SHARING_THREADS, usable_cores(), len(items))):
             with suppress(StagingError, RuntimeError):
                 threads.append(start_daemon("aiockpt-share", run))
     except BaseException as interrupt:  # noqa: BLE001 - raised below

@@ -30,11 +30,11 @@ _CODE: Final = (
     "import sys; sys.path[:] = sys.argv[3:]; "
     "from {module} import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
-_POLL: Final = 0.01  # seconds between two looks for an exit code
+_POLL_S: Final = 0.01  # between two looks for an exit code
 
-_SHORT_LIFE: Final = 60.0  # a process that lives as long starts anew at once
-_FIRST_PAUSE: Final = 1.0
-_LONGEST_PAUSE: Final = 60.0
+_LONG_LIFE_S: Final = 60.0  # a process that lives as long starts anew at once
+_FIRST_PAUSE_S: Final = 1.0
+_MAX_PAUSE_S: Final = 60.0
 
 
 def _working_directory() -> str:
@@ -59,10 +59,10 @@ class Pauses:
         There is none after a long life, or before the first replacement. Each further
         short life doubles it, up to a minute.
         """
-        self._deaths = 0 if lived >= _SHORT_LIFE else self._deaths + 1
+        self._deaths = 0 if lived >= _LONG_LIFE_S else self._deaths + 1
         if self._deaths <= 1:
             return 0.0
-        return float(min(_FIRST_PAUSE * 2 ** (self._deaths - 2), _LONGEST_PAUSE))
+        return float(min(_FIRST_PAUSE_S * 2 ** (self._deaths - 2), _MAX_PAUSE_S))
 
 
 class Child:
@@ -197,18 +197,17 @@ class Child:
             return os.waitid(os.P_PID, self.pid, look) is not None
         return False
 
-    async def exitcode(self, patience: float) -> int | None:
+    async def exitcode(self, timeout: float) -> int | None:
         """Wait for the end of a process that is gone, or was killed.
 
         Returns its exit code: minus the number of the signal that has ended it; None
-        if it still runs after ``patience`` seconds, inside a system call.
+        if it still runs after ``timeout`` seconds, inside a system call.
         """
-        until = asyncio.get_running_loop().time() + patience
-        while (found := self._popen.poll()) is None:
-            if asyncio.get_running_loop().time() >= until:
-                break
-            await asyncio.sleep(_POLL)
-        return found
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self._popen.poll() is None:  # noqa: ASYNC110 - no event tells
+                    await asyncio.sleep(_POLL_S)
+        return self._popen.poll()
 
     def close(self) -> None:
         """Release the child; a process that still runs goes on. Idempotent.

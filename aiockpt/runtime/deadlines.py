@@ -8,7 +8,7 @@ from typing import Final, Generic, TypeVar
 
 K = TypeVar("K", int, str)
 
-_SLACK: Final = 64  # outdated entries that a small heap may have
+_SPARE_ENTRIES: Final = 64  # outdated entries that a small heap may have
 
 
 class Deadlines(Generic[K]):
@@ -29,7 +29,7 @@ class Deadlines(Generic[K]):
         if self._times.get(key) == time:
             return
         self._times[key] = time
-        if len(self._heap) > 2 * len(self._times) + _SLACK:
+        if len(self._heap) > 2 * len(self._times) + _SPARE_ENTRIES:
             self._heap = [(time, key) for key, time in self._times.items()]
             heapq.heapify(self._heap)
         else:

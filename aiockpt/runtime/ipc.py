@@ -29,23 +29,25 @@ from aiockpt.runtime.secrets import Token
 
 logger = logging.getLogger("aiockpt")
 
-_MAX_PACKET: Final = 192 << 10  # bytes; a packet must fit into the socket's buffer
+_MAX_PACKET_BYTES: Final = (
+    192 << 10
+)  # bytes; a packet must fit into the socket's buffer
 _MORE, _LAST = b"\1", b"\0"  # the first byte of a packet: whether the message goes on
 
 _PACKETS: Final = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 _STANDARD: Final = 2  # the highest number of a standard stream
 _MAX_FDS: Final = 8
-_BUFFER: Final = 1 << 20
+_BUFFER_BYTES: Final = 1 << 20
 _SO_PASSRIGHTS: Final = 83  # Linux 6.16; the socket module does not name it
 _UCRED: Final = struct.Struct("3i")  # pid, uid, gid
 
 _CLOSED: Final = {errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN}
 """The errors of a connection whose other end is gone."""
 
-_SHORT: Final = {errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS}
+_EXHAUSTED: Final = {errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS}
 """What the kernel lacks for a moment: memory, or descriptors on their way."""
 
-_RETRY: Final = 0.05  # seconds
+_RETRY_S: Final = 0.05
 
 
 def _plain(value: object) -> str:
@@ -61,7 +63,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     """Return the two ends of a new connection."""
     one, other = map(_above_standard, socket.socketpair(*_PACKETS))
     for end in (one, other):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     return one, other
 
 
@@ -98,7 +100,7 @@ def allow_descriptors(sock: socket.socket, *, allow: bool) -> None:
 
 
 def receive(
-    sock: socket.socket, nbytes: int = _MAX_PACKET, fds: int = _MAX_FDS
+    sock: socket.socket, nbytes: int = _MAX_PACKET_BYTES, fds: int = _MAX_FDS
 ) -> tuple[bytes, list[int]]:
     """Return the next packet and its descriptors; empty ones at the end.
 
@@ -138,8 +140,8 @@ def send(sock: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
 
 
 def _packets(message: object) -> list[bytes]:
-    data, room = encode(message), _MAX_PACKET - 1
-    pieces = [data[at : at + room] for at in range(0, len(data), room)]
+    data, most = encode(message), _MAX_PACKET_BYTES - 1
+    pieces = [data[at : at + most] for at in range(0, len(data), most)]
     return [*(_MORE + each for each in pieces[:-1]), _LAST + pieces[-1]]
 
 
@@ -199,7 +201,7 @@ class Channel:
         self._queue: deque[tuple[bytes, list[int]]] = deque()
         self._begun, self._its_fds = bytearray(), list[int]()  # the rest is to come
         self._ended = False
-        self._is_short = False  # of what the kernel needs, and not of room
+        self._is_exhausted = False  # whether the kernel lacks memory or descriptors
         self._retry: asyncio.TimerHandle | None = None
         self._loop.add_reader(sock, self.read)
 
@@ -220,7 +222,7 @@ class Channel:
             self._queue.append((first, _duplicates(fds)))
         self._queue += [(packet, []) for packet in rest]
         if was_idle and self._queue:
-            self._wait_for_room()
+            self._wait_until_writable()
 
     @property
     def full(self) -> bool:
@@ -265,24 +267,24 @@ class Channel:
 
     def _is_sent(self, data: bytes, fds: Sequence[int]) -> bool:
         """Send a packet, or drop it if the other end is gone; False if it must wait."""
-        self._is_short = False
+        self._is_exhausted = False
         try:
             socket.send_fds(self._sock, [data], fds)
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno in _SHORT:
-                self._is_short = True
+            if error.errno in _EXHAUSTED:
+                self._is_exhausted = True
                 return False
             if error.errno not in _CLOSED:
                 raise
             # What the other end has sent before can still be read.
         return True
 
-    def _wait_for_room(self) -> None:
-        if self._is_short:  # the socket would be ready at once
+    def _wait_until_writable(self) -> None:
+        if self._is_exhausted:  # the socket would be ready at once
             self._loop.remove_writer(self._sock)
-            self._retry = self._loop.call_later(_RETRY, self._flush)
+            self._retry = self._loop.call_later(_RETRY_S, self._flush)
         else:
             self._loop.add_writer(self._sock, self._flush)
 
@@ -291,7 +293,7 @@ class Channel:
             data, fds = self._queue[0]
             try:
                 if not self._is_sent(data, fds):
-                    self._wait_for_room()
+                    self._wait_until_writable()
                     return
             except OSError as error:
                 logger.error("a message to another process is lost: %s", error)

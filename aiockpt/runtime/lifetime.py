@@ -22,14 +22,14 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
     """Ends its block after ``timeout`` seconds with `TransferTimeoutError`.
 
     A timeout of 0 fails on entry, before any I/O. The call keeps two attributes up to
-    date for the error's message: ``stop`` names its current stage, and ``last_error``
+    date for the error's message: ``phase`` names what it does now, and ``last_error``
     is the last failure. ``what`` names the step and the peer. The error keeps the notes
     of the exception that left the block.
     """
 
-    def __init__(self, timeout: float, *, stop: str, what: str = "") -> None:
+    def __init__(self, timeout: float, *, phase: str, what: str = "") -> None:
         self.timeout = timeout
-        self.stop = stop
+        self.phase = phase
         self.what = what
         self.last_error = ""
         self.when = 0.0
@@ -78,7 +78,7 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
 
     def _expired(self, *notes: str) -> TransferTimeoutError:
         error = TransferTimeoutError(
-            self.stop, self.timeout, what=self.what, last_error=self.last_error
+            self.phase, self.timeout, what=self.what, last_error=self.last_error
         )
         for note in notes:
             error.add_note(note)

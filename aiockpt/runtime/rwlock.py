@@ -26,11 +26,9 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +67,10 @@ class Hold:
     def __exit__(self, *exc_info: object) -> None:
         self.release()
 
-    def __repr__(self) -> str:
-        return f"<Hold {'held' if self._end else 'released'}>"
-
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A place in the queue, and the hold that it gets."""
+    """A caller in the queue, and the hold that it gets."""
 
     writes: bool
     evict: Callable[[], object] | None = None
@@ -144,12 +139,6 @@ class RWLock:
             oldest_reader=0.0 if oldest is None else time.monotonic() - oldest.since,
         )
 
-    def __repr__(self) -> str:
-        now = self.statistics()
-        holds = "writing" if now.writers else f"readers={now.readers}"
-        waiting = now.waiting_readers + now.waiting_writers
-        return f"<RWLock {holds} waiting={waiting}>"
-
     async def _wait(self, waiter: _Waiter) -> Hold:
         self._enqueue(waiter)
         try:
@@ -163,7 +152,7 @@ class RWLock:
         if self._loop is None:
             self._loop = loop
         elif self._loop is not loop:
-            raise RuntimeError(f"{self!r} belongs to another event loop")
+            raise RuntimeError("the lock belongs to another event loop")
         self._queue[waiter] = None
         if waiter.grace is not None:
             self._graceful.add(waiter)

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-_SHORT: Final = 0.0005  # seconds, in which memcpy moves 4 MB
-_ASLEEP: Final = 0.0001  # seconds, in which a thread wakes up and takes the lock
-_ROUNDING: Final = 5e-7  # the interpreter rounds down to whole microseconds
+_SHORT_INTERVAL_S: Final = 0.0005  # in which memcpy moves 4 MB
+_NAP_S: Final = 0.0001  # in which a thread wakes up and takes the lock
+_ROUNDING_S: Final = 5e-7  # the interpreter rounds down to whole microseconds
 
 
 class _Interval:
@@ -33,8 +33,8 @@ class _Interval:
             self._users += 1
             if self._users == 1:
                 self._ours = self._own = sys.getswitchinterval()
-                if self._own > _SHORT:
-                    sys.setswitchinterval(_SHORT)
+                if self._own > _SHORT_INTERVAL_S:
+                    sys.setswitchinterval(_SHORT_INTERVAL_S)
                     self._ours = sys.getswitchinterval()  # it is rounded
 
     def restore(self) -> None:
@@ -43,7 +43,7 @@ class _Interval:
             if self._users or self._ours == self._own:
                 return
             if sys.getswitchinterval() == self._ours:  # else the program has set it
-                sys.setswitchinterval(self._own + _ROUNDING)
+                sys.setswitchinterval(self._own + _ROUNDING_S)
 
     def forked(self) -> None:
         """Restore it in a forked child, where no other thread goes on."""
@@ -80,6 +80,6 @@ def python_is_busy() -> bool:
     """
     with switching_often():
         start = time.perf_counter()
-        time.sleep(_ASLEEP)  # without the lock; a thread that waits for it takes it
-        late = time.perf_counter() - start - _ASLEEP
-    return late > _SHORT / 2
+        time.sleep(_NAP_S)  # without the lock; a thread that waits for it takes it
+        late = time.perf_counter() - start - _NAP_S
+    return late > _SHORT_INTERVAL_S / 2

@@ -38,8 +38,8 @@ logger = logging.getLogger("aiockpt")
 
 Last: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
-_LEAVING = 0.5  # seconds that the interpreter's exit waits
-_MARGIN = 5.0  # seconds after its timeout at which a call is abandoned
+_EXIT_WAIT_S = 0.5  # for which the exit of the interpreter waits
+_ABANDON_AFTER_S = 5.0  # beyond the timeout of a call
 
 _open: weakref.WeakSet[SyncFacade] = weakref.WeakSet()
 
@@ -51,6 +51,9 @@ class SyncFacade:
         what: The object that the facade belongs to, for messages.
         at_exit: Awaited for up to half a second when the interpreter ends, if nobody
             has closed the facade.
+
+    Attributes:
+        is_closed: Whether the end has begun, by `close` or by the interpreter's exit.
     """
 
     def __init__(self, what: str, *, at_exit: Last) -> None:
@@ -60,7 +63,7 @@ class SyncFacade:
         self._loop = asyncio.new_event_loop()
         self._last: asyncio.Future[Last] = self._loop.create_future()
         self._turn = threading.RLock()  # a signal's handler may close within a call
-        self._closed = False
+        self.is_closed = False
         self._thread = start_daemon(f"aiockpt-{what}", self._serve)
         _open.add(self)
 
@@ -69,13 +72,8 @@ class SyncFacade:
         """Whether this process made it; a forked child has no such thread."""
         return self._pid == os.getpid()
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether its end has begun, by `close` or by the exit of the interpreter."""
-        return self._closed
-
     def call(
-        self, fn: Callable[[], Coroutine[Any, Any, T]], *, timeout: float, stop: str
+        self, fn: Callable[[], Coroutine[Any, Any, T]], *, timeout: float, phase: str
     ) -> T:
         """Return or raise what ``await fn()`` does; raise only an `Exception`.
 
@@ -87,7 +85,7 @@ class SyncFacade:
         Raises:
             ClosedError: the facade is closed, or was closed meanwhile.
             LocalProtocolError: this is a forked child, or the loop's own thread.
-            TransferTimeoutError: the coroutine did not end; ``stop`` names it.
+            TransferTimeoutError: the coroutine did not end; ``phase`` names it.
         """
         self._check()
         waiting = _LoopCall[T]()
@@ -100,7 +98,7 @@ class SyncFacade:
                 coroutine.close()
                 raise ClosedError(self._what) from error
             self._check_open()  # or a signal's handler has closed it just now
-        limit = min(timeout + _MARGIN, threading.TIMEOUT_MAX)
+        limit = min(timeout + _ABANDON_AFTER_S, threading.TIMEOUT_MAX)
         until = time.monotonic() + limit
         try:
             try:
@@ -109,9 +107,9 @@ class SyncFacade:
                 if work.cancelled():
                     raise self._cancelled() from None
                 if isinstance(error, TimeoutError) and time.monotonic() >= until:
-                    raise TransferTimeoutError(stop, timeout) from error
+                    raise TransferTimeoutError(phase, timeout) from error
                 work.cancel()
-                waiting.outlast(_MARGIN)
+                waiting.outlast(_ABANDON_AFTER_S)
                 raise  # as a signal's handler has raised it
             return waiting.result()
         finally:
@@ -133,9 +131,9 @@ class SyncFacade:
 
         if threading.current_thread() is not self._thread:
             try:
-                return self.call(asked, timeout=math.inf, stop="ask")
+                return self.call(asked, timeout=math.inf, phase="ask")
             except ClosedError:
-                if not self._closed:
+                if not self.is_closed:
                     raise
         return fn()
 
@@ -149,19 +147,19 @@ class SyncFacade:
         if not self.is_ours:
             return
         with self._turn:
-            if not self._closed:
-                self._closed = True
+            if not self.is_closed:
+                self.is_closed = True
                 with suppress(RuntimeError):  # something has ended the loop
                     self._loop.call_soon_threadsafe(self._last.set_result, last)
         if threading.current_thread() is not self._thread:
             self._thread.join(wait)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.is_closed:
             raise ClosedError(self._what)
 
     def _cancelled(self) -> AiockptError:
-        if self._closed:
+        if self.is_closed:
             return ClosedError(self._what)
         return TransportError("the call was cancelled from within")
 
@@ -181,7 +179,7 @@ class SyncFacade:
                 logger.error("%s: its loop was ended by %r", self._what, error)
             finally:
                 with self._turn:
-                    self._closed = True  # also if something else has ended the loop
+                    self.is_closed = True  # also if something else has ended the loop
                 # Calls that were queued until now begin, so that they are cancelled.
                 runner.run(asyncio.sleep(0))
 
@@ -232,7 +230,7 @@ class _LoopCall(CallResult[T]):
 @atexit.register
 def _close_all() -> None:
     for facade in tuple(_open):
-        facade.close(facade._at_exit, wait=_LEAVING)  # noqa: SLF001 - its own module
+        facade.close(facade._at_exit, wait=_EXIT_WAIT_S)  # noqa: SLF001 - its own module
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:

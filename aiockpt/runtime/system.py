@@ -29,16 +29,16 @@ _ROOT: Final = Path("/")
 _MOUNT: Final = "sys/fs/cgroup"
 
 # A process that takes more would leave the host without memory.
-_SHARE: Final = 0.9
+_MAX_FRACTION: Final = 0.9
 
 _DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
-_MOST_FILES: Final = 65_536  # descriptors; more would help nobody
+_MAX_FILES: Final = 65_536  # descriptors; more would help nobody
 _HOSTS: Final = (*_DESCRIPTORS, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
 _LIBRARIES: Final = {*sys.stdlib_module_names, "aiockpt", "msgspec", "numpy", "torch"}
 _CALLERS: Final = "_aiockpt_callers"
 
 # Scanning fewer objects is faster than asking whether anything is frozen.
-_MANY: Final = 20_000
+_MANY_OBJECTS: Final = 20_000
 
 
 # ---------------------------------------------------------------------- free memory
@@ -71,7 +71,7 @@ def spare_memory(kept: int = 0, *, root: Path = _ROOT) -> int:
         kept: Bytes that this process has already and will reuse.
         root: See `available_memory`.
     """
-    return int(available_memory(root) * _SHARE) + kept
+    return int(available_memory(root) * _MAX_FRACTION) + kept
 
 
 def available_memory(root: Path = _ROOT) -> int:
@@ -194,9 +194,9 @@ def refused_by_host(what: str, error: BaseException) -> StagingError:
 def descriptor_limit() -> int:
     """Return how many descriptors this process may have."""
     if sys.platform == "win32":
-        return _MOST_FILES
+        return _MAX_FILES
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_FILES if most == resource.RLIM_INFINITY else most
+    return _MAX_FILES if most == resource.RLIM_INFINITY else most
 
 
 def raise_descriptor_limit() -> None:
@@ -208,7 +208,7 @@ def raise_descriptor_limit() -> None:
     if sys.platform == "win32":
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         with suppress(OSError, ValueError):  # some systems allow fewer
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -305,7 +305,7 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             # Objects frozen by others must stay frozen. Counting them visits each one.
-            if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
+            if gc.get_count()[0] > _MANY_OBJECTS and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

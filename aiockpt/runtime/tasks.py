@@ -36,8 +36,8 @@ R = TypeVar("R")
 Over: TypeAlias = Callable[[], bool]
 """Returns whether the result is no longer needed; long work should ask it."""
 
-_TURN: Final = 0.05  # seconds that a thread works before it reports
-_MOST: Final = 200  # results in one report to the loop
+_TURN_S: Final = 0.05  # seconds that a thread works before it reports
+_MAX_RESULTS: Final = 200  # results in one report to the loop
 
 
 class Notifier:
@@ -149,8 +149,8 @@ async def map_in_threads(
     going = min(threads, len(left))
 
     def take_turn() -> None:
-        end = time.monotonic() + _TURN
-        for item in islice(_taken(left), _MOST):
+        end = time.monotonic() + _TURN_S
+        for item in islice(_taken(left), _MAX_RESULTS):
             done.append((item, work(item, ended.is_set)))
             if time.monotonic() >= end or bridge.statistics().waiting:
                 return

@@ -45,7 +45,7 @@ from aiockpt.runtime.secrets import Token
 from aiockpt.swarm import messages
 from aiockpt.swarm.policy import FIRST, LEASE
 from aiockpt.swarm.relay import Relay
-from aiockpt.transfer.source import Target
+from aiockpt.transfer.source import ChunkDestination
 
 _MOST: Final = 24  # members that are asked at a time; the tracker names no more
 _LONGEST: Final = 64 << 10  # bytes of an answer to an announcement
@@ -297,7 +297,7 @@ class Membership:
         options = self._options
         self._relay = Relay(manifest, headers, slots=options.slots, rate=options.rate)
 
-    def fill(self, target: Target) -> None:
+    def fill(self, destination: ChunkDestination) -> None:
         """Learn where the chunks go that are verified from now on.
 
         Chunks that went elsewhere before cannot be served together with these.
@@ -305,8 +305,8 @@ class Membership:
         relay = self._relay
         if relay is None:
             return
-        if relay.memory in (None, target.memory):
-            relay.memory, relay.kept = target.memory, target.kept
+        if relay.memory in (None, destination.memory):
+            relay.memory, relay.kept = destination.memory, destination.kept
         else:
             relay.let_go()
             relay.end()

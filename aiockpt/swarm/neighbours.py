@@ -21,7 +21,7 @@ from aiockpt.http.download import Download, Others, ReceiveExtension
 from aiockpt.http.peers import Peer
 from aiockpt.runtime.tasks import task_group
 from aiockpt.swarm.membership import Membership, watch
-from aiockpt.transfer.source import Target
+from aiockpt.transfer.source import ChunkDestination
 
 _LOOK: Final = 0.1  # seconds between two looks at which members are known
 
@@ -49,9 +49,9 @@ class Neighbours(ReceiveExtension, Others):
         """Learn what is received; ``headers`` authenticate the manifest."""
         self._membership.begin(manifest, headers)
 
-    def others(self, target: Target) -> Neighbours:
+    def others(self, destination: ChunkDestination) -> Neighbours:
         """Learn where the chunks go, and take part in their download."""
-        self._membership.fill(target)
+        self._membership.fill(destination)
         return self
 
     async def linger(self) -> None:

@@ -67,7 +67,7 @@ class Adapter(CheckpointTransport[T]):
         abrupt = partial(transport.shutdown, wait=False)
         self._facade = SyncFacade(type(transport).__name__, at_exit=abrupt)
         try:
-            start = partial(self._facade.call, timeout=_STARTING, stop="start")
+            start = partial(self._facade.call, timeout=_STARTING, phase="start")
             self._metadata: str = start(self._start)
         except BaseException:
             self.shutdown(wait=False)
@@ -96,7 +96,7 @@ class Adapter(CheckpointTransport[T]):
         sent: Any = ready_for_threads(state_dict)
         send = partial(self._transport.send_checkpoint, dst_ranks, step, sent)
         offer = partial(self._offer, partial(send, limit))
-        self._facade.call(offer, timeout=limit, stop="stage")
+        self._facade.call(offer, timeout=limit, phase="stage")
 
     def disallow_checkpoint(self) -> None:
         """Retract the checkpoint. Never raises; cheap if nothing is published.
@@ -109,7 +109,7 @@ class Adapter(CheckpointTransport[T]):
             return
         limit = _RETRACTING if self._lingers else _DRAINING
         try:
-            self._facade.call(self._retract, timeout=limit, stop="retract")
+            self._facade.call(self._retract, timeout=limit, phase="retract")
         except Exception as error:  # noqa: BLE001 - it would end a healthy replica
             logger.warning("%s: retracting failed: %s", self, error)
 
@@ -129,7 +129,7 @@ class Adapter(CheckpointTransport[T]):
         fetch = self._fetching(src_rank, metadata, step)
         del metadata  # a traceback with local variables would show the token
         return self._facade.call(
-            partial(receive, fetch, limit), timeout=limit, stop="recv"
+            partial(receive, fetch, limit), timeout=limit, phase="recv"
         )
 
     def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature

@@ -97,7 +97,7 @@ class PGTransport(CheckpointTransport[T]):
         self._idle.clear()
         try:
             send = partial(self._send, dst_ranks, step, sent, limit)
-            self._facade.call(send, timeout=limit, stop="serve")
+            self._facade.call(send, timeout=limit, phase="serve")
         finally:
             self._idle.set()
 
@@ -117,7 +117,7 @@ class PGTransport(CheckpointTransport[T]):
         limit = self._limit(timeout)
         template = self._ask()
         fetch = partial(self._receive, src_rank, metadata, step, limit, template)
-        return self._facade.call(fetch, timeout=limit, stop="recv")
+        return self._facade.call(fetch, timeout=limit, phase="recv")
 
     def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
         """End the loop and its thread, but not the group. Idempotent.

@@ -93,7 +93,7 @@ class HTTPTransport(Adapter[T]):
                 retracted it; send again.
         """
         allow = partial(self._http.allow_checkpoint, step)
-        self._facade.call(allow, timeout=self._timeout, stop="stage")
+        self._facade.call(allow, timeout=self._timeout, phase="stage")
 
     def address(self) -> str:
         """Return the base URL without the token, for logs and people."""
@@ -105,4 +105,4 @@ class HTTPTransport(Adapter[T]):
         async def ask() -> TransportStatistics:
             return self._http.statistics()
 
-        return self._facade.call(ask, timeout=1.0, stop="statistics")
+        return self._facade.call(ask, timeout=1.0, phase="statistics")

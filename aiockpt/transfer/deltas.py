@@ -29,15 +29,15 @@ RAW: Final = 2
 _HEAD: Final = struct.Struct("<BxxxI")  # the kind, and the length of the body
 HEAD_BYTES: Final = _HEAD.size
 _COUNT: Final = struct.Struct("<I")
-_WORD: Final = 2  # bytes
-_LONG: Final = 8  # bytes that are compared as one number
+_WORD_BYTES: Final = 2
+_NUMBER_BYTES: Final = 8  # are compared as one number
 _SHIFT: Final = 2  # 4 words in one number
-# Bytes that are compared at once, in the cache. Smaller blocks give up the interpreter
-# lock too often, which comes back only after 5 ms if another thread runs Python.
-_BLOCK: Final = 2 << 20
-_LONGEST_GAP: Final = 0xFFFF
-_MOST_CHANGED: Final = 0.3  # of the words; beyond that, a delta saves too little
-_MOST: Final = 0.5  # of the chunk; a longer delta is not worth its memory
+# A block is compared in the cache. Smaller blocks give up the interpreter lock too
+# often, which comes back only after 5 ms if another thread runs Python.
+_BLOCK_BYTES: Final = 2 << 20
+_MAX_GAP: Final = 0xFFFF
+_MAX_CHANGED: Final = 0.3  # of the words; beyond that, a delta saves too little
+_MAX_LENGTH: Final = 0.5  # of the chunk; a longer delta is not worth its memory
 _SAMPLES: Final = 32
 _SAMPLE_BYTES: Final = 4096
 _LEVEL: Final = 1
@@ -85,14 +85,14 @@ def encode(base: memoryview, target: memoryview) -> bytes | None:
         MissingExtraError: numpy or zstandard is not installed.
     """
     np, zstandard = _libraries()
-    if _changed_in_samples(np, base, target) <= _MOST_CHANGED:
+    if _changed_in_samples(np, base, target) <= _MAX_CHANGED:
         found = _changes(np, base, target)
         if found is not None:
             if not len(found[0]):
                 return head(SAME, 0)
             planes = _planes(np, *found)
             packed: bytes = zstandard.ZstdCompressor(level=_LEVEL).compress(planes)
-            if len(packed) <= _MOST * target.nbytes:
+            if len(packed) <= _MAX_LENGTH * target.nbytes:
                 body = _COUNT.pack(len(planes) // 4) + packed
                 return head(SPARSE, len(body)) + body
     return None
@@ -131,7 +131,7 @@ def changer(kind: int, body: memoryview, nbytes: int) -> Change:
         MissingExtraError: numpy or zstandard is not installed.
     """
     if kind == SAME and not body.nbytes:
-        return _leave
+        return lambda _at, _block: None
     if kind == RAW and body.nbytes == nbytes:
         return partial(_replace, body)
     if kind != SPARSE or body.nbytes < _COUNT.size:
@@ -140,9 +140,9 @@ def changer(kind: int, body: memoryview, nbytes: int) -> Change:
         )
     np, zstandard = _libraries()
     (count,) = _COUNT.unpack_from(body)
-    words = nbytes // _WORD
+    words = nbytes // _WORD_BYTES
     packed = body[_COUNT.size :]
-    size = 2 * _WORD * count
+    size = 2 * _WORD_BYTES * count
     if count > words // 2:  # bounds the memory that a peer can make this take
         raise RemoteProtocolError(f"a delta of {count} changes for {words} words")
     try:
@@ -155,20 +155,16 @@ def changer(kind: int, body: memoryview, nbytes: int) -> Change:
         raise RemoteProtocolError(detail) from error
     if len(planes) != size:
         raise RemoteProtocolError(f"a delta without {count} changes")
-    places, differences = _unplaned(np, planes, count)
-    if count and int(places[-1]) >= words:
+    positions, differences = _unplaned(np, planes, count)
+    if count and int(positions[-1]) >= words:
         raise RemoteProtocolError(f"a change after the last of {words} words")
 
     def change(at: int, block: memoryview) -> None:
-        first, last = at // _WORD, (at + block.nbytes) // _WORD
-        some = slice(*np.searchsorted(places, (first, last)))
-        _words(np, block)[places[some] - first] += differences[some]
+        first, last = at // _WORD_BYTES, (at + block.nbytes) // _WORD_BYTES
+        some = slice(*np.searchsorted(positions, (first, last)))
+        _words(np, block)[positions[some] - first] += differences[some]
 
     return change
-
-
-def _leave(_: int, block: memoryview) -> None:
-    """Change nothing."""
 
 
 def _replace(body: memoryview, at: int, block: memoryview) -> None:
@@ -186,19 +182,19 @@ def _libraries() -> tuple[Any, Any]:
 
 def _words(np: Any, chunk: memoryview) -> Any:
     """Return the 16-bit words of a chunk, without an odd last byte."""
-    return np.frombuffer(chunk, dtype=np.uint16, count=chunk.nbytes // _WORD)
+    return np.frombuffer(chunk, dtype=np.uint16, count=chunk.nbytes // _WORD_BYTES)
 
 
-def _longs(np: Any, block: memoryview) -> Any:
+def _numbers(np: Any, block: memoryview) -> Any:
     """Return the 64-bit numbers of a block, the last one filled up with zeros."""
-    if rest := -block.nbytes % _LONG:
+    if rest := -block.nbytes % _NUMBER_BYTES:
         block = memoryview(bytes(block) + bytes(rest))
     return np.frombuffer(block, dtype=np.uint64)
 
 
 def _changed_in_samples(np: Any, base: memoryview, target: memoryview) -> float:
-    """Return the share of the words that differ, in samples all over the chunk."""
-    step = max(base.nbytes // _SAMPLES // _WORD * _WORD, _SAMPLE_BYTES)
+    """Return the fraction of words that differ, in samples all over the chunk."""
+    step = max(base.nbytes // _SAMPLES // _WORD_BYTES * _WORD_BYTES, _SAMPLE_BYTES)
     looked = changed = 0
     for at in range(0, base.nbytes, step):
         stop = min(at + _SAMPLE_BYTES, base.nbytes)
@@ -209,72 +205,76 @@ def _changed_in_samples(np: Any, base: memoryview, target: memoryview) -> float:
 
 
 def _changes(np: Any, base: memoryview, target: memoryview) -> _Changes | None:
-    """Return the places of the words that differ, and the differences.
+    """Return the positions of the words that differ, and the differences.
 
     Returns:
         None if too many words differ, or if an odd last byte does.
     """
-    if base.nbytes % _WORD and base[-1] != target[-1]:
+    if base.nbytes % _WORD_BYTES and base[-1] != target[-1]:
         return None
-    most = _MOST_CHANGED * (base.nbytes // _WORD)
+    most = _MAX_CHANGED * (base.nbytes // _WORD_BYTES)
     parts, count = [], 0
-    for at in range(0, base.nbytes, _BLOCK):
-        old, new = (_longs(np, each[at : at + _BLOCK]) for each in (base, target))
+    for at in range(0, base.nbytes, _BLOCK_BYTES):
+        old, new = (
+            _numbers(np, each[at : at + _BLOCK_BYTES]) for each in (base, target)
+        )
         found = np.flatnonzero(old != new)
         count += len(found)
         if count > most:
             return None
-        parts.append((found + at // _LONG, old[found], new[found]))
+        parts.append((found + at // _NUMBER_BYTES, old[found], new[found]))
     if not count:
         return np.empty(0, np.int64), np.empty(0, np.uint16)
-    longs, *both = map(np.concatenate, zip(*parts, strict=True))
+    numbers, *both = map(np.concatenate, zip(*parts, strict=True))
     before, after = (each.view(np.uint16) for each in both)
     found = np.flatnonzero(before != after)
     if len(found) > most:
         return None
     # Shifts, because a division takes as long as the comparison.
-    places = (longs[found >> _SHIFT] << _SHIFT) + (found & (1 << _SHIFT) - 1)
-    return places, after[found] - before[found]
+    positions = (numbers[found >> _SHIFT] << _SHIFT) + (found & (1 << _SHIFT) - 1)
+    return positions, after[found] - before[found]
 
 
-def _planes(np: Any, places: Any, differences: Any) -> Any:
+def _planes(np: Any, positions: Any, differences: Any) -> Any:
     """Return the gaps and the differences as four planes of bytes.
 
     A gap is the number of words between two changes. A gap that needs more than 16 bits
     is split by changes with the difference 0. Differences are zigzag-encoded, so that
     small ones of either sign are small numbers. The planes compress well.
     """
-    gaps = np.diff(places, prepend=-1) - 1
-    if len(far := np.flatnonzero(gaps > _LONGEST_GAP - 1)):
-        places, differences = _bridged(np, places, differences, gaps, far)
-        gaps = np.diff(places, prepend=-1) - 1
+    gaps = np.diff(positions, prepend=-1) - 1
+    if len(far := np.flatnonzero(gaps > _MAX_GAP - 1)):
+        positions, differences = _bridged(np, positions, differences, gaps, far)
+        gaps = np.diff(positions, prepend=-1) - 1
     signed = differences.view(np.int16)
     columns = (gaps.astype("<u2"), ((signed << 1) ^ (signed >> 15)).astype("<i2"))
     planes = np.empty((4, len(gaps)), np.uint8)
     for number, column in enumerate(columns):
-        pairs = column.view(np.uint8).reshape(-1, _WORD)
+        pairs = column.view(np.uint8).reshape(-1, _WORD_BYTES)
         planes[2 * number], planes[2 * number + 1] = pairs[:, 0], pairs[:, 1]
     return planes.reshape(-1)
 
 
-def _bridged(np: Any, places: Any, differences: Any, gaps: Any, far: Any) -> _Changes:
+def _bridged(
+    np: Any, positions: Any, differences: Any, gaps: Any, far: Any
+) -> _Changes:
     """Insert changes with the difference 0 where gaps are too long."""
     bridges = [
-        np.arange(places[at] - gaps[at] + _LONGEST_GAP - 1, places[at], _LONGEST_GAP)
+        np.arange(positions[at] - gaps[at] + _MAX_GAP - 1, positions[at], _MAX_GAP)
         for at in far.tolist()
     ]
     where = np.repeat(far, [len(each) for each in bridges])
-    places = np.insert(places, where, np.concatenate(bridges))
-    return places, np.insert(differences, where, 0)
+    positions = np.insert(positions, where, np.concatenate(bridges))
+    return positions, np.insert(differences, where, 0)
 
 
 def _unplaned(np: Any, planes: bytes, count: int) -> _Changes:
-    """Return the places and the differences; the inverse of `_planes`."""
+    """Return the positions and the differences; the inverse of `_planes`."""
     rows = np.frombuffer(planes, np.uint8).reshape(4, count)
-    pairs = np.empty((2, count, _WORD), np.uint8)
+    pairs = np.empty((2, count, _WORD_BYTES), np.uint8)
     pairs[0, :, 0], pairs[0, :, 1], pairs[1, :, 0], pairs[1, :, 1] = rows
     gaps, folded = pairs.reshape(2, -1).view("<u2")
-    places = np.cumsum(gaps, dtype=np.int64)
-    places += np.arange(count)
+    positions = np.cumsum(gaps, dtype=np.int64)
+    positions += np.arange(count)
     differences = (folded >> 1) ^ -(folded & 1)
-    return places, differences
+    return positions, differences

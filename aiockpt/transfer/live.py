@@ -16,7 +16,6 @@ from typing import Final, Self
 
 from aiockpt.errors import AiockptError, StagingError
 from aiockpt.format.chunks import ChunkGrid, ChunkHasher
-from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import FILE_LIMITS, OF_A_SAVE, advising
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool
@@ -26,9 +25,10 @@ from aiockpt.runtime.bridge import SerialThread
 from aiockpt.runtime.system import is_programs
 from aiockpt.state.flatten import describe
 from aiockpt.transfer.remarks import Remarks
+from aiockpt.transfer.stager import manifest_of
 
-_AHEAD: Final = 64 << 20  # bytes that devices copy ahead of the writing
-_PIECE: Final = 16 << 20  # bytes of one device copy, enough for full speed
+_BYTES_AHEAD: Final = 64 << 20  # that devices copy ahead of the writing
+_COPY_BYTES: Final = 16 << 20  # of one device copy, enough for full speed
 
 
 class LiveState:
@@ -62,7 +62,6 @@ class LiveState:
         with advising(OF_A_SAVE):
             found = describe(state_dict, limits=FILE_LIMITS, allow_pickle=allow_pickle)
         self._description, self._step = found, step
-        self.segment_bytes = found.entries.nbytes
         self._grid = ChunkGrid(found.entries.nbytes, chunk_bytes)
         self._hasher = ChunkHasher(self._grid)
         self._digests = [self._grid.unsealed] * len(self._grid)
@@ -71,25 +70,27 @@ class LiveState:
         if remarks is not None:
             remarks.on(manifest, found.strangers, step=step)
         self.header_bytes = manifest.header_bytes
-        away = any(
-            ports(device) for device in {t.device for t in found.backings.tensors}
-        )
+        away = any(map(ports, found.backings.devices()))
         self._pool = pool if away else None
         # If all is in host memory, only tensors in parts use pages of the arena.
-        self._arena = (
-            pool.take(self.segment_bytes) if away else Arena(self.segment_bytes)
-        )
+        nbytes = self.segment_bytes
+        self._arena = arena = pool.take(nbytes) if away else Arena(nbytes)
         self._plan = CopyPlan(
-            found.backings,
-            found.entries,
-            arena=self._arena,
-            port_for=ports,
+            found.backings, found.entries, arena=arena, port_for=ports
         )
         self._memory = self._arena if away else self._plan.in_place()
         self._under_way: deque[tuple[int, Sequence[Event]]] = deque()
         self._enqueued = 0
         with self._copying():
-            self._begin()
+            self._plan.pin()
+            self._fences = self._plan.fences()
+            for event in self._plan.stage_parts(self._fences):
+                event.synchronize()
+
+    @property
+    def segment_bytes(self) -> int:
+        """The length of the data segment."""
+        return self._grid.segment_bytes
 
     def __enter__(self) -> Self:
         return self
@@ -118,32 +119,17 @@ class LiveState:
     def seal(self) -> Manifest:
         """Return the manifest; it has digests after `views` has returned all bytes."""
         self._digesting.wait()
-        return build_manifest(
-            step=self._step,
-            chunk_bytes=self._grid.chunk_bytes,
-            entries=self._description.entries,
-            views=self._description.views,
-            tree=self._description.tree,
-            digests=self._digests,
-            algorithm=self._grid.algorithm,
-        )
+        return manifest_of(self._description, self._step, self._grid, self._digests)
 
     def _digest(self, start: int, stop: int) -> None:
         for each in self._hasher.update(start, *self._memory.buffers(start, stop)):
             self._digests[each.chunk] = each.digest
 
-    def _begin(self) -> None:
-        for port in self._plan.ports.values():
-            self._arena.pin(port.pin)
-        self._fences = self._plan.fences()
-        for event in self._plan.stage_parts(self._fences):
-            event.synchronize()
-
     def _stage(self, start: int, stop: int) -> None:
         """Copy ``[start, stop)``, with the devices' copies enqueued ahead."""
-        while self._enqueued < min(stop + _AHEAD, self.segment_bytes):
+        while self._enqueued < min(stop + _BYTES_AHEAD, self.segment_bytes):
             first = self._enqueued
-            self._enqueued = min(first + _PIECE, self.segment_bytes)
+            self._enqueued = min(first + _COPY_BYTES, self.segment_bytes)
             events = self._plan.stage_device(first, self._enqueued, self._fences)
             self._under_way.append((first, events))
         self._plan.stage_host(start, stop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -30,12 +30,15 @@ class Prepared(Generic[T]):
             all chunks count.
     """
 
-    def __init__(self, step: int, template: T, goal: Destination) -> None:
+    def __init__(
+        self, step: int, template: T, destination: Destination, writes: Sequence[int]
+    ) -> None:
         self.step = step
-        self.nbytes = goal.nbytes_to_load
-        self._waiting: tuple[Destination, T] | None = goal, template
+        self.nbytes = destination.nbytes_to_load
+        self._waiting: tuple[Destination, T] | None = destination, template
+        self._writes = writes  # to the template, when it was compared
         self._turn = threading.Lock()  # two threads may apply it at once
-        goal.patch = None  # frees the description of what the receiver held
+        destination.reuse = None  # frees the description of what the receiver held
 
     def __repr__(self) -> str:
         done = "" if self._waiting is not None else " (applied or discarded)"
@@ -59,8 +62,8 @@ class Prepared(Generic[T]):
                 copy. PyTorch does not count what is written through ``.data``.
             StagingError: a device has failed during the copy.
         """
-        with self._applying() as (goal, template):
-            goal.load_now()
+        with self._applying() as (destination, template):
+            destination.load_now()
         return template
 
     async def apply_async(self) -> T:
@@ -74,16 +77,16 @@ class Prepared(Generic[T]):
             ClosedError: the transport was shut down.
             LocalProtocolError, StagingError: see `apply`.
         """
-        with self._applying() as (goal, template):
-            await goal.load(goal.mark())
+        with self._applying() as (destination, template):
+            await destination.load()
         return template
 
     def discard(self) -> None:
         """Free the memory; the template stays as it is. Idempotent."""
         if (waiting := self._taken()) is not None:
-            goal, _ = waiting
-            goal.abandon()
-            goal.discard(late=False)
+            destination, _ = waiting
+            destination.abandon()
+            destination.discard(late=False)
 
     def _taken(self) -> tuple[Destination, T] | None:
         with self._turn:
@@ -94,16 +97,22 @@ class Prepared(Generic[T]):
     def _applying(self) -> Iterator[tuple[Destination, T]]:
         if (waiting := self._taken()) is None:
             raise LocalProtocolError(f"{self!r} has nothing to apply any more")
-        goal, _ = waiting
+        destination, _ = waiting
         started = time.monotonic()
         try:
-            goal.check_template(f"step {self.step}")
+            # Chunks that were found in the template must still be there.
+            load = destination.template_load
+            if load and load.loaded and destination.writes() != self._writes:
+                raise LocalProtocolError(
+                    f"the template was changed after step {self.step} was compared "
+                    "with it: prepare the step again"
+                )
             yield waiting
         except BaseException as error:
-            done = "was modified" if goal.touched else "was not modified"
+            done = "was modified" if destination.touched else "was not modified"
             error.add_note(f"the template {done}")
-            goal.abandon()
-            goal.discard(late=True)
+            destination.abandon()
+            destination.discard(late=True)
             raise
         emit(
             TransferEvent(

@@ -1,6 +1,7 @@
-"""One receive, stage by stage, from a peer's manifest to a state dict.
+"""One receive, phase by phase, from a peer's manifest to a state dict.
 
-Read `receive` first. Transports differ only in their `Source`.
+Read `receive` first. Transports differ only in their `Source`, and calls only in their
+`ReceiveOptions`.
 """
 
 from __future__ import annotations
@@ -8,72 +9,35 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
-
-import torch
+from typing import Final, NamedTuple
 
 from aiockpt.errors import UnsupportedLeafError
 from aiockpt.events import Meter, Progress, TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
-from aiockpt.memory.arena import return_freed
+from aiockpt.memory.arena import Arena, return_freed
 from aiockpt.memory.device import Marks, completed
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
+from aiockpt.runtime.switching import python_is_busy, switching_often
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.distributed import has_version
 from aiockpt.state.flatten import Survey, survey
-from aiockpt.state.load_plan import Matching, Template
-from aiockpt.state.match import LAX, LOAD
-from aiockpt.state.segment import Segment
-from aiockpt.state.selection import Select
+from aiockpt.state.load_plan import Template
+from aiockpt.state.pairing import alike
 from aiockpt.transfer.deltas import is_available
-from aiockpt.transfer.destination import Destination, Terms, selected
+from aiockpt.transfer.destination import Destination
+from aiockpt.transfer.options import ReceiveOptions
 from aiockpt.transfer.prepared import Prepared
-from aiockpt.transfer.reuse import Delta, Held, HeldInTemplate
+from aiockpt.transfer.reuse import Held, HeldInTemplate, Reuse
 from aiockpt.transfer.source import Source
 from aiockpt.transport import exact_step
 
-_MANY = 1 << 20  # bytes of a header: thousands of tensors
-_SAMPLE = 8  # chunks that show whether many are unchanged
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiveOptions:
-    """The options of one receive.
-
-    Attributes:
-        into: A state dict to fill.
-        terms: Bounds of the receive, and its memory.
-        have: A state dict that may hold some of the bytes already. It may be ``into``.
-        select: The paths to receive; None: everything.
-        progress: Called as bytes arrive.
-        template: Called on the loop if there is no ``into``. The result is filled as
-            far as the checkpoint fits it.
-        keys: Whether to receive only the keys of ``into``, which may have more or fewer
-            keys than the checkpoint.
-        strict: Whether every selected path must exist.
-        device: The device for tensors that ``into`` lacks; None: host memory.
-        hold: Whether to stop before ``into`` is filled, and return a `Prepared`.
-    """
-
-    into: object | None
-    terms: Terms
-    have: object | None = None
-    select: Select | None = None
-    progress: Callable[[Progress], None] | None = None
-    template: Callable[[], object] | None = None
-    keys: bool = False
-    strict: bool = True
-    device: torch.device | None = None
-    hold: bool = False
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the whole checkpoint is received, without ``keys`` or ``device``."""
-        return self.select is None and self.device is None and not self.keys
+_LARGE_HEADER_BYTES: Final = 1 << 20  # thousands of tensors
+_SAMPLE_CHUNKS: Final = 8  # show whether many chunks are unchanged
 
 
 class Received(NamedTuple):
@@ -100,78 +64,79 @@ async def receive(
     template was modified.
     """
     report = _Report(options.progress, deadline)
-    room: _Room | None = None
-    made: list[_Room] = []
+    destination: Destination | None = None
     state: object = None
+    freed: list[object] = []
     into, touched, asked = options.into, False, time.monotonic()
     try:
         step = exact_step(step)
         with failing_here(f"receiving step {step}"):
             async with source:
-                known = _PlanInputs()
                 if into is None and options.template is not None:
                     into = options.template()
                     # It may have enqueued work, on another task's stream.
-                    await completed(*Marks.of(options.terms.ports).events.values())
+                    await completed(*Marks.of(options.ports).events.values())
+                inputs = _PlanInputs()
                 if into is not None or options.have is not None:
                     report.at("allocate")
-                    known = await bridge.run(_describe, options, into)
+                    inputs = await bridge.run(_describe, options, into)
                 report.at("fetch_manifest")
-                known.manifest = await source.manifest(step)
-                outline, started = known.manifest.outline, time.monotonic()
+                inputs.manifest = await source.manifest(step)
+                outline, started = inputs.manifest.outline, time.monotonic()
 
                 report.at("allocate")
-                # A part may be less than the checkpoint: its plan looks at its size.
-                most = options.terms.limits.max_bytes if options.is_whole else None
-                await source.map(outline, most=most)
-                make = partial(_make_room, source, options, bridge, report)
-                room = await bridge.run(make, known)
+                # A selection may be within the limit: `Destination` looks at that.
+                most = options.limits.max_bytes if options.is_whole else None
+                inputs.arena = await source.map(outline, most=most)
+                plan = partial(_plan, source, inputs, options, bridge, report)
+                destination = await bridge.run(plan)
                 # The plan of a selection looks at values, so their chunks come first.
-                await _fetch(source, outline, room, room.goal.values, report)
+                await _fetch(source, outline, destination, destination.values, report)
                 report.at("allocate")
-                rest = await bridge.run(_place, room.goal, options)
+                rest = await bridge.run(_plan_rest, destination, options)
                 # A rank cannot stop a send that it has begun, so the plan comes first.
                 await source.accept(step)
-                await _fetch(source, outline, room, rest, report)
+                with switching_often() if rest.is_busy else nullcontext():
+                    await _fetch(source, outline, destination, rest.chunks, report)
 
                 report.at("rebuild")
                 # Everything that a peer can cause to fail precedes the load.
-                state = await room.goal.assemble()
+                state = await destination.assemble()
                 await source.end(step)
 
                 if options.hold:
-                    state = Prepared(step, state, room.goal)
+                    state = Prepared(step, state, destination, rest.writes)
                 else:
                     report.at("load")
-                    await room.goal.load()
-                touched, missing = room.goal.touched, room.goal.missing
-                made.append(room)
-                room = None
-                await bridge.run(_release, source, made)
+                    await destination.load()
+                touched, missing = destination.touched, destination.missing
+                freed.append(destination)
+                destination = None
+                await bridge.run(_free, source, freed)
     except BaseException as error:
-        if room is not None:
-            touched = room.goal.touched
-            room.goal.abandon()
+        if destination is not None:
+            touched = destination.touched
+            destination.abandon()
             # If the loop was closed, threads of this receive may still run.
             if not isinstance(error, GeneratorExit):
                 # A device may still copy from the receiver's own tensors.
-                room.goal.discard(late=room.delta is not None)
+                destination.discard(late=destination.reuse is not None)
         # Tracebacks keep this frame until the collector runs.
-        room = state = None
-        made.clear()
+        destination = state = None
+        freed.clear()
         if into is not None:
             error.add_note(f"the template was {'' if touched else 'not '}modified")
         raise
-    counts, waited = report.state, f"found after {started - asked:.3f} s"
     emit(
         TransferEvent(
             stop="recv",
             step=step,
             peer=source.name,
-            nbytes=counts.bytes_total - counts.bytes_reused,
-            reused=counts.bytes_reused,
+            nbytes=report.state.bytes_total - report.state.bytes_reused,
+            reused=report.state.bytes_reused,
             seconds=time.monotonic() - started,
-            detail=", ".join(filter(None, [waited, source.remark])),
+            detail=f"found after {started - asked:.3f} s"
+            + (source.remark and f", {source.remark}"),
             level=logging.INFO,
             medium=source.medium,
         )
@@ -180,7 +145,7 @@ async def receive(
 
 
 class _Report(Meter):
-    """Reports the stage of the receive to its caller and to its deadline's error."""
+    """Reports the phase of the receive to its caller and to its deadline's error."""
 
     def __init__(
         self, report: Callable[[Progress], None] | None, deadline: Deadline
@@ -189,153 +154,144 @@ class _Report(Meter):
         self._deadline = deadline
 
     def at(self, stop: str) -> None:
-        """Report that the receive has reached a stage."""
-        self._deadline.stop = stop
+        """Report that the receive has reached a phase."""
+        self._deadline.phase = stop
         super().at(stop)
 
 
 @dataclass(slots=True)
 class _PlanInputs:
-    """The large inputs of a plan; `_make_room` takes them out to free them."""
+    """The large inputs of a plan; `_plan` takes them out to free them."""
 
     template: Template | None = None
     held: Survey | None = None
     manifest: Manifest | None = None
-
-
-class _Room(NamedTuple):
-    """The destination of a checkpoint, and the chunks that the receiver has."""
-
-    goal: Destination
-    delta: Delta | None
+    arena: Arena | None = None
 
 
 def _describe(options: ReceiveOptions, into: object | None) -> _PlanInputs:
     """Describe the template and the state dict that the receiver has."""
-    terms, template = options.terms, None
+    template, held = None, None
     if into is not None and options.is_whole:
         watched = options.into is not None
-        template = Template(into, limits=terms.limits, watched=watched)
-    if options.have is None:
-        return _PlanInputs(template)
-    try:
-        held = survey(
-            options.have,
-            limits=terms.limits,
-            allow_pickle=terms.allow_pickle,
-            writing=False,
-            reading=True,
-        )
-    except UnsupportedLeafError:
-        if options.have is not options.into:
-            raise
-        return _PlanInputs(template)  # it is filled, and what it has is not looked at
+        template = Template(into, limits=options.limits, watched=watched)
+    if options.have is not None:
+        try:
+            held = survey(
+                options.have,
+                limits=options.limits,
+                allow_pickle=options.allow_pickle,
+                writing=False,
+                reading=True,
+            )
+        except UnsupportedLeafError:
+            if options.have is not options.into:
+                raise
+            # A template is filled without a look at what it has.
     return _PlanInputs(template, held)
 
 
-def _make_room(
+def _plan(
     source: Source,
+    inputs: _PlanInputs,
     options: ReceiveOptions,
     bridge: Bridge,
     report: Meter,
-    known: _PlanInputs,
-) -> _Room:
+) -> Destination:
     """Plan the destination of the checkpoint, and what the receiver may have of it."""
     # Free what is no longer needed before the peak of memory use.
-    manifest, template, own = known.manifest, known.template, known.held
-    known.manifest = known.template = known.held = None
+    manifest, template, own = inputs.manifest, inputs.template, inputs.held
+    arena, inputs.arena = inputs.arena, None
+    inputs.manifest = inputs.template = inputs.held = None
     assert manifest is not None
-    many = manifest.header_bytes > _MANY
+    is_large = manifest.header_bytes > _LARGE_HEADER_BYTES
     manifest = manifest.without_header()
-    if options.is_whole:
-        goal = source.destination(manifest, template, options.terms)
-    else:
-        terms, arena = options.terms, source.arena
-        segment = Segment(manifest, arena=arena)
-        into, limits = options.into, terms.limits
-        rule = Matching(
-            [segment],
-            LOAD if options.strict else LAX,
-            limits=limits,
-            allow_pickle=terms.allow_pickle,
-            select=options.select,
-            template=None if into is None else Template(into, limits=limits),
-            device=options.device,
-            name=source.name,
-        )
-        goal = selected(segment, rule, terms, bridge, owns=arena is None)
-    delta = None
+    if options.into is not None and not options.is_whole:
+        template = Template(options.into, limits=options.limits)
+    destination = Destination(source, arena, manifest, template, options, bridge)
     if own is not None:
-        ports = options.terms.ports
         # Bytes may stay in the template if `Prepared` notices that they change. Torch
         # counts no write of an optimizer of FSDP to a DTensor.
         uncounted = any(each.is_inference() for each in own.tensors)
         uncounted = uncounted or any(map(has_version, own.wholes.values()))
-        stay = not (options.hold and uncounted)
-        if options.have is options.into and template is not None and stay:
-            held: Held = HeldInTemplate(manifest, own, goal, ports=ports)
+        stay = options.is_whole and not (options.hold and uncounted)
+        arena, ports = destination.arena, options.ports
+        load = destination.template_load
+        held: Held
+        if options.have is options.into and stay and load and load.plan.backings:
+            memory = load.plan.backings, load.copies, load.loaded
+            held = HeldInTemplate(manifest, own, *memory, arena=arena, ports=ports)
         else:
-            held = Held.of(manifest, own, arena=goal.arena, ports=ports)
-        delta = Delta(held, options.terms.marks, bridge, report.reuse)
-        if is_available():  # asked here, since it imports libraries
-            goal.patch = delta.patch
+            held = Held(manifest, alike(manifest, own), arena=arena, ports=ports)
+        destination.reuse = Reuse(held, options.marks, bridge, report.reuse)
+        is_available()  # asked here, since it imports libraries
     del manifest, template, own
-    if many:
+    if is_large:
         return_freed()
-    return _Room(goal, delta)
+    return destination
 
 
-def _place(goal: Destination, options: ReceiveOptions) -> Sequence[int]:
-    """Plan which chunks to receive; notice later changes of a template."""
-    chunks = goal.place()
-    if options.hold:
-        goal.watch_template()
-    return chunks
+class _RestPlan(NamedTuple):
+    """The last facts before the bytes of a receive.
+
+    ``is_busy`` says that another thread computes in Python. ``writes`` are those to the
+    template, if it is filled later.
+    """
+
+    chunks: Sequence[int]
+    is_busy: bool
+    writes: Sequence[int]
+
+
+def _plan_rest(destination: Destination, options: ReceiveOptions) -> _RestPlan:
+    """Plan which chunks to receive beyond the values."""
+    chunks = destination.plan()
+    writes = destination.writes() if options.hold else ()
+    return _RestPlan(chunks, python_is_busy(), writes)
 
 
 async def _fetch(
     source: Source,
     outline: Outline,
-    room: _Room,
+    destination: Destination,
     chunks: Sequence[int],
     report: Meter,
 ) -> None:
     """Bring chunks to their destination: copy held ones, and read the others."""
     if not chunks:
         return
-    goal, delta = room
     nbytes = sum(stop - start for start, stop in map(outline.grid.range, chunks))
     report.expect(nbytes, len(chunks))
     # If no chunk of a sample is unchanged, deltas find the few that are. The first
     # chunk then shows whether the receiver holds their base.
-    first = delta is not None and source.sends_deltas
-    if first and delta is not None:
-        sample = chunks[:: len(chunks) // _SAMPLE + 1]
-        first = not await delta.plan(sample)
-    for part in filter(None, (chunks[:first], chunks[first:])):
+    reuse, parts = destination.reuse, [chunks]
+    if reuse is not None and source.sends_deltas:
+        sample = chunks[:: len(chunks) // _SAMPLE_CHUNKS + 1]
+        parts = parts if await reuse.plan(sample) else [chunks[:1], chunks[1:]]
+    for part in filter(None, parts):
         there = list[int]()
-        if delta is not None and not delta.has_base:
+        if reuse is not None and not reuse.has_base:
             report.at("plan")
-            there = await delta.plan(part)
+            there = await reuse.plan(part)
         report.at("fetch_chunk")
-        async with goal.receiving():
+        async with destination.receiving():
             missing = _without(part, there)
-            read = partial(source.read, outline, goal, missing, report.add)
-            if delta is None:
-                await read()
+            read = partial(source.read, outline, destination)
+            if reuse is None:
+                await read(missing, report.add)
             else:
-                copy = partial(delta.copy, there, goal.memory)
-                _, copied = await run_all([read, copy])
+                copy = partial(reuse.copy, there, destination.memory)
+                fetch = partial(read, missing, report.add)
+                _, copied = await run_all([fetch, copy])
                 # Chunks that have changed since their digests were computed.
-                changed = _without(there, copied)
-                await source.read(outline, goal, changed, report.add)
-            if goal.is_early:
+                await read(_without(there, copied), report.add)
+            if destination.is_early:
                 report.at("load")  # only the copies to devices are left
 
 
-def _release(source: Source, made: list[_Room]) -> None:
+def _free(source: Source, objects: list[object]) -> None:
     """Free the descriptions of up to 100,000 tensors in a thread, off the loop."""
-    made.clear()
+    objects.clear()
     source.give_back()
 
 

@@ -5,7 +5,7 @@ made from paths, dtypes and shapes. A chunk is reused only if its digest matches
 manifest. Bytes in host memory are read where they are. Bytes of a device, and parts
 that are copied element by element, are first staged to the arena of the destination.
 
-`Delta.plan` computes the digests of the held bytes, in threads. Then the receiver
+`Reuse.plan` computes the digests of the held bytes, in threads. Then the receiver
 fetches the other chunks, and copies the matching ones to their destination meanwhile.
 If a copy does not match after all, because its source has changed, the chunk is
 fetched at the end.
@@ -23,21 +23,13 @@ from aiockpt.format.chunks import chunks_over, digest
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, Memory
 from aiockpt.memory.copies import Backings, CopyPlan
-from aiockpt.memory.device import (
-    Event,
-    Fences,
-    Marks,
-    PortFor,
-    completed,
-    keep_until,
-)
+from aiockpt.memory.device import Event, Fences, Marks, PortFor, completed, keep_until
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.system import copying_threads
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Survey
 from aiockpt.state.pairing import alike
 from aiockpt.transfer.deltas import HEAD_BYTES, SAME, SPARSE, changer
-from aiockpt.transfer.destination import Destination
 
 V = TypeVar("V")
 Args = TypeVarTuple("Args")
@@ -45,22 +37,26 @@ Args = TypeVarTuple("Args")
 OnReuse: TypeAlias = Callable[[int, int], None]
 """Called with the numbers of bytes and chunks that need not be fetched."""
 
-# Bytes per call in a thread: enough that the switch to the thread costs nothing.
-_SPAN: Final = 32 << 20
-# Bytes that are patched at once, in the cache. Smaller blocks give up the interpreter
-# lock too often, which comes back only after 5 ms if another thread runs Python.
-_BLOCK: Final = 2 << 20
-_Work: TypeAlias = Callable[[Sequence[int]], Awaitable[list[int]]]
+# Enough that the switch to the thread costs nothing.
+_BYTES_PER_CALL: Final = 32 << 20
+# A block is patched in the cache. Smaller blocks give up the interpreter lock too
+# often, which comes back only after 5 ms if another thread runs Python.
+_BLOCK_BYTES: Final = 2 << 20
 
 
 class Held:
     """A state dict that may have some of a checkpoint's chunks.
 
+    Its methods are for threads.
+
     Args:
         manifest: The manifest of the checkpoint; no reference to it is kept.
-        backings: The state dict's memory, one per entry.
+        backings: The state dict's memory, one per entry: see `alike`.
         arena: The arena of the destination, before any chunk has arrived.
         ports: Returns the port of a device.
+
+    Attributes:
+        plan: The copies from the state dict to the arena.
     """
 
     def __init__(
@@ -69,8 +65,8 @@ class Held:
         entries = manifest.entries
         starts, stops = entries.starts, entries.stops
         self.grid, self._digests = manifest.grid, manifest.digests
-        self._plan = CopyPlan(backings, entries, arena=arena, port_for=ports)
-        self._memory = self._plan.in_place()
+        self.plan = CopyPlan(backings, entries, arena=arena, port_for=ports)
+        self._memory = self.plan.in_place()
         self._arena = arena
         shorter = [
             e for e, size in enumerate(entries.sizes()) if backings.sizes[e] < size
@@ -82,63 +78,40 @@ class Held:
             (starts[e] + backings.sizes[e], stops[e]) for e in padded
         )
 
-    @classmethod
-    def of(
-        cls, manifest: Manifest, own: Survey, *, arena: Arena, ports: PortFor
-    ) -> Held:
-        """Find the memory of a state dict that may hold parts of a checkpoint.
-
-        Raises:
-            RemoteProtocolError: the tree names a tensor that the manifest lacks.
-        """
-        return cls(manifest, alike(manifest, own), arena=arena, ports=ports)
-
     def known(self, chunks: Iterable[int]) -> list[int]:
         """Return the chunks of which the state dict may have every byte."""
         return [chunk for chunk in chunks if chunk not in self._unknown]
-
-    def fences(self, made: Fences) -> Fences:
-        """Return an event of each device; see `CopyPlan.fences`."""
-        return self._plan.fences(made)
-
-    def stage(self, after: Fences) -> list[Event]:
-        """Stage the parts that are copied element by element."""
-        return self._plan.stage_parts(after)
 
     def stage_device(self, chunks: Sequence[int], after: Fences) -> list[Event]:
         """Stage the bytes of some chunks that are on devices."""
         events = []
         for chunk in chunks:
-            events += self._plan.stage_device(*self.grid.range(chunk), after)
+            events += self.plan.stage_device(*self.grid.range(chunk), after)
         return events
-
-    def drain(self) -> None:
-        """Block until all copies have ended."""
-        self._plan.drain()
 
     def matching(self, chunks: Iterable[int]) -> list[int]:
         """Return the chunks whose digests match the manifest."""
         return [chunk for chunk in chunks if self._matches(chunk, self._memory)]
 
-    def bring(self, chunks: Iterable[int], target: Memory) -> list[int]:
-        """Copy chunks to ``target``; return the verified ones.
+    def bring(self, chunks: Iterable[int], memory: Memory) -> list[int]:
+        """Copy chunks to ``memory``; return the verified ones.
 
         Each copy is verified, so a concurrent change of the state dict does no harm.
         """
         found = []
         for chunk in chunks:
             start, stop = self.grid.range(chunk)
-            _copy(target.buffers(start, stop), self._memory.buffers(start, stop))
-            if self._matches(chunk, target):
+            _copy(memory.buffers(start, stop), self._memory.buffers(start, stop))
+            if self._matches(chunk, memory):
                 found.append(chunk)
         return found
 
     def patched(
-        self, chunk: int, kind: int, body: memoryview, target: Memory
+        self, chunk: int, kind: int, body: memoryview, memory: Memory
     ) -> list[int]:
         """Apply a delta to a chunk of the held bytes; return it if its digest is right.
 
-        Then the chunk is in ``target``. Otherwise only the arena may have been
+        Then the chunk is in ``memory``. Otherwise only the arena may have been
         written to, which is no one's template. Bytes of devices must have been staged.
         Only one thread at a time may patch a chunk.
 
@@ -147,14 +120,14 @@ class Held:
         """
         start, stop = self._completed(chunk)
         change = changer(kind, body, stop - start)
-        if target is self._arena:
-            (made,) = target.buffers(start, stop)
+        if memory is self._arena:
+            (made,) = memory.buffers(start, stop)
         else:
             made = memoryview(bytearray(stop - start))
 
         def blocks() -> Iterator[memoryview]:
-            for at in range(0, made.nbytes, _BLOCK):
-                block = made[at : at + _BLOCK]
+            for at in range(0, made.nbytes, _BLOCK_BYTES):
+                block = made[at : at + _BLOCK_BYTES]
                 first = start + at
                 _copy([block], self._memory.buffers(first, first + block.nbytes))
                 change(at, block)
@@ -162,8 +135,8 @@ class Held:
 
         if digest(blocks(), self.grid.algorithm) != self._digests[chunk]:
             return []
-        if target is not self._arena:
-            _copy(target.buffers(start, stop), [made])
+        if memory is not self._arena:
+            _copy(memory.buffers(start, stop), [made])
         return [chunk]
 
     def _matches(self, chunk: int, memory: Memory) -> bool:
@@ -186,27 +159,36 @@ class HeldInTemplate(Held):
     """
 
     def __init__(
-        self, manifest: Manifest, own: Survey, goal: Destination, *, ports: PortFor
+        self,
+        manifest: Manifest,
+        own: Survey,
+        backings: Backings,
+        copies: CopyPlan,
+        loaded: set[int],
+        *,
+        arena: Arena,
+        ports: PortFor,
     ) -> None:
-        assert goal.backings is not None
-        assert goal.copies is not None
-        merged, values = goal.backings, list[int]()
-        if not all(merged.sizes):
-            merged, values = _merged(merged, alike(manifest, own))
-        super().__init__(manifest, merged, arena=goal.arena, ports=ports)
+        merged, values = backings, list[int]()
+        if not all(merged.sizes):  # the state dict has bytes that the template lacks
+            others = alike(manifest, own)
+            pairs = zip(merged.sizes, others.sizes, strict=True)
+            values = [e for e, (mine, its) in enumerate(pairs) if its and not mine]
+            merged = merged.filled(values, others)
+        super().__init__(manifest, merged, arena=arena, ports=ports)
         entries = manifest.entries
         self._values = _Ranges((entries.starts[e], entries.stops[e]) for e in values)
-        self._memory, self._loaded = goal.copies.in_place(), goal.loaded
+        self._memory, self._loaded = copies.in_place(), loaded
 
-    def bring(self, chunks: Iterable[int], target: Memory) -> list[int]:
-        """Leave them where they are."""
+    def bring(self, chunks: Iterable[int], memory: Memory) -> list[int]:
+        """Leave the chunks where they are, and return them."""
         there = [*chunks]
         self._loaded.update(there)
         return there
 
     def _completed(self, chunk: int) -> tuple[int, int]:
         for start, stop in self._values.within(*self.grid.range(chunk)):
-            self._plan.stage_host(start, stop)
+            self.plan.stage_host(start, stop)
         return super()._completed(chunk)
 
 
@@ -225,27 +207,16 @@ class _Ranges:
             yield max(first, start), min(last, stop)
 
 
-def _merged(mine: Backings, others: Backings) -> tuple[Backings, list[int]]:
-    """Return the template's memory, filled up from others, and the filled entries."""
-    values = [
-        entry
-        for entry, size in enumerate(mine.sizes)
-        if not size and others.sizes[entry]
-    ]
-    return mine.filled(values, others), values
-
-
 def _address_of(view: memoryview) -> int:
     """Return the address of a view's first byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-def _copy(targets: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
+def _copy(destinations: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
     """Copy bytes from views to views of the same total size, split differently."""
-    given = iter(sources)
-    source = memoryview(b"")
-    for target in targets:
-        rest = target
+    given, source = iter(sources), memoryview(b"")
+    for destination in destinations:
+        rest = destination
         while rest.nbytes:
             while not source.nbytes:
                 source = next(given)
@@ -257,7 +228,7 @@ def _copy(targets: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
             rest, source = rest[count:], source[count:]
 
 
-class Delta:
+class Reuse:
     """Finds the chunks of a checkpoint that the receiver has, and copies them.
 
     Args:
@@ -276,8 +247,7 @@ class Delta:
     ) -> None:
         self.has_base = False
         self._held, self._marks = held, marks
-        self._bridge = bridge
-        self._on_reuse = on_reuse
+        self._bridge, self._on_reuse = bridge, on_reuse
         self._fences: Fences | None = None
 
     async def plan(self, chunks: Sequence[int]) -> list[int]:
@@ -285,27 +255,43 @@ class Delta:
 
         If cancelled, this waits for the running threads.
         """
+        copies = self._held.plan
+
+        async def look(some: Sequence[int]) -> list[int]:
+            if self._fences:
+                stage = self._held.stage_device
+                await completed(*await self._in_thread(stage, some, self._fences))
+            return await self._in_thread(self._held.matching, some)
+
         try:
             if self._fences is None:
-                self._fences = self._held.fences(self._marks.events)
+                self._fences = copies.fences(self._marks.events)
                 await completed(*self._fences.values())  # no thread waits for them
-                await completed(*await self._there(self._held.stage, self._fences))
-            return await self._each(self._held.known(chunks), self._look)
+                stage = copies.stage_parts
+                await completed(*await self._in_thread(stage, self._fences))
+            return await self._each(self._held.known(chunks), look)
         except BaseException:
             if self._fences:
-                keep_until(self._held.drain)
+                keep_until(copies.drain)
             raise
 
-    async def copy(self, chunks: Sequence[int], target: Memory) -> list[int]:
-        """Copy held chunks to ``target``; return the verified ones.
+    async def copy(self, chunks: Sequence[int], memory: Memory) -> list[int]:
+        """Copy held chunks to ``memory``; return the verified ones.
 
-        The other chunks have changed meanwhile. If cancelled, any part of the target
+        The other chunks have changed meanwhile. If cancelled, any part of the memory
         may have been written.
         """
-        return await self._each(chunks, self._keep(target))
+
+        async def bring(some: Sequence[int]) -> list[int]:
+            found = await self._in_thread(self._held.bring, some, memory)
+            ranges = map(self._held.grid.range, found)
+            self._on_reuse(sum(stop - start for start, stop in ranges), len(found))
+            return found
+
+        return await self._each(chunks, bring)
 
     async def patch(
-        self, target: Memory, chunk: int, kind: int, body: memoryview
+        self, memory: Memory, chunk: int, kind: int, body: memoryview
     ) -> bool:
         """Apply a delta; see `Held.patched`. An unchanged chunk stays where it is.
 
@@ -316,9 +302,9 @@ class Delta:
             return False
         if kind == SAME and not body.nbytes:
             there = await self.plan([chunk])
-            right = await self._there(held.bring, there, target)
+            right = await self._in_thread(held.bring, there, memory)
         else:
-            right = await self._there(held.patched, chunk, kind, body, target)
+            right = await self._in_thread(held.patched, chunk, kind, body, memory)
         if not right:
             return False
         self.has_base |= kind == SPARSE and not self._fences
@@ -326,12 +312,15 @@ class Delta:
         self._on_reuse(max(stop - start - HEAD_BYTES - len(body), 0), 0)
         return True
 
-    async def _each(self, chunks: Sequence[int], work: _Work) -> list[int]:
+    async def _each(
+        self,
+        chunks: Sequence[int],
+        work: Callable[[Sequence[int]], Awaitable[list[int]]],
+    ) -> list[int]:
         """Do work on all chunks, a few at a time; return the joined results."""
-        count = max(1, _SPAN // self._held.grid.chunk_bytes)
+        count = max(1, _BYTES_PER_CALL // self._held.grid.chunk_bytes)
         parts = [chunks[at : at + count] for at in range(0, len(chunks), count)]
-        waiting = iter(parts)
-        found: list[int] = []
+        waiting, found = iter(parts), list[int]()
 
         async def worker() -> None:
             for part in waiting:
@@ -340,29 +329,15 @@ class Delta:
         await run_all([worker] * min(copying_threads(), len(parts)))
         return sorted(found)
 
-    async def _look(self, chunks: Sequence[int]) -> list[int]:
-        if self._fences:
-            stage = self._held.stage_device
-            await completed(*await self._there(stage, chunks, self._fences))
-        return await self._there(self._held.matching, chunks)
+    async def _in_thread(
+        self, work: Callable[[*Args], list[V]], *args: *Args
+    ) -> list[V]:
+        """Do work on held bytes, in a thread; return nothing if the bytes are gone.
 
-    async def _there(self, work: Callable[[*Args], list[V]], *args: *Args) -> list[V]:
-        """Do work on held bytes, in a thread; return nothing if they are gone.
-
-        Their tensor got other memory meanwhile. They only spare bytes, so the peer
-        sends them. If the target has changed, that fails in the same way.
+        The bytes are gone if their tensor got other memory meanwhile. Then the peer
+        sends them. If the destination has changed, the read fails in the same way.
         """
         try:
             return await self._bridge.run(work, *args)
         except LocalProtocolError:
             return []
-
-    def _keep(self, target: Memory) -> _Work:
-        async def keep(chunks: Sequence[int]) -> list[int]:
-            found = await self._there(self._held.bring, chunks, target)
-            ranges = map(self._held.grid.range, found)
-            nbytes = sum(stop - start for start, stop in ranges)
-            self._on_reuse(nbytes, len(found))
-            return found
-
-        return keep

@@ -1,23 +1,24 @@
-"""The interfaces of a receive: the source of its bytes, and the target of them."""
+"""The interfaces of a receive: the source of its chunks, and their destination."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.memory.arena import Arena, Memory
 
 if TYPE_CHECKING:  # a fetch into a file does without torch
-    from aiockpt.state.load_plan import Template
-    from aiockpt.transfer.destination import Destination, Terms
+    from aiockpt.memory.device import Event, Marks
+    from aiockpt.state.load_plan import Matching
+    from aiockpt.state.rebuild import OnDevice
 
 OnProgress: TypeAlias = Callable[[int, int], None]
-"""Is told of bytes that have arrived and of chunks that are whole, on the loop.
+"""Called on the loop with the numbers of bytes that arrived, and of complete chunks.
 
-The number of bytes is negative if some were discarded. It must be quick.
+The number of bytes is negative if some were discarded. The call must be quick.
 """
 
 Prepare: TypeAlias = Callable[[int, int], int]
@@ -27,15 +28,13 @@ Returns where to continue, if that is worth it; behind ``stop`` at the earliest.
 """
 
 Patch: TypeAlias = Callable[[Memory, int, int, memoryview], Awaitable[bool]]
-"""Applies a delta to the receiver's bytes: called with target, chunk, kind and body.
+"""Applies a delta to the receiver's bytes: called with memory, chunk, kind and body.
 
-Returns whether the digest is right, and so the chunk is in the target.
+Returns whether the digest is right, and so the chunk is in the memory.
 """
 
-V = TypeVar("V")
 
-
-class Target(Protocol):
+class ChunkDestination(Protocol):
     """The memory that a source fills with chunks."""
 
     @property
@@ -52,15 +51,15 @@ class Target(Protocol):
 
     @property
     def kept(self) -> object:
-        """What keeps the memory after the receive; None if it is used for others."""
+        """The object that keeps the memory after the receive; None: it is reused."""
 
     def complete(self, chunk: int) -> None:
         """Note, on the loop, that a chunk is verified and will not change."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlainTarget:
-    """Memory that needs no preparation."""
+class PlainDestination:
+    """Memory that needs no preparation, as a `ChunkDestination`."""
 
     memory: Memory
     prepare: None = None
@@ -69,6 +68,29 @@ class PlainTarget:
 
     def complete(self, chunk: int) -> None:
         """Do nothing."""
+
+
+class DeviceEntries(Protocol):
+    """The entries of a checkpoint that a source receives into a device's memory.
+
+    `aiockpt.pg` has the implementation, since only a process group can do that.
+    """
+
+    @property
+    def homes(self) -> OnDevice:
+        """Their bytes on the device."""
+
+    def joined(self, memory: Memory, marks: Marks) -> Memory:
+        """Return the whole data segment; ``memory`` has the other entries.
+
+        Nothing is received into the device's memory before the marked work has run.
+        """
+
+    def load(self, marks: Marks) -> list[Event]:
+        """Copy the bytes that arrived elsewhere into a template; for a thread."""
+
+    def drain(self) -> None:
+        """Block until nothing is in flight."""
 
 
 class Source(AbstractAsyncContextManager[object], Protocol):
@@ -82,14 +104,11 @@ class Source(AbstractAsyncContextManager[object], Protocol):
         name: The peer's name, without tokens.
         medium: How the bytes travel, for the event of the receive.
         remark: Why the bytes do not travel in the best way, if so.
-        arena: Memory that holds the data segment already, or from which it is copied
-            as a whole; None: the bytes are read into the receiver's memory.
     """
 
     name: str
     medium: str
     remark: str
-    arena: Arena | None
 
     @property
     def sends_deltas(self) -> bool:
@@ -102,19 +121,21 @@ class Source(AbstractAsyncContextManager[object], Protocol):
         whatever the receiver does meanwhile.
         """
 
-    async def map(self, outline: Outline, *, most: int | None) -> None:
-        """Set ``arena`` if the bytes are in this host's memory.
+    async def map(self, outline: Outline, *, most: int | None) -> Arena | None:
+        """Return memory that has the data segment, or from which it is copied whole.
+
+        None: the bytes are read into the receiver's memory.
 
         Raises:
             LimitExceededError: there are more than ``most`` bytes.
         """
 
-    def destination(
-        self, manifest: Manifest, template: Template | None, terms: Terms
-    ) -> Destination:
-        """Return the destination of a whole checkpoint. For a thread.
+    def device_entries(
+        self, manifest: Manifest, rule: Matching, *, direct: bool
+    ) -> DeviceEntries | None:
+        """Return what the source receives into a device's memory. For a thread.
 
-        Most sources call `destination_of`, which documents the errors.
+        These entries are taken out of ``rule.backings``.
         """
 
     async def accept(self, step: int) -> None:
@@ -123,15 +144,15 @@ class Source(AbstractAsyncContextManager[object], Protocol):
     async def read(
         self,
         outline: Outline,
-        target: Target,
+        destination: ChunkDestination,
         chunks: Sequence[int],
         on_progress: OnProgress,
     ) -> None:
-        """Read chunks into ``target``, and verify each with the manifest's digest.
+        """Read chunks into the destination, and verify each with its digest.
 
         Raises:
-            AiockptError: the chunks cannot be read. Any part of the target may have
-                been written.
+            AiockptError: the chunks cannot be read. Any part of the destination may
+                have been written.
         """
 
     async def end(self, step: int) -> None:

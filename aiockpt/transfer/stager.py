@@ -9,7 +9,7 @@ trainer waits for the copies alone: the process that writes computes the digests
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,14 +28,7 @@ from aiockpt.format.limits import Limits, raise_if_cancelled
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool
 from aiockpt.memory.copies import CopyPlan, InPlace
-from aiockpt.memory.device import (
-    Event,
-    Fences,
-    Marks,
-    PortFor,
-    completed,
-    port_for,
-)
+from aiockpt.memory.device import Event, Fences, Marks, PortFor, completed, port_for
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.switching import switching_often
@@ -44,17 +37,17 @@ from aiockpt.runtime.tasks import map_in_threads, run_all
 from aiockpt.state.flatten import Description, describe
 from aiockpt.transfer.remarks import Remarks
 
-# Bytes per copy if no digest is computed: enough for a thread, and soon cancelled.
-_SPAN: Final = 64 << 20
+# Of one copy without a digest: enough for a thread, and soon cancelled.
+_COPY_BYTES: Final = 64 << 20
 
-# Seconds that a thread works before it returns to the loop, which costs as much as to
+# A thread works so long before it returns to the loop. The return costs as much as to
 # copy a few megabytes.
-_TURN: Final = 0.05
+_TURN_S: Final = 0.05
 
 # The digest finds a block in the cache that cores share. Smaller blocks would release
 # the interpreter lock more often, and beside a thread that computes in Python each
 # release may take 5 ms.
-_BLOCK: Final = 2 << 20
+_BLOCK_BYTES: Final = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,50 +84,53 @@ class StagerOptions:
         check_algorithm(self.algorithm)
 
 
-@dataclass(slots=True)
-class _Job:
-    """The copies of one staging; with ``live``, host memory is not copied."""
+def manifest_of(
+    found: Description, step: int, grid: ChunkGrid, digests: Sequence[str]
+) -> Manifest:
+    """Return the manifest of a described state dict."""
+    return build_manifest(
+        step=step,
+        chunk_bytes=grid.chunk_bytes,
+        entries=found.entries,
+        views=found.views,
+        tree=found.tree,
+        digests=digests,
+        algorithm=grid.algorithm,
+    )
 
-    description: Description
+
+@dataclass(slots=True)
+class _StagerCopy:
+    """The copies of one staging. Without an arena, host memory is served as it is."""
+
     grid: ChunkGrid
     plan: CopyPlan
     memory: Arena | InPlace
-    live: bool
 
     def copy_host(self, start: int, stop: int) -> None:
         """Copy the host memory of a range."""
-        if not self.live:
-            self._map(start, stop)
+        if isinstance(self.memory, Arena):
+            self._map(self.memory, start, stop)
             self.plan.stage_host(start, stop)
 
     def copy_and_digest(self, start: int, stop: int) -> str:
         """Copy the host memory of a chunk; return the chunk's digest."""
-        if self.live:
-            return digest(self.memory.buffers(start, stop), self.grid.algorithm)
-        self._map(start, stop)
-        return digest(self._copied(start, stop), self.grid.algorithm)
+        views: Iterable[memoryview] = self.memory.buffers(start, stop)
+        if isinstance(self.memory, Arena):
+            self._map(self.memory, start, stop)
+            views = self._copied(self.memory, start, stop)
+        return digest(views, self.grid.algorithm)
 
-    def manifest(self, step: int, digests: Sequence[str]) -> Manifest:
-        """Return the manifest of the snapshot."""
-        return build_manifest(
-            step=step,
-            chunk_bytes=self.grid.chunk_bytes,
-            entries=self.description.entries,
-            views=self.description.views,
-            tree=self.description.tree,
-            digests=digests,
-            algorithm=self.grid.algorithm,
-        )
-
-    def _map(self, start: int, stop: int) -> None:
+    def _map(self, arena: Arena, start: int, stop: int) -> None:
         """Map pages of a new arena; the first touch may take longer than the copy."""
-        if isinstance(self.memory, Arena) and self.memory.touched < stop:
-            self.memory.populate(start, stop)
+        if arena.touched < stop:
+            arena.populate(start, stop)
 
-    def _copied(self, start: int, stop: int) -> Iterator[memoryview]:
-        [copy] = self.memory.buffers(start, stop)
+    def _copied(self, arena: Arena, start: int, stop: int) -> Iterator[memoryview]:
+        """Copy a chunk block by block; yield each block."""
+        [copy] = arena.buffers(start, stop)
         done = start
-        for at in self.plan.staged(start, stop, _BLOCK):
+        for at in self.plan.staged(start, stop, _BLOCK_BYTES):
             yield copy[done - start : at - start]
             done = at
 
@@ -187,22 +183,25 @@ class Stager:
             description = await self._bridge.run(self._describe, state_dict)
             take = partial(self._taken, description.entries.nbytes)
             arena = await obtain(self._bridge, take, self._give_back)
-        job: _Job | None = None
+        staging: _StagerCopy | None = None
         try:
-            with _failing(step), switching_often():
-                job = await self._bridge.run(self._plan, description, arena)
-                digests = await self._copy(job, job.plan.fences(marks.events))
-                manifest = await self._bridge.run(self._seal, job, step, digests)
+            with failing_stage(step), switching_often():
+                staging = await self._bridge.run(self._plan, description, arena)
+                digests = await self._copy(staging, staging.plan.fences(marks.events))
+                grid, seal = staging.grid, self._seal
+                manifest = await self._bridge.run(
+                    seal, description, step, grid, digests
+                )
         except BaseException:
-            if job is None:
+            if staging is None:
                 self._give_back(arena)
             else:
                 # Not awaited, because a cancelled caller must not interrupt it.
-                self._bridge.post(self._salvage, arena, job.plan)
+                self._bridge.post(self._salvage, arena, staging.plan)
             raise
         arena.touched = max(arena.touched, description.entries.nbytes)
-        free = partial(self._give_back, arena)
-        return Snapshot(manifest, job.memory, live=job.live, on_free=free)
+        free, live = partial(self._give_back, arena), self._options.zero_copy
+        return Snapshot(manifest, staging.memory, live=live, on_free=free)
 
     async def relabel(self, snapshot: Snapshot, *, step: int) -> Snapshot:
         """Return a snapshot of the same memory under another step.
@@ -221,9 +220,11 @@ class Stager:
         """Free all arenas, also those that are released later."""
         self._pool.close()
 
-    def _seal(self, job: _Job, step: int, digests: Sequence[str]) -> Manifest:
-        manifest = job.manifest(step, digests)
-        self._remarks.on(manifest, job.description.strangers, step=step)
+    def _seal(
+        self, found: Description, step: int, grid: ChunkGrid, digests: Sequence[str]
+    ) -> Manifest:
+        manifest = manifest_of(found, step, grid, digests)
+        self._remarks.on(manifest, found.strangers, step=step)
         return manifest
 
     def _describe(self, state_dict: object) -> Description:
@@ -251,43 +252,36 @@ class Stager:
         plan.drain()
         self._give_back(arena)
 
-    def _plan(self, description: Description, arena: Arena) -> _Job:
-        plan = CopyPlan(
-            description.backings,
-            description.entries,
-            arena=arena,
-            port_for=self._ports,
-        )
+    def _plan(self, found: Description, arena: Arena) -> _StagerCopy:
+        options, entries = self._options, found.entries
+        plan = CopyPlan(found.backings, entries, arena=arena, port_for=self._ports)
         plan.pin()
-        memory = plan.in_place() if self._options.zero_copy else arena
-        if isinstance(memory, InPlace) and not self._options.seal:
+        memory = plan.in_place() if options.zero_copy else arena
+        if isinstance(memory, InPlace) and not options.seal:
             memory.watch()  # for the process that computes the digests
-        options = self._options
-        grid = ChunkGrid(
-            description.entries.nbytes, options.chunk_bytes, options.algorithm
-        )
-        return _Job(description, grid, plan, memory, options.zero_copy)
+        grid = ChunkGrid(entries.nbytes, options.chunk_bytes, options.algorithm)
+        return _StagerCopy(grid, plan, memory)
 
-    async def _copy(self, job: _Job, fences: Fences) -> list[str]:
+    async def _copy(self, staging: _StagerCopy, fences: Fences) -> list[str]:
         """Copy everything, ``threads`` pieces at a time; return the chunks' digests."""
-        dense = await self._bridge.run(job.plan.stage_parts, fences)
-        digests = [job.grid.unsealed] * len(job.grid)
-        seal, grid = self._options.seal, job.grid
-        pieces = grid if seal else ChunkGrid(grid.segment_bytes, _SPAN)
+        dense = await self._bridge.run(staging.plan.stage_parts, fences)
+        pieces = grid = staging.grid
+        digests = [grid.unsealed] * len(grid)
+        if not self._options.seal:
+            pieces = ChunkGrid(grid.segment_bytes, _COPY_BYTES)
 
         def copy(piece: int, _: object = None) -> None:
-            if seal:
-                digests[piece] = job.copy_and_digest(*pieces.range(piece))
+            if self._options.seal:
+                digests[piece] = staging.copy_and_digest(*pieces.range(piece))
             else:
-                job.copy_host(*pieces.range(piece))
+                staging.copy_host(*pieces.range(piece))
 
         if fences:
             await completed(*dense)
-            await self._copy_behind(job.plan, pieces, fences, copy)
+            await self._copy_behind(staging.plan, pieces, fences, copy)
         else:
-            bridge, threads = self._bridge, self._options.threads
-            items = range(len(pieces))
-            await map_in_threads(bridge, threads, copy, items, lambda *_: None)
+            threads, items = self._options.threads, range(len(pieces))
+            await map_in_threads(self._bridge, threads, copy, items, lambda *_: None)
         return digests
 
     async def _copy_behind(
@@ -307,7 +301,7 @@ class Stager:
             return piece, plan.stage_device(*pieces.range(piece), fences)
 
         def take_turn(piece: int) -> tuple[int, list[Event]] | None:
-            end = time.monotonic() + _TURN
+            end = time.monotonic() + _TURN_S
             while True:
                 following = ahead()  # the device copies it during the rest
                 copy(piece)
@@ -329,7 +323,7 @@ class Stager:
 
 
 @contextmanager
-def _failing(step: int) -> Iterator[None]:
+def failing_stage(step: int) -> Iterator[None]:
     """Translate a foreign error into `StagingError`."""
     try:
         yield

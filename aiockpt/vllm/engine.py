@@ -96,7 +96,7 @@ class ReceivingEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         self._timeout = init_info.timeout
         self._facade = SyncFacade("the weight transfer engine", at_exit=_nothing)
         follow = partial(_begin, self._mirror)
-        self._task = self._facade.call(follow, timeout=_CLOSING, stop="start")
+        self._task = self._facade.call(follow, timeout=_CLOSING, phase="start")
 
     def start_weight_update(self) -> None:
         """Do nothing: a model that waits for a step must be able to serve on."""
@@ -122,7 +122,7 @@ class ReceivingEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
                 "init_weight_transfer_engine first"
             )
         wait = partial(self._mirror.wait_for, update_info.step, self._timeout)
-        state = self._facade.call(wait, timeout=self._timeout, stop="recv")
+        state = self._facade.call(wait, timeout=self._timeout, phase="recv")
         layout = {name: (each.dtype, each.shape) for name, each in state.items()}
         known = self._layouts.get(self.model)
         if known is not None and known != layout:
@@ -229,7 +229,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
         """Let the engines of the client follow this trainer; also a new engine."""
         if self._facade is not None:
             self.metadata = self._facade.call(
-                self._start, timeout=self._timeout, stop="start"
+                self._start, timeout=self._timeout, phase="start"
             )
             info = {
                 "metadata": self.metadata,
@@ -271,7 +271,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
         send = partial(
             self._transport.send_checkpoint, step=self._step, state_dict=ready
         )
-        self._facade.call(send, timeout=self._timeout, stop="stage")
+        self._facade.call(send, timeout=self._timeout, phase="stage")
         try:
             self.client.start_weight_update()
             self.client.update_weights({"step": self._step})

@@ -148,7 +148,7 @@ class HostMirror:
                 followed any more.
         """
         faults = self._faults
-        async with Deadline(timeout, stop="recv", what=f"step {step}") as deadline:
+        async with Deadline(timeout, phase="recv", what=f"step {step}") as deadline:
             while True:
                 if self._error is not None:
                     raise kept(self._error)  # a raise adds the caller's frames

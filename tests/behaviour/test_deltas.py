@@ -309,7 +309,7 @@ async def test_a_receiver_without_the_library_fetches_the_bytes(
         await link.send(weights_of(0))
         held, _ = await link.receive()
         await link.send(weights_of(1))
-        monkeypatch.setattr("aiockpt.transfer.receive.is_available", lambda: False)
+        monkeypatch.setattr("aiockpt.transfer.destination.is_available", lambda: False)
         got, nbytes = await link.receive(into=held, have=True)
         assert_same(got, weights_of(1))
         assert nbytes >= NBYTES

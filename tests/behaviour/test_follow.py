@@ -37,7 +37,7 @@ from aiockpt.testing import (
     wall_clock_jumped,
 )
 from aiockpt.testing.faults import Drip
-from aiockpt.transfer.reuse import Delta
+from aiockpt.transfer.reuse import Reuse
 from tests.support.commandline import aiockpt_command
 from tests.support.ports import free_port
 from tests.support.proofs import proves
@@ -481,13 +481,13 @@ class TestFollow:
         self, select, monkeypatch
     ):
         """It asks for nothing meanwhile, for longer than the sender's stall timeout."""
-        plan = Delta.plan
+        plan = Reuse.plan
 
         async def compare(self, chunks):
             await asyncio.sleep(1.3)
             return await plan(self, chunks)
 
-        monkeypatch.setattr(Delta, "plan", compare)
+        monkeypatch.setattr(Reuse, "plan", compare)
         async with pair(stall_timeout=0.6) as (sender, receiver):
             await publish(sender, 1)
             options = {"into": state_of(0), "have": True, "select": select}

@@ -136,8 +136,8 @@ async def test_another_size_takes_other_memory() -> None:
     """More than twice as large is a waste, and smaller does not fit."""
     warm = ArenaPool(keep=1, staging=False)
     for nbytes, reused in [(1 << 20, False), (1 << 19, True), (1 << 18, False)]:
-        loan = warm.lend(nbytes)
-        assert (loan.arena.nbytes != nbytes) == reused
-        loan.finish()
-        del loan
+        lease = warm.lease(nbytes)
+        assert (lease.arena.nbytes != nbytes) == reused
+        lease.finish()
+        del lease
     warm.close()

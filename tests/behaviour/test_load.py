@@ -729,7 +729,7 @@ class TestPeer:
             assert not load(f"{url}7")["weight"].any()
 
         async def main() -> None:
-            async with Deadline(60, stop="here") as deadline:
+            async with Deadline(60, phase="here") as deadline:
                 meter, renewed = peers._ByteReporter(None, deadline), []
                 for step, nbytes in ((1, 900), (1, 500), (2, 100), (2, 50)):
                     meter.begin(step)

@@ -65,7 +65,9 @@ async def test_a_write_that_has_to_wait_without_descriptors_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The socket to the process is full, and the message needs copies of its own."""
-    monkeypatch.setattr("aiockpt.runtime.ipc._BUFFER", 1)  # the kernel takes a few
+    monkeypatch.setattr(
+        "aiockpt.runtime.ipc._BUFFER_BYTES", 1
+    )  # the kernel takes a few
     made, stager = CheckpointProcess(ALONE), DefaultStager()
     try:
         await made.ready()

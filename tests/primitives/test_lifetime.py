@@ -79,14 +79,14 @@ async def test_a_deadline_that_has_ended_keeps_nothing_of_its_call() -> None:
         async with deadline:
             raise ZeroDivisionError
 
-    deadline = Deadline(60, stop="here")
+    deadline = Deadline(60, phase="here")
     with suppress(ZeroDivisionError):
         await asyncio.create_task(fail(deadline))
     await asyncio.sleep(0)  # the loop forgets the task
     gc.collect()
     assert known[0]() is None
     assert not deadline.expired
-    deadline = Deadline(0.01, stop="here")
+    deadline = Deadline(0.01, phase="here")
     with pytest.raises(TransferTimeoutError):
         async with deadline:
             await asyncio.Event().wait()

@@ -54,13 +54,12 @@ class TestHolding:
 
         async def fail() -> None:
             with await acquire(lock, kind) as lease:
-                leases.append((lease, repr(lease)))
+                leases.append(lease)
                 raise TroubleError
 
         with pytest.raises(TroubleError):
             await fail()
-        ((lease, before),) = leases
-        assert (before, repr(lease)) == ("<Hold held>", "<Hold released>")
+        assert len(leases) == 1
         assert lock.statistics() == IDLE
 
 
@@ -273,14 +272,3 @@ class TestStatistics:
         for task in waiters:
             (await task).release()
         assert lock.statistics() == IDLE
-
-    async def test_the_repr_tells_who_holds_and_how_many_wait(self):
-        """A person reads the state of the lock in a log line."""
-        lock = RWLock()
-        assert repr(lock) == "<RWLock readers=0 waiting=0>"
-        reader = await lock.acquire_read()
-        writer = await queue(lock.acquire_write())
-        assert repr(lock) == "<RWLock readers=1 waiting=1>"
-        reader.release()
-        assert repr(lock) == "<RWLock writing waiting=0>"
-        (await writer).release()

@@ -32,7 +32,7 @@ def facade() -> Iterator[SyncFacade]:
 
 def call(facade: SyncFacade, function, timeout: float = 5):
     """Call it from here."""
-    return facade.call(function, timeout=timeout, stop="test")
+    return facade.call(function, timeout=timeout, phase="test")
 
 
 def test_what_comes_of_a_coroutine_comes_out(facade: SyncFacade) -> None:
@@ -109,7 +109,7 @@ def test_a_last_thing_that_fails_is_logged(facade, allow_error_logs) -> None:
 
 def test_a_loop_that_hangs_does_not_hang_the_caller(facade, monkeypatch) -> None:
     """A call that does not keep to its time is left."""
-    monkeypatch.setattr("aiockpt.runtime.sync_facade._MARGIN", 0.1)
+    monkeypatch.setattr("aiockpt.runtime.sync_facade._ABANDON_AFTER_S", 0.1)
     free = threading.Event()
 
     async def hang() -> None:

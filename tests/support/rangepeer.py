@@ -34,7 +34,7 @@ from aiockpt.http.sockets import IO_THREADS
 from aiockpt.memory.arena import Memory as PlainMemory
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.testing.faults import Fault, FaultProxy, Pipe
-from aiockpt.transfer.source import OnProgress, PlainTarget
+from aiockpt.transfer.source import OnProgress, PlainDestination
 from tests.support import servers
 from tests.support.headers import entries_of
 from tests.support.servers import running
@@ -276,7 +276,7 @@ async def fetch_chunks(
 ) -> None:
     """Fetch chunks from one peer; see `Download` for the options."""
     peers = Peers(client, [Peer(source, joined=True)], on_retry)
-    target = PlainTarget(memory)
+    target = PlainDestination(memory)
     await Download(peers, outline, target, chunks, on_progress).run()
 
 
@@ -392,7 +392,7 @@ class Fetch:
             await Download(
                 self.peers,
                 manifest.outline,
-                PlainTarget(self.target),
+                PlainDestination(self.target),
                 chunks or range(len(manifest.grid)),
                 self.count,
             ).run()

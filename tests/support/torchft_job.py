@@ -322,7 +322,7 @@ class HTTP(Watched, aiockpt.torchft.HTTPTransport[State]):
         if self._faults:
             self._facade_of_proxy = SyncFacade("the proxy", at_exit=nothing)
             self._told = self._facade_of_proxy.call(
-                self._proxied, timeout=5, stop="proxy"
+                self._proxied, timeout=5, phase="proxy"
             )
 
     async def _proxied(self) -> str:

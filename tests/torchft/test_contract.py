@@ -245,7 +245,7 @@ class TestPoint4Threads:
             return source.statistics()
 
         with pytest.raises(LocalProtocolError, match="its own thread"):
-            source._facade.call(ask, timeout=1, stop="ask")
+            source._facade.call(ask, timeout=1, phase="ask")
 
 
 class TestPoint5Send:
@@ -398,10 +398,10 @@ class TestPoint8Disallow:
         source = make(zero_copy=True)
         call = source._facade.call
 
-        def overtaken(*args: Any, stop: str, **options: Any) -> Any:
-            if stop == "stage":
+        def overtaken(*args: Any, phase: str, **options: Any) -> Any:
+            if phase == "stage":
                 source.disallow_checkpoint()
-            return call(*args, stop=stop, **options)
+            return call(*args, phase=phase, **options)
 
         monkeypatch.setattr(source._facade, "call", overtaken)
         send(source, 1, state())
@@ -828,7 +828,7 @@ def broken(source: Transport, faults: list[Fault], otherwise: Fault) -> Iterator
     proxy = FaultProxy(told.hostname, told.port, faults=faults, otherwise=otherwise)
     portal = SyncFacade("the proxy", at_exit=proxy.aclose)
     try:
-        portal.call(proxy.listen, timeout=5, stop="proxy")
+        portal.call(proxy.listen, timeout=5, phase="proxy")
         yield told._replace(netloc=f"127.0.0.1:{proxy.port}").geturl()
     finally:
         portal.close(proxy.aclose, wait=5)

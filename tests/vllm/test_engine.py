@@ -288,7 +288,7 @@ def stalling(metadata: str, after: int) -> Iterator[tuple[str, threading.Event]]
     host, _, path = metadata.removeprefix("http://").partition("/")
     proxy = FaultProxy("127.0.0.1", int(host.rpartition(":")[2]), otherwise=Stall())
     facade = SyncFacade("the proxy", at_exit=proxy.aclose)
-    facade.call(proxy.listen, timeout=10, stop="start")
+    facade.call(proxy.listen, timeout=10, phase="start")
     try:
         yield f"{proxy.url()}{path}", stall
     finally:

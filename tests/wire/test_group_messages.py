@@ -87,9 +87,9 @@ def test_bytes_find_their_place(start: int, stop: int) -> None:
     ours, theirs = Pieces([10, 20, 30]), Pieces([60])
     theirs.entries[0][:] = range(60)
     for source, target in ((theirs, ours), (ours, Pieces([60]))):
-        landings = HostIncoming(target)
-        landings.expect(start, stop)[0].copy_(gathered(source, start, stop)[0])
-        landings.settle(start)
+        incoming = HostIncoming(target)
+        incoming.expect(start, stop)[0].copy_(gathered(source, start, stop)[0])
+        incoming.store(start)
         assert b"".join(target.buffers(start, stop)) == bytes(range(start, stop))
     # One run of memory is sent and received where it is; other memory is used again.
     HostIncoming(ours).expect(10, 30)[0].fill_(7)
@@ -98,10 +98,10 @@ def test_bytes_find_their_place(start: int, stop: int) -> None:
     assert (sent.dtype, bool(copied)) == (torch.uint8, False)
     ours.entries[1][0] = 1
     assert sent[0] == 1
-    landings = HostIncoming(Pieces([10] * 20))
-    first = landings.expect(160, 180)[0].data_ptr()
-    landings.settle(160)
-    assert landings.expect(160, 180)[0].data_ptr() == first
+    incoming = HostIncoming(Pieces([10] * 20))
+    first = incoming.expect(160, 180)[0].data_ptr()
+    incoming.store(160)
+    assert incoming.expect(160, 180)[0].data_ptr() == first
 
 
 class Counting:
