@@ -11,9 +11,9 @@ from aiohttp import hdrs, web
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http import handlers
 from aiockpt.http.handlers import CheckpointService
+from aiockpt.http.listen import VARIABLE
 from aiockpt.http.protocol import LATEST
 
-_VARIABLE = re.compile(r"\{[^{}]*\}")  # such as {run}, for aiohttp to fill in
 _QUOTED = re.compile(r"[^A-Za-z0-9._~!$&'()*+,;=:@/{}-]")
 
 
@@ -121,7 +121,7 @@ def serves(request: web.Request) -> bool:
 
 def _check_prefix(prefix: str) -> None:
     # aiohttp finds no route with a variable part below a path that it had to quote.
-    if _QUOTED.search(_VARIABLE.sub("", prefix)):
+    if _QUOTED.search(VARIABLE.sub("", prefix)):
         raise LocalProtocolError(
             f"prefix {prefix!r} has characters that a URL quotes: take ASCII letters, "
             "digits and punctuation, and give advertise= the public path"

@@ -1,8 +1,8 @@
 """Answer requests from a store, inside any aiohttp application.
 
 A request takes these steps: admit it, find the publication, plan the reply, look
-whether its chunks are there, wait for a place, send it. A `ServiceExtension` may answer
-further resources.
+whether its chunks are there, wait until the body is admitted, send it. A
+`ServiceExtension` may answer further resources.
 
 Nothing here relies on the application around it, neither on its middlewares nor on
 the options of its runner. So a handler finds out by itself that its client has left,
@@ -79,7 +79,7 @@ SMALL_BYTES: Final = 64 << 10
 SHARE: Final = web.RequestKey("aiockpt.share", Publication)
 """The key of the share that the token of a request opens."""
 
-_RETRY_AFTER: Final = 1.0  # seconds
+_RETRY_AFTER_S: Final = 1.0
 _METHODS: Final = ("GET", "HEAD")
 _LEVELS: Final = {
     Outcome.SENT: logging.DEBUG,
@@ -536,7 +536,7 @@ class CheckpointService:
     def _response_to(self, error: AiockptError) -> web.Response:
         problem = to_problem(error)
         if problem.status == HTTPStatus.INTERNAL_SERVER_ERROR:
-            problem.headers["Retry-After"] = f"{_RETRY_AFTER:.0f}"
+            problem.headers["Retry-After"] = f"{_RETRY_AFTER_S:.0f}"
             if self._traffic.limit.passes(type(error)):
                 logger.error("a request failed", exc_info=error)
         headers = {**COMMON_HEADERS, **problem.headers}

@@ -40,6 +40,9 @@ logger = logging.getLogger("aiockpt")
 PREFIX: Final = "/checkpoint"
 """The path of the checkpoints on a server of our own."""
 
+VARIABLE: Final = re.compile(r"\{[^{}]*\}")
+"""A part of a prefix that aiohttp fills in, such as ``{run}``."""
+
 BACKLOG: Final = 512
 """Connections that the kernel may hold for us; a fleet of receivers comes at once."""
 
@@ -49,7 +52,6 @@ _FAR: Final = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _WILDCARDS: Final = frozenset({"", "0.0.0.0", "::", "*"})  # noqa: S104 - compared, not bound
 _NO_IPV6: Final = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT}
 _LOCALHOST: Final = ("127.0.0.1", "::1")
-_VARIABLE: Final = re.compile(r"\{[^{}]*\}")  # of a prefix, for aiohttp to fill in
 
 _SIOCGIFADDR: Final = 0x8915  # Linux, <linux/sockios.h>
 _IF_INET6: Final = Path("/proc/net/if_inet6")
@@ -373,7 +375,7 @@ def check_public_path(advertise: str | None, prefix: str) -> None:
     base = prefix.rstrip("/")
     if not advertise or "://" not in advertise or not base:
         return
-    pattern = "[^/]+".join(map(re.escape, _VARIABLE.split(base)))
+    pattern = "[^/]+".join(map(re.escape, VARIABLE.split(base)))
     if not re.search(f"{pattern}$", urlsplit(advertise).path.rstrip("/")):
         logger.warning(
             "advertise=%r does not end with the prefix %r of the routes: receivers "

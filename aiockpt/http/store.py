@@ -391,52 +391,51 @@ class _Waits:
 
     Followers wait nearly always, and there may be thousands of them. So a wait wakes
     only for news. One timer makes the checks of all.
-
-    Attributes:
-        closed: Whether nothing comes any more.
     """
 
     def __init__(self) -> None:
-        self.closed = False
+        self._closed = False
         self._checks: dict[asyncio.Future[None], Callable[[], None]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def announce(self) -> None:
-        """Have each wait look for what it waits for."""
+        """Wake each wait."""
         for waiter in self._checks:
             _wake(waiter)
 
     def close(self) -> None:
         """End all waits with `ClosedError`, also later ones."""
-        self.closed = True
+        self._closed = True
         self.announce()
 
-    async def until(
-        self,
-        look: Callable[[], Publication | None],
-        wait: float,
-        check: Callable[[], None],
-    ) -> Publication | None:
-        """Wait until ``look`` finds something; None after ``wait`` seconds."""
+    def check_open(self) -> None:
+        """Raise `ClosedError` after :meth:`close`."""
+        if self._closed:
+            raise ClosedError("the store")
+
+    async def news(self, deadline: float, check: Callable[[], None]) -> bool:
+        """Return after news or at the deadline; return False if it has passed already.
+
+        Raises:
+            ClosedError: nothing comes any more.
+        """
+        self.check_open()
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait
-        while True:
-            if self.closed:
-                raise ClosedError("the store")
-            found = look()
-            if found is not None or loop.time() >= deadline:
-                return found
-            waiter = loop.create_future()
-            timer = loop.call_at(deadline, _wake, waiter)
-            self._checks[waiter] = check
-            if self._timer is None:
-                self._timer = loop.call_later(_CHECK_INTERVAL_S, self._check)
-            try:
-                await waiter
-            finally:
-                timer.cancel()
-                del self._checks[waiter]
-            check()
+        if loop.time() >= deadline:
+            return False
+        waiter = loop.create_future()
+        timer = loop.call_at(deadline, _wake, waiter)
+        self._checks[waiter] = check
+        if self._timer is None:
+            self._timer = loop.call_later(_CHECK_INTERVAL_S, self._check)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            del self._checks[waiter]
+        self.check_open()
+        check()
+        return True
 
     def _check(self) -> None:
         """End each wait whose check fails, for example because its client has left."""
@@ -521,8 +520,7 @@ class Store:
             ClosedError: after :meth:`close`.
             StepNotFoundError: :meth:`retract` was called meanwhile, and is final.
         """
-        if self._waits.closed:
-            raise ClosedError("the store")
+        self._waits.check_open()
         before = self.retractions
         live = [each for each in self._publications() if each.servable.live]
         await self._drain(live, grace)
@@ -588,8 +586,7 @@ class Store:
         Raises:
             ClosedError: after :meth:`close`.
         """
-        if self._waits.closed:
-            raise ClosedError("the store")
+        self._waits.check_open()
         self._shares[share] = Publication(share, is_shared=True)
 
     def shared(self, offered: str) -> Publication | None:
@@ -641,21 +638,16 @@ class Store:
             PeerFailedError: it will not come.
             ClosedError: the store is closed.
         """
-
-        def look() -> Publication | None:
+        deadline = _now() + wait
+        while True:
             now = self.latest
             if now is not None and step in (None, now.step):
                 return now
             if self._failure is not None and (told := self._failure.tell(step, lease)):
                 raise told
-            if now is not None and step is not None and now.step > step:
-                raise self._missing(step)
-            return None
-
-        found = await self._waits.until(look, wait, check)
-        if found is None:
-            raise self._missing(step)
-        return found
+            is_past = now is not None and step is not None and now.step > step
+            if is_past or not await self._waits.news(deadline, check):
+                raise StepNotFoundError(step, serving=self.step)
 
     async def wait_past(
         self, step: int, *, wait: float, check: Callable[[], None] = lambda: None
@@ -671,22 +663,14 @@ class Store:
             ClosedError: the store is closed.
         """
         before, returns = self.withdrawals, self.returns
-
-        def look() -> Publication | None:
+        deadline = _now() + wait
+        while True:
             now = self.latest
             if now is not None and (now.step > step or self.returns != returns):
                 return now
-            if self.withdrawals != before:
-                raise self._missing(None)
-            return None
-
-        found = await self._waits.until(look, wait, check)
-        if found is None:
-            raise self._missing(None)
-        return found
-
-    def _missing(self, step: int | None) -> StepNotFoundError:
-        return StepNotFoundError(step, serving=self.step)
+            is_gone = self.withdrawals != before
+            if is_gone or not await self._waits.news(deadline, check):
+                raise StepNotFoundError(None, serving=self.step)
 
     # ---------------------------------------------------- leases and reading
 
