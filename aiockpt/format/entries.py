@@ -117,14 +117,14 @@ class Entries:
         return self.stops[-1] if self.stops else 0
 
 
-def place(
+def lay_out(
     names: Sequence[str],
     codes: Sequence[str],
     shapes: Sequence[tuple[int, ...]],
     sizes: Sequence[int],
     aligns: Sequence[int],
 ) -> tuple[Sequence[int], Entries]:
-    """Place entries without holes so that each is aligned: widest elements first.
+    """Lay entries out without holes so that each is aligned: widest elements first.
 
     Each argument is a column, with one item for each entry.
 

@@ -56,7 +56,7 @@ _END_OF_METADATA: Final = b'}"}'
 _BEFORE_DIGESTS: Final = rb"\"digests\":\""
 
 # No header is a terabyte, but the first bytes of a text, read as a number, are more.
-_ABSURD: Final = 1 << 40
+_IMPLAUSIBLE_BYTES: Final = 1 << 40
 VALUES_PER_TENSOR: Final = 24
 _PIECE_BYTES: Final = 256 << 10
 _PIECE_ITEMS: Final = 2_000
@@ -75,8 +75,8 @@ def build_manifest(
 ) -> Manifest:
     """Return the manifest of a staged checkpoint, its header encoded.
 
-    ``entries`` are in the order of the data segment (`place`), and ``digests`` are the
-    chunks' hex digests.
+    ``entries`` are in the order of the data segment (`lay_out`), and ``digests`` are
+    the chunks' hex digests.
 
     Raises:
         LocalProtocolError: a receiver would refuse it.
@@ -169,7 +169,7 @@ def header_length(first8: bytes | memoryview, *, limits: Limits) -> int:
         LimitExceededError: longer than ``limits.max_header_bytes``.
     """
     length = int.from_bytes(first8, "little")
-    if len(first8) != LENGTH_BYTES or not 2 <= length < _ABSURD:
+    if len(first8) != LENGTH_BYTES or not 2 <= length < _IMPLAUSIBLE_BYTES:
         raise RemoteProtocolError("this is no safetensors header")
     enforce("the header's length", length, limits.max_header_bytes, "max_header_bytes")
     return LENGTH_BYTES + length

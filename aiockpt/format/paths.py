@@ -16,7 +16,7 @@ PICKLE: Final = "pickle"
 Node: TypeAlias = Union[bool, int, float, str, "list[Node]", None]
 """One JSON value of an encoded tree; anything but a scalar is ``[tag, ...]``."""
 
-_LONGEST: Final = 200
+_SHOWN_CHARS: Final = 200
 Path: TypeAlias = tuple[object, ...]
 """The keys and indices that lead from the root of a state dict to a leaf."""
 
@@ -53,19 +53,19 @@ def format_received(path: Iterable[object]) -> str:
     the text of a tensor is long, and takes modules that are not loaded yet.
     """
     shown = (key if _is_plain(key) else type(key) for key in path)
-    return format_path(shown)[:_LONGEST] or "the root"
+    return format_path(shown)[:_SHOWN_CHARS] or "the root"
 
 
 def format_refusal(error: Exception) -> str:
     """Return the short text of an error about a peer's value, if it is safe to show."""
     if all(map(_is_plain, error.args)):
-        return repr(error)[:_LONGEST]
+        return repr(error)[:_SHOWN_CHARS]
     return type(error).__name__
 
 
 def _is_plain(key: object) -> bool:
     if type(key) is int:
-        return key.bit_length() < _LONGEST
+        return key.bit_length() < _SHOWN_CHARS
     return isinstance(key, _PLAIN)
 
 

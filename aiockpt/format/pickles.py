@@ -23,8 +23,8 @@ PERSISTENT: Final = "persistent id"
 
 _ORDERED: Final = "collections.OrderedDict"
 _SIZE: Final = "torch.Size"
-_LONG_BYTES: Final = 8
-_SHOWN: Final = 100
+_MAX_INT_BYTES: Final = 8
+_MAX_NAME_CHARS: Final = 100
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,7 +189,7 @@ def _run(data: bytes, names: Container[str], limits: Limits) -> Any:  # noqa: C9
                 continue
             case 0x8A:  # LONG1
                 size, at = data[at], at + 1
-                if size > _LONG_BYTES:
+                if size > _MAX_INT_BYTES:
                     _refuse(f"an integer of {size} bytes")
                 made = int.from_bytes(data[at : at + size], "little", signed=True)
                 at += size
@@ -203,8 +203,8 @@ def _run(data: bytes, names: Container[str], limits: Limits) -> Any:  # noqa: C9
                     _refuse("a name that is no string")
                 made = Global(_checked(f"{module}.{name}", names))
             case 0x63:  # GLOBAL
-                middle = data.index(b"\n", at, at + _SHOWN)
-                end = data.index(b"\n", middle + 1, middle + 1 + _SHOWN)
+                middle = data.index(b"\n", at, at + _MAX_NAME_CHARS)
+                end = data.index(b"\n", middle + 1, middle + 1 + _MAX_NAME_CHARS)
                 module, name = data[at:middle].decode(), data[middle + 1 : end].decode()
                 made, at = Global(_checked(f"{module}.{name}", names)), end + 1
             case 0x51:  # BINPERSID
@@ -239,7 +239,7 @@ def _run(data: bytes, names: Container[str], limits: Limits) -> Any:  # noqa: C9
 
 def _checked(name: str, names: Container[str]) -> str:
     if name not in names:
-        shown = ascii(name[:_SHOWN])[1:-1]
+        shown = ascii(name[:_MAX_NAME_CHARS])[1:-1]
         _refuse(f"it mentions {shown}, which does not belong there")
     return name
 

@@ -64,7 +64,7 @@ RowEncoder: TypeAlias = Callable[
 BLOB_BYTES: Final = 4096
 """Longer bytes are offered to the leaf encoder, which may carry them as a blob."""
 
-_SHOWN: Final = 200  # characters of a tag in an error
+_SHOWN_CHARS: Final = 200  # characters of a tag in an error
 _MIN_ROW: Final = 16  # below this length, encoding value by value is faster
 _MIN_CHECKED: Final = 16  # so few keys cannot collide often
 _MAX_COLLISIONS: Final = 1000  # of all dicts and sets of one tree
@@ -383,7 +383,7 @@ class UnknownLeafError(RemoteProtocolError):
     def __str__(self) -> str:
         if self.tag == PICKLE:
             return f"a pickle at {self.path}: {rebuilding(self.tag)}"
-        known = type_of(self.tag) if is_structure(self.tag) else self.tag[:_SHOWN]
+        known = type_of(self.tag) if is_structure(self.tag) else self.tag[:_SHOWN_CHARS]
         text = f"a leaf of the unknown type {known!r} at {self.path}: "
         text += f"{rebuilding(self.tag)} here too"
         if is_structure(self.tag):
@@ -407,7 +407,7 @@ def is_structure(tag: str) -> bool:
 
 def type_of(tag: str) -> str:
     """Return the name of the type that a tag stands for, which a peer may have sent."""
-    return tag.removeprefix(NAMED_TUPLE).removeprefix(PYTREE)[:_SHOWN]
+    return tag.removeprefix(NAMED_TUPLE).removeprefix(PYTREE)[:_SHOWN_CHARS]
 
 
 def rebuilding(tag: str) -> str:

@@ -127,7 +127,7 @@ def _grid_fault(
 def views_fault(views: Sequence[TensorSpec], entries: Entries) -> str | None:
     """Each view lies inside its storage and could exist in torch."""
     starts, stops = entries.starts, entries.stops
-    extents: dict[object, _Extent] = {}  # few views differ in more than their place
+    extents: dict[object, _Extent] = {}  # few views differ in more than their offset
     for index, view in enumerate(views):
         entry = view.storage
         if entry >= len(starts):

@@ -26,7 +26,7 @@ from aiockpt.errors import (
     StateDictError,
     UnsupportedLeafError,
 )
-from aiockpt.format.entries import Entries, place
+from aiockpt.format.entries import Entries, lay_out
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import TensorSpec
 from aiockpt.format.paths import Node, Path, format_path
@@ -165,14 +165,14 @@ class Drafts:
         if not self.owners:
             codes = cast("Sequence[str]", self.codes)
             aligns = [*map(_ITEMSIZES.__getitem__, codes)]
-            return place(names, codes, self.shapes, self.backings.sizes, aligns)
+            return lay_out(names, codes, self.shapes, self.backings.sizes, aligns)
         numbers = [
             number
             for number, code in enumerate(self.codes)
             if code is not None or self.owners[number][0].first == number
         ]
         rows = (self._row(number, names) for number in numbers)
-        order, entries = place(*zip(*rows, strict=True))
+        order, entries = lay_out(*zip(*rows, strict=True))
         return [*map(numbers.__getitem__, order)], entries
 
     def _row(

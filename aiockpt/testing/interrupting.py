@@ -70,9 +70,9 @@ class Interruption(Generic[T]):
         return not self.cancelled and self.error is None
 
     def __str__(self) -> str:
-        place = f"point {self.at} ({self.where})" if self.reached else "no point"
+        where = f"point {self.at} ({self.where})" if self.reached else "no point"
         how = "cancelled" if self.cancelled else repr(self.error or "returned")
-        return f"interrupted at {place}: {how}"
+        return f"interrupted at {where}: {how}"
 
 
 class _Aim:
@@ -90,13 +90,13 @@ class _Aim:
         assert self.task is not None
         if self.reached or self.task.done():  # a task may outlive its call
             return False
-        place = _place(waiting) if self.error is not None or not self.left else ""
+        location = _location(waiting) if self.error is not None or not self.left else ""
         if self.error is not None and (
-            awaited is None or place.startswith(_INFALLIBLE)
+            awaited is None or location.startswith(_INFALLIBLE)
         ):
             return False
         self.left -= 1
-        self.reached, self.where = self.left < 0, place
+        self.reached, self.where = self.left < 0, location
         return self.reached
 
 
@@ -208,9 +208,9 @@ class _Watched(Coroutine[Any, Any, T]):
         return awaited
 
 
-def _place(waiting: object) -> str:
+def _location(waiting: object) -> str:
     """Return where the innermost coroutine of a chain waits."""
-    place = ""
+    location = ""
     inner: object = waiting
     while inner is not None:
         kind = next((kind for kind in _KINDS if hasattr(inner, kind[0])), None)
@@ -218,9 +218,9 @@ def _place(waiting: object) -> str:
             break
         if frame := getattr(inner, kind[0]):
             code, file = frame.f_code, Path(frame.f_code.co_filename)
-            place = f"{file.parent.name}/{file.name}:{frame.f_lineno} {code.co_name}"
+            location = f"{file.parent.name}/{file.name}:{frame.f_lineno} {code.co_name}"
         inner = _unwrapped(getattr(inner, kind[1]))
-    return place
+    return location
 
 
 def _unwrapped(awaited: object) -> object:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from aiockpt.format.chunks import ChunkGrid
-from aiockpt.format.entries import Entries, place
+from aiockpt.format.entries import Entries, lay_out
 from aiockpt.format.header import CHECK_SLICE, PREFIX, snapshot_id_of
 from aiockpt.format.paths import format_path
 from aiockpt.format.references import references
@@ -28,7 +28,7 @@ def entries_of(*rows: Row) -> Entries:
     if not rows:
         return Entries()
     names, codes, shapes, sizes = zip(*rows, strict=True)
-    return place(names, codes, shapes, sizes, [1] * len(rows))[1]
+    return lay_out(names, codes, shapes, sizes, [1] * len(rows))[1]
 
 
 def sealed(header: bytes, padding: bytes = b" ") -> bytes:

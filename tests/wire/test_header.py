@@ -30,7 +30,7 @@ from aiockpt.format.chunks import (
     digest,
     digits_of,
 )
-from aiockpt.format.entries import place
+from aiockpt.format.entries import lay_out
 from aiockpt.format.header import (
     CHECK_SLICE,
     PREFIX,
@@ -306,7 +306,7 @@ class TestLayout:
     ) -> None:
         """The widest come first and equals keep their order; the header tells it."""
         columns = zip(*found, strict=True) if found else [[]] * 5
-        order, entries = place(*columns)
+        order, entries = lay_out(*columns)
         assert list(order) == sorted(range(len(found)), key=lambda i: (-found[i][4], i))
         end = 0
         for index, offset in zip(order, entries.starts, strict=True):
@@ -328,7 +328,7 @@ class TestLayout:
     def test_a_ragged_entry_is_refused(self) -> None:
         """The entry after it would not be aligned."""
         with pytest.raises(LocalProtocolError, match=r"'b': 10 bytes.* alignment of 8"):
-            place(["a", "b"], ["U8"] * 2, [(8,), (10,)], [8, 10], [8, 8])
+            lay_out(["a", "b"], ["U8"] * 2, [(8,), (10,)], [8, 10], [8, 8])
 
 
 MANY = 9_000  # entries, views or nodes: several pieces, both ways
