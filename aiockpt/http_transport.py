@@ -23,12 +23,10 @@ import anyio
 import msgspec
 
 from aiockpt.errors import (
-    Advice,
     AiockptError,
     ClosedError,
     LocalProtocolError,
     StepNotFoundError,
-    advice,
 )
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.format.chunks import Algorithm
@@ -37,7 +35,7 @@ from aiockpt.http.client import CheckpointClient
 from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.host import Front, Serving
 from aiockpt.http.listen import Endpoint
-from aiockpt.http.manifests import PATIENCE, Steps, chase
+from aiockpt.http.manifests import CURRENT_STEP_WAIT_S, Follower, chase
 from aiockpt.http.options import Auth, Receive, Server, Swarm
 from aiockpt.http.peers import Peers, origins_of
 from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_metadata
@@ -745,7 +743,7 @@ class HTTPTransport(CheckpointTransport[T]):
             origin = parse_metadata(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
-        steps = self._steps(origin, after, reconnect_timeout)
+        follower = self._follower(origin, after, reconnect_timeout)
         options, attaching = self._options(
             into=into,
             have=have,
@@ -755,7 +753,7 @@ class HTTPTransport(CheckpointTransport[T]):
             hold=prepare,
         )
         limit = self._limit(timeout)
-        return self._follow(origin, steps, options, attaching, limit)
+        return self._follow(origin, follower, options, attaching, limit)
 
     @names_its_options
     def steps(
@@ -806,7 +804,7 @@ class HTTPTransport(CheckpointTransport[T]):
             origin = parse_metadata(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
-        return self._steps(origin, after, reconnect_timeout)
+        return self._follower(origin, after, reconnect_timeout)
 
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
         """Stop serving and close everything. Idempotent.
@@ -844,15 +842,15 @@ class HTTPTransport(CheckpointTransport[T]):
     def _limit(self, timeout: Timeout | None) -> float:
         return self._timeout if timeout is None else seconds(timeout)
 
-    def _steps(
+    def _follower(
         self, origin: Origin, after: int | None, reconnect_timeout: Timeout | None
-    ) -> Steps:
+    ) -> Follower:
         silent = math.inf
         if reconnect_timeout is not None:
             silent = seconds(reconnect_timeout, "reconnect_timeout")
         after = None if after is None else exact_step(after)
         self._lifetime.check()
-        return Steps(
+        return Follower(
             self._client,
             origin,
             self._lifetime,
@@ -863,27 +861,19 @@ class HTTPTransport(CheckpointTransport[T]):
     async def _follow(
         self,
         origin: Origin,
-        steps: Steps,
+        follower: Follower,
         options: ReceiveOptions,
         attaching: AttachOptions,
         limit: float,
     ) -> AsyncGenerator[Any]:
-        origin = replace(origin, patience=PATIENCE)
+        origin = replace(origin, step_wait=CURRENT_STEP_WAIT_S)
 
         async def attempt(step: int) -> Any:
-            try:
-                return await self._receive([origin], step, now, attaching, limit)
-            except AiockptError as error:
-                if Advice.ONWARD in advice(error):
-                    steps.again()
-                raise
+            return await self._receive([origin], step, now, attaching, limit)
 
-        pause = self._client.pause
         while True:
             now = replace(options, marks=Marks.of_caller(port_for))
-            found = await chase(
-                steps.__anext__, attempt, pause=pause, survives=Advice.ONWARD
-            )
+            found = await follower.receive(attempt)
             if not options.hold:
                 yield found
                 continue
@@ -946,7 +936,8 @@ class HTTPTransport(CheckpointTransport[T]):
         lease = Lease.begin(until, receiver=self._client.name, joins=joins)
         leased = [replace(origin, lease=lease) for origin in origins]
         if step is None:
-            leased = [replace(origin, patience=PATIENCE) for origin in leased]
+            wait = CURRENT_STEP_WAIT_S
+            leased = [replace(origin, step_wait=wait) for origin in leased]
         deadline = Deadline(limit, phase="fetch_manifest")
         peers = Peers.at(self._client, leased, deadline.note, deadline=until)
         asked = "a checkpoint" if step is None else f"step {step}"

@@ -36,8 +36,8 @@ from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.peers import Peer
 from aiockpt.http.planner import Assignment, Dismiss, Planner, Rest, Stop
 from aiockpt.http.protocol import Origin
-from aiockpt.http.retry import Patience
-from aiockpt.http.tuning import SlowAfter, Tuning
+from aiockpt.http.retry import Liveness
+from aiockpt.http.tuning import MemberTuning, SlowAfter, Tuning
 from aiockpt.swarm.policy import FIRST, LEASE, Candidate, heartbeat, neighbours
 
 __all__ = ["CASES", "Case", "Outcome", "simulate"]
@@ -110,9 +110,10 @@ class Case:
     @property
     def tuning(self) -> Tuning:
         """What the planners go by."""
-        found = Tuning(member_requests=self.lanes, members_in_turn=self.probes)
-        always = SlowAfter(0.0, unknown_s=0.0)
-        return replace(found, source_after=always) if self.greedy else found
+        found = MemberTuning(requests=self.lanes, members_in_turn=self.probes)
+        if self.greedy:
+            found = replace(found, source_after=SlowAfter(0.0, unknown_s=0.0))
+        return Tuning(members=found)
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,9 @@ class _Run(ChunkRun):
         """Bytes of unverified chunks that have come."""
         return int(self.came)
 
-    def assign(self, owner: object, on_verified: Callable[[int], None]) -> int:
+    def assign(
+        self, owner: object, on_verified: Callable[[int], None] = lambda _: None
+    ) -> int:
         """Assign the run; another peer than before begins with whole chunks."""
         lost = super().assign(owner, on_verified)
         self.came = 0.0 if lost else self.came
@@ -429,7 +432,7 @@ class _Swarm:
         peer = Peer(_ORIGIN, other.told, name, joined=True)
         member.known[other] = peer
         other.knowers[member] = None
-        self.planners[member].add(peer, Patience(0.0, 0.0, self.now))
+        self.planners[member].add(peer, Liveness(0.0, 0.0, self.now))
 
     def drop(self, member: _Host, other: _Host) -> None:
         """Have a receiver ask a member no more."""

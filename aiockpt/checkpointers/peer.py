@@ -14,7 +14,7 @@ from aiockpt.errors import AiockptError
 from aiockpt.events import Progress
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
-from aiockpt.http.manifests import PATIENCE, chase
+from aiockpt.http.manifests import CURRENT_STEP_WAIT_S, chase
 from aiockpt.http.options import (
     READER_CONNECTIONS,
     READER_STALL_TIMEOUT_S,
@@ -63,8 +63,8 @@ async def _load(
 ) -> Received:
     address = parse_address(url)
     # A sender that starts again within the load has time to publish the step again.
-    patience = PATIENCE if address.step is None else inf
-    origin = replace(address.origin, lease=Lease.begin(inf), patience=patience)
+    wait = CURRENT_STEP_WAIT_S if address.step is None else inf
+    origin = replace(address.origin, lease=Lease.begin(inf), step_wait=wait)
     asked = "a checkpoint" if address.step is None else f"step {address.step}"
     what = f"{asked} from {origin.base_url}"
     deadline = Deadline(_IDLE_TIMEOUT_S, phase="fetch_manifest", what=what)

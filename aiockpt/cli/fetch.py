@@ -103,10 +103,10 @@ async def save(
             chunks = await missing(part)
             meter.at("fetch_chunk")
             outline, filled = manifest.outline, PlainDestination(part)
-            others = extension.others(filled)
+            extension.fill(filled)
             for chunk in {*range(len(manifest.grid))}.difference(chunks):
-                others.verified(chunk)
-            await Download(peers, outline, filled, chunks, meter.add, others).run()
+                extension.verified(chunk)
+            await Download(peers, outline, filled, chunks, meter.add, extension).run()
         meter.at("write")
         await peer.bridge.run(partial(part.commit, replace=replace))
     except BaseException as error:

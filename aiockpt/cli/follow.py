@@ -12,9 +12,9 @@ from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.fetch import save
 from aiockpt.cli.peer import open_peer
 from aiockpt.cli.text import ProgressBar, printable
-from aiockpt.errors import Advice, AiockptError, advice
+from aiockpt.errors import Advice
 from aiockpt.format.limits import FILE_LIMITS
-from aiockpt.http.manifests import Steps, chase
+from aiockpt.http.manifests import Follower
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.storage.checkpoint_file import read_header
 from aiockpt.storage.files import named
@@ -42,36 +42,29 @@ async def _follow(arguments: argparse.Namespace, bar: ProgressBar) -> None:
 
     If cancelled, what was verified of the last step stays in its part file.
     """
-    place: Path = arguments.output
     async with (
         open_peer([arguments.url], arguments) as peer,
         aclosing(peer.client()) as client,
     ):
-        steps = Steps(client, peer.origins[0], Lifetime("the command"), after=None)
+        lifetime = Lifetime("the command")
+        follower = Follower(client, peer.origins[0], lifetime, after=None)
 
         async def fetch(step: int) -> Path:
-            target = place / f"step-{step}.safetensors"
-            try:
-                found = await peer.find(step, keep=True)
-                if await peer.bridge.run(_holds, target, found.manifest.snapshot_id):
-                    return target
-                check_target(target, replace=arguments.overwrite)
-                summary = await save(
-                    *(peer, found, target, bar),
-                    replace=arguments.overwrite,
-                    final=Advice.REPLACED,
-                )
-                bar.note(summary)
-            except AiockptError as error:
-                if Advice.ONWARD in advice(error):
-                    steps.again()
-                raise
+            target: Path = arguments.output / f"step-{step}.safetensors"
+            found = await peer.find(step, keep=True)
+            if await peer.bridge.run(_holds, target, found.manifest.snapshot_id):
+                return target
+            check_target(target, replace=arguments.overwrite)
+            summary = await save(
+                *(peer, found, target, bar),
+                replace=arguments.overwrite,
+                final=Advice.REPLACED,
+            )
+            bar.note(summary)
             return target
 
         while True:
-            _, target = await chase(
-                steps.__anext__, fetch, pause=client.pause, survives=Advice.ONWARD
-            )
+            _, target = await follower.receive(fetch)
             print(printable(str(target)), flush=True)
 
 

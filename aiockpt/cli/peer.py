@@ -32,7 +32,7 @@ from aiockpt.http.client import CheckpointClient
 from aiockpt.http.download import ReceiveExtension
 from aiockpt.http.handlers import ServerConfig
 from aiockpt.http.listen import Endpoint
-from aiockpt.http.manifests import PATIENCE, LatestInfo, chase
+from aiockpt.http.manifests import CURRENT_STEP_WAIT_S, LatestInfo, chase
 from aiockpt.http.options import (
     READER_CONNECTIONS,
     READER_STALL_TIMEOUT_S,
@@ -46,7 +46,6 @@ from aiockpt.http.peers import Peers, distinct
 from aiockpt.http.protocol import Lease, Origin
 from aiockpt.http.retry import poll
 from aiockpt.http.server import CheckpointServer
-from aiockpt.http.tokens import MAC_HEADER
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.storage.files import open_regular
@@ -139,8 +138,7 @@ class SenderClient:
                 raise _TooLargeError(error.what, limit=limit, actual=actual) from error
             finally:
                 await peers.let_go()  # `reading` goes on with a client of its own
-        mac = {} if answer.mac is None else {MAC_HEADER: answer.mac}
-        return FoundCheckpoint(answer.manifest, peers, mac)
+        return FoundCheckpoint(answer.manifest, peers, answer.headers)
 
     @asynccontextmanager
     async def reading(self, found: FoundCheckpoint) -> AsyncIterator[CommandReading]:
@@ -158,7 +156,7 @@ class SenderClient:
                 host = await stack.enter_async_context(aclosing(_host(self.bridge)))
                 extension = Neighbours(Membership(client, Swarm(), host))
             extension.receives(found.manifest, found.headers)
-            await stack.enter_async_context(aclosing(extension))
+            stack.push_async_callback(extension.leave)
 
             async def end() -> None:
                 await peers.let_go()
@@ -241,7 +239,7 @@ async def open_peer(
     """
     options = vars(arguments)  # not all commands have all options
     step = _step_of(addresses, options.get("step"))
-    patience = PATIENCE if step is None else math.inf
+    step_wait = CURRENT_STEP_WAIT_S if step is None else math.inf
     origins = distinct(each.origin for each in addresses)
     timeout = options.get("timeout", math.inf)
     try:
@@ -258,7 +256,7 @@ async def open_peer(
     try:
         async with Deadline(timeout, phase="fetch_manifest") as deadline:
             yield SenderClient(
-                [replace(each, patience=patience) for each in origins],
+                [replace(each, step_wait=step_wait) for each in origins],
                 step,
                 options.get("wait", 0.0),
                 receive,

@@ -56,8 +56,7 @@ async def _watch(arguments: argparse.Namespace, *, lives: bool) -> None:
         origin = peer.origins[0]
         before, asked = None, now()
         while True:
-            patience = client.patience()
-            retries = client.retries(origin, None, patience, peer.deadline.note)
+            retries = client.retries(origin, None, peer.deadline.note)
             found = await retries.run(partial(_ask, client, origin))
             seconds, asked = now() - asked, now()
             title = printable(f"aiockpt  {origin.base_url}")

@@ -76,6 +76,11 @@ class ChunkGrid:
             raise IndexError(f"chunk {index} of {len(self)}")
         return start, min(start + self.chunk_bytes, self.segment_bytes)
 
+    def size(self, index: int) -> int:
+        """Return the bytes of a chunk, or raise IndexError."""
+        start, stop = self.range(index)
+        return stop - start
+
     def index_of(self, offset: int) -> int:
         """Return the chunk that holds the byte at ``offset``, or raise IndexError."""
         if not 0 <= offset < self.segment_bytes:

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import aiohttp
 from aiohttp import ClientResponse, StreamReader
@@ -29,16 +29,20 @@ from aiockpt.runtime.bridge import Bridge
 
 Buffers: TypeAlias = Callable[[int, int], Sequence[memoryview]]
 
-# One receive, and so one callback, moves at most this much: the loop stays live.
 MAX_PIECE = 1 << 20
-# Memory is asked for in steps: views of thousands of small tensors take their time.
+"""Bytes that one receive, and so one callback of the loop, moves at most."""
+
 WINDOW = 4 << 20
-# Below this a system call costs more than copying the bytes once more.
+"""Bytes for which memory is asked at a time: thousands of views take their time."""
+
 SMALL = 64 << 10
-# A copy into many small buffers costs per buffer: this many take well under 1 ms.
+"""Bytes of a buffer below which a system call costs more than another copy."""
+
 MAX_SCATTER = 1024
-# Seconds between two wakings of the loop, which cost as much as receiving a mebibyte.
-_REPORT = 0.02
+"""Small buffers that are filled by one copy, which takes well under 1 ms."""
+
+# To wake the loop costs as much as to receive a mebibyte.
+_SECONDS_PER_REPORT = 0.02
 
 # Both names are undocumented: another major version may mean something else by them.
 _KNOWN_AIOHTTP = aiohttp.__version__.startswith("3.") and all(
@@ -52,10 +56,10 @@ _NEEDED = ("set_protocol", "get_protocol", "pause_reading", "resume_reading", "a
 class BodySink:
     """Writes the bytes of a body into memory, in order, as they arrive.
 
-    Either the bytes are received straight into `next_buffers` and announced by
-    `advance`, which a thread may do; or they are handed to `write`, on the loop.
-    Small buffers are received through a scratch of at most 1 MiB, so `close` must be
-    called before anybody reads them.
+    The bytes are received straight into `next_buffers` and announced by `advance`,
+    which a thread may do; or `write` copies them there, on the loop. Small buffers are
+    filled from a scratch of at most 1 MiB, so `close` must be called before anybody
+    reads them.
 
     Args:
         buffers: Returns the memory of ``[start, stop)`` as contiguous views of format
@@ -69,25 +73,9 @@ class BodySink:
     Attributes:
         size: How many bytes there are to write.
         filled: How many have come.
-        place: How much has come of the chunk that the run has reached, or of all; as
+        arrived: How much has come of the chunk that the run has reached, or of all; as
             of the last `report`.
     """
-
-    __slots__ = (
-        "_ask",
-        "_asked",
-        "_buffers",
-        "_check_memory",
-        "_index",
-        "_offset",
-        "_run",
-        "_scratch",
-        "_staged",
-        "_stop",
-        "filled",
-        "place",
-        "size",
-    )
 
     def __init__(
         self,
@@ -100,6 +88,7 @@ class BodySink:
     ) -> None:
         self.size = stop - start
         self.filled = 0
+        self.arrived = Arrived(None, 0, self.size)
         self._ask, self._check_memory = buffers, check
         self._run = run
         self._asked, self._stop = start, stop
@@ -107,7 +96,6 @@ class BodySink:
         self._index = self._offset = 0
         self._scratch: memoryview | None = None
         self._staged = 0
-        self.place = self._reached()
         self._next_window()
 
     @property
@@ -117,19 +105,22 @@ class BodySink:
 
     def next_buffer(self) -> memoryview:
         """Return where the next bytes go: 1 byte to 1 MiB, while some remain."""
-        return self._next_scratch() or self._still([self._next_whole()[:MAX_PIECE]])[0]
+        if (buffer := self._next_scratch()) is None:
+            buffer = self._buffers[self._index][self._offset :][:MAX_PIECE]
+            self._check(0, len(buffer))
+        return buffer
 
     def next_buffers(self) -> list[memoryview]:
         """Return where the next bytes go: 1 byte to 4 MiB, for a thread."""
-        scratch = self._next_scratch()
-        if scratch:
+        if (scratch := self._next_scratch()) is not None:
             return [scratch]
-        buffers = [self._next_whole()]
+        buffers = [self._buffers[self._index][self._offset :]]
         for buffer in self._buffers[self._index + 1 :]:
             if len(buffer) < SMALL:
                 break
             buffers.append(buffer)
-        return self._still(buffers)
+        self._check(0, sum(map(len, buffers)))
+        return buffers
 
     def advance(self, count: int) -> bool:
         """Note that ``count`` bytes are in what was returned.
@@ -138,33 +129,48 @@ class BodySink:
             Whether a chunk has ended, so that there is something to `report`.
         """
         self.filled += count
-        wanted = self._staged_more(count) if self._scratch else self._came(count)
-        if wanted and self._run is not None:
+        has_ended = False
+        if self._scratch is not None:
+            start, self._staged = self._staged, self._staged + count
+            has_ended = self._digest(self._scratch[start : self._staged])
+            if has_ended or self._staged == len(self._scratch):
+                self._flush()
+        else:
+            # Another thread may have freed the memory since; a digest would read it.
+            self._check(-count, 0)
+            while count:
+                piece = self._buffers[self._index][self._offset :][:count]
+                self._offset += len(piece)
+                count -= len(piece)
+                has_ended |= self._digest(piece)
+                self._next_window()
+        if has_ended and self._run is not None:
             self._run.placed()
-        return wanted
+        return has_ended
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Copy ``data``, which is no longer than what remains, and `report`."""
+        rest = memoryview(data)
+        while rest:
+            buffer = self.next_buffer()[: len(rest)]
+            buffer[:] = rest[: len(buffer)]
+            self.advance(len(buffer))
+            rest = rest[len(buffer) :]
+        self.report()
 
     def report(self) -> None:
         """Have the run make known, on the loop, which chunks were placed."""
-        if self._run is not None:
+        if self._run is None:
+            self.arrived = Arrived(None, self.filled, self.size)
+        else:
             self._run.note()
-        self.place = self._reached()
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Copy ``data``, which is no longer than what remains."""
-        self._flush()
-        view = memoryview(data)
-        self._check(len(view))
-        self._scatter(view)
-        self.filled += len(data)
-        if self._run is not None and self._run.take(view):
-            self._run.placed()
-        self.report()
+            self.arrived = self._run.arrived()
 
     def close(self) -> None:
         """Bring all bytes to their place and let go of the memory; idempotent.
 
-        The traceback of an error may keep this writer. It must not keep the memory,
-        too, which its owner may want to unmap.
+        The traceback of an error may keep this sink. It must not keep the memory, too,
+        which its owner may want to unmap.
         """
         if self._ask is _no_buffers:
             return
@@ -175,62 +181,21 @@ class BodySink:
             self._buffers, self._ask, self._run = (), _no_buffers, None
             self._check_memory = _no_buffers
 
-    def _reached(self) -> Arrived:
-        if self._run is None:
-            return Arrived(None, self.filled, self.size)
-        return self._run.place()
+    def _digest(self, data: memoryview) -> bool:
+        return self._run is not None and self._run.take(data)
 
-    def _flush(self) -> None:
-        if self._scratch is not None:
-            scratch, self._scratch = self._scratch[: self._staged], None
-            self._check(len(scratch))
-            self._staged = 0
-            self._scatter(scratch)
+    def _check(self, start: int, stop: int) -> None:
+        """Check that memory is still there, by its distance from the next byte."""
+        following = self._stop - self.remaining
+        self._check_memory(following + start, following + stop)
 
     def _next_scratch(self) -> memoryview | None:
+        """Return the rest of the scratch; None if the next buffer is not small."""
         if self._scratch is None:
-            nbytes = self._small_ahead()
-            if not nbytes:
+            if not (nbytes := self._small_ahead()):
                 return None
             self._scratch = memoryview(bytearray(nbytes))
         return self._scratch[self._staged :]
-
-    def _still(self, buffers: list[memoryview]) -> list[memoryview]:
-        """Return buffers for the next bytes, whose memory is still there."""
-        self._check(sum(map(len, buffers)))
-        return buffers
-
-    def _check(self, count: int) -> None:
-        """Check that the memory of the next ``count`` bytes is still there."""
-        at = self._stop - self.remaining - self._staged
-        self._check_memory(at, at + count)
-
-    def _next_whole(self) -> memoryview:
-        return self._buffers[self._index][self._offset :]
-
-    def _staged_more(self, count: int) -> bool:
-        assert self._scratch is not None
-        start, self._staged = self._staged, self._staged + count
-        wanted = self._digest(self._scratch[start : self._staged])
-        if wanted or self._staged == len(self._scratch):
-            self._flush()
-        return wanted
-
-    def _came(self, count: int) -> bool:
-        # The caller's thread may have freed the memory since; a digest would read it.
-        at = self._stop - self.remaining - count
-        self._check_memory(at, at + count)
-        wanted = False
-        while count:
-            piece = self._next_whole()[:count]
-            self._offset += len(piece)
-            count -= len(piece)
-            wanted |= self._digest(piece)
-            self._next_window()
-        return wanted
-
-    def _digest(self, data: memoryview) -> bool:
-        return self._run is not None and self._run.take(data)
 
     def _small_ahead(self) -> int:
         """Return the bytes of the small buffers ahead; 0 if there is at most one."""
@@ -242,26 +207,25 @@ class BodySink:
             offset, stop = 0, stop + 1
         return min(total, MAX_PIECE) if stop > self._index + 1 else 0
 
-    def _scatter(self, data: memoryview) -> None:
-        at = 0
-        while at < len(data):
-            at += self._scatter_in_window(data[at:])
-            self._next_window()
-
-    def _scatter_in_window(self, data: memoryview) -> int:
-        """Copy what fits into the buffers at hand; return how much that is."""
+    def _flush(self) -> None:
+        """Copy what is in the scratch to the small buffers, and drop the scratch."""
+        if self._scratch is None:
+            return
+        data, self._scratch = self._scratch[: self._staged], None
+        self._check(-len(data), 0)
+        self._staged = 0
         buffers, index, offset = self._buffers, self._index, self._offset
-        at, stop, last = 0, len(data), len(self._buffers)
-        while at < stop and index < last:
+        start, stop = 0, len(data)
+        while start < stop:
             size = len(buffers[index])
-            count = min(size - offset, stop - at)
-            buffers[index][offset : offset + count] = data[at : at + count]
-            at += count
+            count = min(size - offset, stop - start)
+            buffers[index][offset : offset + count] = data[start : start + count]
+            start += count
             offset += count
             if offset == size:
                 index, offset = index + 1, 0
         self._index, self._offset = index, offset
-        return at
+        self._next_window()
 
     def _next_window(self) -> None:
         """Go to the next byte to write, in the next window if this one is full."""
@@ -286,13 +250,13 @@ def _no_buffers(start: int, stop: int) -> Sequence[memoryview]:
 
 
 async def read_body(
-    response: ClientResponse, writer: BodySink, threads: Bridge | None
+    response: ClientResponse, writer: BodySink, threads: Bridge
 ) -> None:
     """Read a body, which must be exactly as long as what remains of ``writer``.
 
     The writer is closed, and nothing refers to its buffers, once this has returned or
     raised. If cancelled, or if the body breaks off, the connection is closed; what had
-    arrived is in its place and counted. Without ``threads`` the portable way is taken.
+    arrived is in its place and counted.
 
     Raises:
         ConnectionError: the connection ended before the body did.
@@ -300,19 +264,17 @@ async def read_body(
     """
     content, direct = response.content, None
     try:
-        connection = _plain_connection(response) if threads is not None else None
-        if connection is not None:
+        if connection := _plain_connection(response):
             # Reading may make the parser give out more, and the transport resume.
             # Nothing arrives in between, because nothing here awaits.
             while data := content.read_nowait():
                 writer.write(data)
             # Once the body has ended, what is left to come is an error.
-            if not (content.is_eof() or connection.transport.is_closing()):
-                direct = _DirectReader(writer, connection, threads)
-        if direct is None or threads is None:
+            if not (content.is_eof() or connection[0].is_closing()):
+                direct = _DirectReader(writer, *connection, threads)
+        if direct is None:
             while writer.remaining:
-                data = await content.readany()
-                if not data:
+                if not (data := await content.readany()):
                     raise ConnectionResetError("the body ended early")
                 writer.write(data)
             return
@@ -337,15 +299,13 @@ async def read_body(
         writer.close()
 
 
-class _TakenConnection(NamedTuple):
-    """A connection's transport and the protocol that aiohttp gave it."""
+def _plain_connection(
+    response: ClientResponse,
+) -> tuple[asyncio.Transport, asyncio.Protocol] | None:
+    """Return the transport of a response, and the protocol that aiohttp gave it.
 
-    transport: asyncio.Transport
-    protocol: asyncio.Protocol
-
-
-def _plain_connection(response: ClientResponse) -> _TakenConnection | None:
-    """Return a response's connection; None if it is over, encrypted or unknown."""
+    None if the connection is over, encrypted or unknown.
+    """
     connection = response.connection
     if not (_KNOWN_AIOHTTP and _KNOWN_SYSTEM) or connection is None:
         return None
@@ -356,19 +316,21 @@ def _plain_connection(response: ClientResponse) -> _TakenConnection | None:
         return None
     if transport.get_extra_info("sslcontext") is not None:
         return None
-    if transport.get_protocol() is not protocol:
-        return None
-    return _TakenConnection(transport, protocol)
+    return (transport, protocol) if transport.get_protocol() is protocol else None
 
 
 class _DirectReader(asyncio.BufferedProtocol):
     """Takes the place of aiohttp's protocol for a block, while a body arrives."""
 
     def __init__(
-        self, writer: BodySink, connection: _TakenConnection, threads: Bridge | None
+        self,
+        writer: BodySink,
+        transport: asyncio.Transport,
+        protocol: asyncio.Protocol,
+        threads: Bridge,
     ) -> None:
         self._writer = writer
-        self._transport, self._protocol = connection
+        self._transport, self._protocol = transport, protocol
         self._threads = threads
         self._loop = asyncio.get_running_loop()
         self._sock: socket.socket | None = None
@@ -436,22 +398,17 @@ class _DirectReader(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._failed is None:
-            self._advance(nbytes)
-        if self._failed or not self._writer.remaining or self._is_worth_a_turn():
+            try:
+                self._writer.advance(nbytes)
+            except Exception as error:  # noqa: BLE001 - belongs to the caller
+                self._failed = error
+            else:
+                self.report()
+        is_long = self._sock is not None and self._writer.remaining >= MIN_TURN_BYTES
+        for_thread = is_long and self._threads.free
+        if self._failed or not self._writer.remaining or for_thread:
             self._transport.pause_reading()
             self._wake()
-
-    def _advance(self, nbytes: int) -> None:
-        try:
-            self._writer.advance(nbytes)
-        except Exception as error:  # noqa: BLE001 - belongs to the caller, not the loop
-            self._failed = error
-        else:
-            self.report()
-
-    def _is_worth_a_turn(self) -> bool:
-        worth = self._sock is not None and self._writer.remaining >= MIN_TURN_BYTES
-        return worth and self._threads is not None and self._threads.free
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._protocol.connection_lost(exc)
@@ -482,4 +439,4 @@ def _receive(
         unreported |= writer.advance(count)
         if unreported and (now := time.monotonic()) >= due:
             report()
-            unreported, due = False, now + _REPORT
+            unreported, due = False, now + _SECONDS_PER_REPORT

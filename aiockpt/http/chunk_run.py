@@ -42,15 +42,15 @@ class ChunkRun:
     """
 
     def __init__(self, outline: Outline, chunks: Iterable[int]) -> None:
-        self._outline = outline
+        self._grid, self._digests = outline.grid, outline.digests
         self._todo = deque(chunks)
         self._bad: list[HashedChunk] = []
         self._hashed: list[HashedChunk] = []
         self._placed = deque[HashedChunk]()
         self.position = self.steals = 0
-        self.unverified = sum(map(self._size, self._todo))
+        self.unverified = sum(map(self._grid.size, self._todo))
         self._owner: object = None
-        self._on_verified: Callable[[int], None] = _ignore
+        self._on_verified: Callable[[int], None] = lambda _: None
         self._begin()
 
     @property
@@ -65,9 +65,9 @@ class ChunkRun:
     @property
     def received(self) -> int:
         """Bytes of unverified chunks that have come."""
-        come = sum(self._size(bad.chunk) for bad in self._bad)
+        come = sum(self._grid.size(bad.chunk) for bad in self._bad)
         if self._todo:
-            come += self.position - self._start(self._todo[0])
+            come += self.position - self._grid.range(self._todo[0])[0]
         return come
 
     @property
@@ -80,7 +80,7 @@ class ChunkRun:
         """The byte behind the last one that a single request can ask for."""
         stop = self.position
         for chunk in self._todo:
-            start, end = self._outline.grid.range(chunk)
+            start, end = self._grid.range(chunk)
             if start > stop:
                 break
             stop = end
@@ -102,23 +102,25 @@ class ChunkRun:
         todo = self._todo
         keep = 1
         for before, chunk in zip(todo, islice(todo, 1, None), strict=False):
-            end = self._outline.grid.range(chunk)[1]
-            if chunk != before + 1 or end - self._start(todo[0]) > nbytes:
+            end = self._grid.range(chunk)[1]
+            if chunk != before + 1 or end - self._grid.range(todo[0])[0] > nbytes:
                 break
             keep += 1
         rest = [*islice(todo, keep, None)]
         self._todo = deque(islice(todo, keep))
-        self.unverified -= sum(map(self._size, rest))
+        self.unverified -= sum(map(self._grid.size, rest))
         return rest
 
-    def assign(self, owner: object, on_verified: Callable[[int], None]) -> int:
+    def assign(
+        self, owner: object, on_verified: Callable[[int], None] = lambda _: None
+    ) -> int:
         """Assign the run to a peer, which goes on from its own last byte.
 
         Another peer than before begins with whole chunks, so that one peer is to blame
         for a wrong chunk.
 
         Args:
-            owner: The peer.
+            owner: The peer; None: nobody, for now.
             on_verified: Gets the number of each chunk whose bytes are right and in
                 place.
 
@@ -134,11 +136,11 @@ class ChunkRun:
         self._next = self.position
         return self.position, self.stop
 
-    def place(self) -> Arrived:
+    def arrived(self) -> Arrived:
         """Return which chunk the run has reached, and how much of it came."""
         if not self._todo:
             return Arrived(None, 0, 0)
-        start, stop = self._outline.grid.range(self._todo[0])
+        start, stop = self._grid.range(self._todo[0])
         return Arrived(self._todo[0], self.position - start, stop - start)
 
     def take(self, data: memoryview) -> bool:
@@ -163,7 +165,7 @@ class ChunkRun:
             hashed = self._placed.popleft()
             self._todo.popleft()
             if hashed.matches:
-                self.unverified -= self._size(hashed.chunk)
+                self.unverified -= self._grid.size(hashed.chunk)
                 self._on_verified(hashed.chunk)
             else:
                 self._bad.append(hashed)
@@ -172,7 +174,7 @@ class ChunkRun:
     def complete(self) -> None:
         """Note that a delta has brought the first chunk, which is verified."""
         chunk = self._todo.popleft()
-        self.unverified -= self._size(chunk)
+        self.unverified -= self._grid.size(chunk)
         self._on_verified(chunk)
         self._begin()
 
@@ -195,7 +197,7 @@ class ChunkRun:
         return lost
 
     def _begin(self) -> None:
-        self._hasher = ChunkHasher(self._outline.grid, self._outline.digests)
+        self._hasher = ChunkHasher(self._grid, self._digests)
         self._next = 0
         self._locate()
 
@@ -203,18 +205,11 @@ class ChunkRun:
         before, self.position = self.position, 0
         if self._todo:
             # A thread may be ahead of the loop, in a later chunk.
-            start, stop = self._outline.grid.range(self._todo[0])
+            start, stop = self._grid.range(self._todo[0])
             at = self._hasher.position
             self.position = at if start <= at <= stop else start
         if self.position != before:
             self.steals = 0
-
-    def _start(self, chunk: int) -> int:
-        return self._outline.grid.range(chunk)[0]
-
-    def _size(self, chunk: int) -> int:
-        start, stop = self._outline.grid.range(chunk)
-        return stop - start
 
 
 def bits_of(chunks: Iterable[int]) -> int:
@@ -225,7 +220,3 @@ def bits_of(chunks: Iterable[int]) -> int:
             data += bytes(missing)
         data[chunk // 8] |= 1 << chunk % 8
     return int.from_bytes(data, "little")
-
-
-def _ignore(_: int) -> None:
-    pass

@@ -39,11 +39,10 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http.body_reader import BodySink, read_body
-from aiockpt.http.chunk_run import Arrived
 from aiockpt.http.options import Auth, Receive
 from aiockpt.http.problems import from_problem
 from aiockpt.http.protocol import JOINS, LEASE_HEADER, SWARM_HEADER, Origin
-from aiockpt.http.retry import HostLimitError, OnRetry, Patience, Retries
+from aiockpt.http.retry import HostLimitError, Liveness, OnRetry, Retries
 from aiockpt.http.security import CheckedResolver, Reach, Scope, plain_address
 from aiockpt.http.sockets import IO_THREADS, IdleClock
 from aiockpt.runtime.bridge import Bridge
@@ -52,34 +51,35 @@ from aiockpt.runtime.system import is_callers, is_hosts, refused_by_host
 from aiockpt.transport import require
 
 # aiohttp's parser must not hold a part of the body while the protocols change.
-_READ_BUFFER = 1 << 20
-_MAX_PROBLEM = 64 << 10
-_SHORTEST = 1e-3  # seconds
-_CONNECTING = 0.9  # of the stall timeout, for a connection
+_READ_BUFFER_BYTES = 1 << 20
+_MAX_PROBLEM_BYTES = 64 << 10
+_MIN_STALL_TIMEOUT_S = 1e-3
+_CONNECT_PART = 0.9  # of the stall timeout
 _TOKEN = re.compile(r"[\x21-\x7e]+")
-_MAX_INFORMATIONAL = 64 << 10  # bytes of informational answers to one request
-_START = b"HTTP/1.1 1"
-_INFORMATIONAL = re.compile(rb"HTTP/\d\.\d 1(?!01)\d\d")
-_DECIDED = len(b"HTTP/1.1 100")
-_END = re.compile(rb"\n\r?\n")
-_BLANK = re.compile(rb"[\r\n]*")
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # as OpenSSL puts it
+
+_MAX_INFORMATIONAL_BYTES = 64 << 10  # of the answers to one request
+_INFORMATIONAL = re.compile(rb"HTTP/\d\.\d 1(?!01)\d\d")
+_INFORMATIONAL_START = b"HTTP/1.1 1"
+_STATUS_BYTES = len(b"HTTP/1.1 100")
+_HEADERS_END = re.compile(rb"\n\r?\n")
+_BLANK_LINES = re.compile(rb"[\r\n]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked of a peer.
+    """One request to a peer.
 
     Attributes:
         origin: The peer, its token and the lease of the receive.
-        path: Below the origin's URL.
+        path: The path below the origin's URL.
         status: The status of a good answer. With ``may_be_empty``, 204 is good, too,
             and with ``may_be_delta``, 226.
-        step: The step that is asked for, for errors.
-        snapshot_id: The snapshot that is asked for, for errors.
-        chunk: The first chunk that is asked for, for errors.
+        step: The requested step, for errors.
+        snapshot_id: The requested snapshot, for errors.
+        chunk: The first requested chunk, for errors.
         wait: Seconds for which the peer was asked to wait before it answers.
-        body: What is sent with the request.
+        body: The body of the request.
     """
 
     origin: Origin
@@ -116,7 +116,6 @@ class CheckedResponse:
         status: The HTTP status.
         headers: The headers.
         line: The connection that brought it; None if it is not known any more.
-        writer: What the body is read into, once that has begun.
     """
 
     def __init__(
@@ -130,7 +129,6 @@ class CheckedResponse:
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
         self.line = _line_of(response)
-        self.writer: BodySink | None = None
         self._response, self._timer, self._threads = response, timer, threads
 
     def length(self) -> int:
@@ -149,15 +147,19 @@ class CheckedResponse:
         return int(length)
 
     async def read_into(self, writer: BodySink) -> None:
-        """Read the rest of the body into memory; the client is told what comes.
+        """Read the rest of the body into memory.
 
         If cancelled, the connection is closed, and nothing writes to the memory.
         """
-        self.writer = self._timer.writer = writer
+        self._timer.writer = writer
         await read_body(self._response, writer, self._threads)
 
     async def read(self, most: int, what: str) -> memoryview:
-        """Return the body, which is ``what`` the error calls it.
+        """Return the body.
+
+        Args:
+            most: Bytes that it may have.
+            what: The name of the body, for the error.
 
         Raises:
             RemoteProtocolError: it has more than ``most`` bytes.
@@ -207,9 +209,12 @@ class _Response(ClientResponse):
             self.line = Line(*map(_address_in, names))
         return await super().start(connection)
 
+    def __repr__(self) -> str:
+        return f"<Response {self.status}>"
 
-class _Way(NamedTuple):
-    """Where requests may go, and how; a session of the caller has no resolver here."""
+
+class _CheckedSession(NamedTuple):
+    """A session, and the hosts that it connects to; the caller's has no resolver."""
 
     reach: Reach
     session: ClientSession
@@ -223,15 +228,15 @@ class CheckpointClient:
     it, and neither a task, nor a descriptor, nor a half-read connection is left.
 
     Attributes:
-        options: What it accepts, and how it fetches. A session of the caller is never
-            closed, and looks names up itself, unchecked. Members of a swarm, which the
+        options: The options of a receive. A session of the caller is never closed, and
+            looks names up itself, unchecked. Members of a swarm, which the
             caller did not name, are asked through sessions of the client's own.
         auth: Which hosts to connect to, and which manifests to accept. The token goes
             to an origin that brings none.
         stall_timeout: Seconds in which a connection must be established, and without a
             byte after which it is given up.
-        bridge: Where manifests are decoded and memory is prepared.
-        name: What it is called in the leases of its receives.
+        bridge: The threads that decode manifests and prepare memory.
+        name: The name of this client in the leases of its receives.
     """
 
     def __init__(
@@ -242,13 +247,13 @@ class CheckpointClient:
         stall_timeout: float,
         bridge: Bridge,
     ) -> None:
-        require(at_least=_SHORTEST, stall_timeout=stall_timeout)
+        require(at_least=_MIN_STALL_TIMEOUT_S, stall_timeout=stall_timeout)
         self.options, self.auth = options, auth
         self.stall_timeout, self.bridge = stall_timeout, bridge
         self.name = secrets.token_hex(8)
-        self._ways: dict[Scope | None, _Way] = {}
-        if options.session is not None:
-            self._ways[None] = _Way(Reach(auth.peers), options.session, None)
+        self._sessions: dict[Scope | None, _CheckedSession] = {}
+        if (given := options.session) is not None:
+            self._sessions[None] = _CheckedSession(Reach(auth.peers), given, None)
         self._threads = Bridge(threads=IO_THREADS, name="aiockpt-receive")
         self._closed = False
         self._end = asyncio.Event()
@@ -258,11 +263,11 @@ class CheckpointClient:
         self._closed = True
         self._end.set()
         self._threads.close(wait=False)
-        ways, self._ways = self._ways, {}
-        for way in ways.values():
-            if way.resolver is not None:  # a connector does not close what it was given
-                await way.session.close()
-                await way.resolver.close()
+        sessions, self._sessions = self._sessions, {}
+        for each in sessions.values():
+            if each.resolver is not None:  # its connector does not close it
+                await each.session.close()
+                await each.resolver.close()
 
     async def pause(self, delay: float) -> None:
         """Sleep between two attempts.
@@ -277,21 +282,25 @@ class CheckpointClient:
             return
         raise ClosedError("the client")
 
-    def patience(self, reconnect_timeout: float | None = None) -> Patience:
-        """Return the patience with a peer that is asked from now on."""
+    def liveness(self, reconnect_timeout: float | None = None) -> Liveness:
+        """Return the liveness of a peer that is asked from now on."""
         if reconnect_timeout is None:
             reconnect_timeout = self.options.reconnect_timeout
         now = asyncio.get_running_loop().time()
-        return Patience(reconnect_timeout, self.stall_timeout, now)
+        return Liveness(reconnect_timeout, self.stall_timeout, now)
 
     def retries(
         self,
         origin: Origin,
         step: int | None,
-        patience: Patience,
         on_retry: OnRetry | None = None,
+        liveness: Liveness | None = None,
     ) -> Retries:
-        """Return the attempts at a request; each retry is an event, too."""
+        """Return the attempts at a request; each retry is an event, too.
+
+        Args:
+            liveness: What other requests of this call know of the peer.
+        """
 
         def tell(error: AiockptError) -> None:
             peer = origin.base_url
@@ -299,7 +308,7 @@ class CheckpointClient:
             if on_retry is not None:
                 on_retry(error)
 
-        return Retries(patience, tell, self.pause)
+        return Retries(liveness or self.liveness(), tell, self.pause)
 
     @asynccontextmanager
     async def request(
@@ -320,17 +329,24 @@ class CheckpointClient:
         timer = _StallTimer(request, self.stall_timeout, on_bytes)
         async with timer, await self._send_headers(request) as response:
             answer = CheckedResponse(request, response, timer, self._threads)
-            with _translating(answer):
+            try:
                 await self._check_status(request, response)
                 yield answer
+            except AiockptError:
+                raise  # some of ours are an OSError or a ValueError too
+            except Exception as error:
+                failure = _in_answer(request, timer.writer, error)
+                if failure is None or is_callers(error):
+                    raise
+                raise failure from error
 
     async def _send_headers(self, request: Request) -> ClientResponse:
         try:
             url = URL(request.url, encoded=True)
             context = self.auth.client_ssl_context
-            way = self._way(request.origin.within)
-            way.reach.check_host(url.host or "")
-            return await way.session.request(
+            checked = self._session_for(request.origin.within)
+            checked.reach.check_host(url.host or "")
+            return await checked.session.request(
                 request.method,
                 url,
                 headers=self._headers(request),
@@ -338,13 +354,13 @@ class CheckpointClient:
                 allow_redirects=False,
                 auto_decompress=False,
                 raise_for_status=False,
-                read_bufsize=_READ_BUFFER,
+                read_bufsize=_READ_BUFFER_BYTES,
                 ssl=True if context is None else context,
                 timeout=aiohttp.ClientTimeout(
                     # The stall timer bounds both, but the connector's error says more.
                     # So the connector must be first; it would round to whole seconds.
                     total=None,
-                    sock_connect=_CONNECTING * self.stall_timeout,
+                    sock_connect=_CONNECT_PART * self.stall_timeout,
                     sock_read=None,
                     ceil_threshold=math.inf,
                 ),
@@ -383,11 +399,11 @@ class CheckpointClient:
             snapshot_id=request.snapshot_id,
         )
 
-    def _way(self, within: Scope | None) -> _Way:
-        """Return what leads to hosts that a peer in this scope named, or the caller."""
+    def _session_for(self, within: Scope | None) -> _CheckedSession:
+        """Return the session for hosts that the caller named, or a peer of a scope."""
         if self._closed:
             raise ClosedError("the client")
-        if within not in self._ways:
+        if within not in self._sessions:
             # No limit of connections: each transfer bounds its requests, and one that
             # waits in the pool would look like a peer that says nothing.
             reach = Reach(self.auth.peers, within=within)
@@ -398,11 +414,11 @@ class CheckpointClient:
                 response_class=_Response,
                 trust_env=False,
             )
-            self._ways[within] = _Way(reach, session, resolver)
-        way = self._ways[within]
-        if way.session.closed:
+            self._sessions[within] = _CheckedSession(reach, session, resolver)
+        checked = self._sessions[within]
+        if checked.session.closed:
             raise ClosedError("the ClientSession that the caller gave")
-        return way
+        return checked
 
     def _headers(self, request: Request) -> dict[str, str]:
         headers = {hdrs.ACCEPT_ENCODING: "identity", **request.headers}
@@ -443,9 +459,9 @@ def _address_in(name: object) -> str:
 
 async def _read_problem(response: ClientResponse) -> bytes:
     """Read the beginning of an error's body; a broken one counts as empty."""
-    body = b""
+    body, content = b"", response.content
     try:
-        while len(body) < _MAX_PROBLEM and (data := await response.content.readany()):
+        while len(body) < _MAX_PROBLEM_BYTES and (data := await content.readany()):
             body += data
     except (aiohttp.ClientError, OSError):
         return b""
@@ -461,7 +477,7 @@ class _StallTimer:
 
     Attributes:
         writer: Counts the bytes, once there is a body to read.
-        extra: Bytes that came without a writer.
+        extra: Bytes that have come without a writer.
     """
 
     def __init__(
@@ -523,75 +539,10 @@ class _StallTimer:
             self._failure = error
 
 
-def _unreachable(request: Request, error: Exception) -> AiockptError:
-    return PeerUnreachableError(request.origin.base_url, _reason(error))
-
-
-def _no_connection(request: Request, _: Exception) -> AiockptError:
-    why = (
-        "no answer to the connection attempt; perhaps the address or the interface is "
-        "wrong, or a firewall drops the packets"
-    )
-    return PeerUnreachableError(request.origin.base_url, why)
-
-
-def _not_trusted(request: Request, error: Exception) -> AiockptError:
-    return RemoteProtocolError(
-        f"{request.origin.base_url} shows a certificate that is not trusted here "
-        f"({_reason(error)}); pass an ssl_context that trusts it"
-    )
-
-
-def _no_tls(request: Request, error: Exception) -> AiockptError:
-    reason = getattr(getattr(error, "os_error", None), "reason", "")
-    if reason not in _NO_TLS:
-        return _unreachable(request, error)
-    why = "the port speaks no TLS there; if that is meant, the URL begins with http://"
-    return PeerUnreachableError(request.origin.base_url, why)
-
-
-def _no_answer(request: Request, _: Exception) -> AiockptError:
-    why = "it closed the connection instead of answering"
-    if request.origin.base_url.startswith("http:"):
-        why += "; if it speaks TLS, the URL must begin with https://"
-    return PeerUnreachableError(request.origin.base_url, why)
-
-
-def _not_http(request: Request, _: Exception) -> AiockptError:
-    return RemoteProtocolError(
-        f"{request.url} does not answer in HTTP; is that an aiockpt server?"
-    )
-
-
-def _misused(request: Request, error: Exception) -> AiockptError:
-    return LocalProtocolError(f"cannot ask {request.url}: {_reason(error)}")
-
-
-def _other(request: Request, error: Exception) -> AiockptError:
-    return TransportError(f"{request.url}: {_reason(error)}")
-
-
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return str(error.strerror)
     return str(error) or type(error).__name__
-
-
-_BEFORE_ANSWER: tuple[
-    tuple[type[Exception], Callable[[Request, Exception], AiockptError]], ...
-] = (
-    (aiohttp.ClientConnectorCertificateError, _not_trusted),
-    (aiohttp.ClientConnectorSSLError, _no_tls),
-    (aiohttp.ClientConnectorError, _unreachable),
-    (aiohttp.ServerTimeoutError, _no_connection),
-    (aiohttp.ClientConnectionError, _no_answer),
-    (aiohttp.ClientResponseError, _not_http),
-    (aiohttp.InvalidURL, _misused),
-    (aiohttp.ClientError, _other),
-    (HttpProcessingError, _not_http),
-    (OSError, _unreachable),
-    (ValueError, _misused),
-)
 
 
 def _before_answer(request: Request, error: BaseException) -> BaseException:
@@ -600,19 +551,62 @@ def _before_answer(request: Request, error: BaseException) -> BaseException:
     It has no traceback, and no cause but the system's error: others refer to the
     headers of the request, and so to the token.
     """
-    if isinstance(error, Exception) and not isinstance(error, AiockptError):
-        cause = _system_error(error)
-        if cause is not None and is_hosts(cause):
-            failure: AiockptError = _host_limit(request, cause)
-        else:
-            rows = (build for kind, build in _BEFORE_ANSWER if isinstance(error, kind))
-            build = next(rows, None)
-            if build is None:
-                return severed(error)
-            failure = build(request, error)
-        failure.__cause__ = cause and severed(cause)
-        return failure
-    return severed(error)
+    if isinstance(error, AiockptError) or not isinstance(error, Exception):
+        return severed(error)
+    cause = _system_error(error)
+    if cause is not None and is_hosts(cause):
+        failure: AiockptError | None = _host_limit(request, cause)
+    else:
+        failure = _translated(request, error)
+    if failure is None:
+        return severed(error)
+    failure.__cause__ = cause and severed(cause)
+    return failure
+
+
+def _translated(request: Request, error: Exception) -> AiockptError | None:
+    """Return the package's error for one before the answer; None if it is another's."""
+    url, peer, why = request.url, request.origin.base_url, _reason(error)
+    match error:
+        case aiohttp.ClientConnectorCertificateError():
+            return RemoteProtocolError(
+                f"{peer} shows a certificate that is not trusted here ({why}); pass an "
+                "ssl_context that trusts it"
+            )
+        case aiohttp.ClientConnectorError():
+            if getattr(error.os_error, "reason", "") in _NO_TLS:
+                why = (
+                    "the port speaks no TLS there; if that is meant, the URL begins "
+                    "with http://"
+                )
+        case aiohttp.ServerTimeoutError():
+            why = (
+                "no answer to the connection attempt; perhaps the address or the "
+                "interface is wrong, or a firewall drops the packets"
+            )
+        case aiohttp.ClientConnectionError():
+            why = "it closed the connection instead of answering"
+            if peer.startswith("http:"):
+                why += "; if it speaks TLS, the URL must begin with https://"
+        case aiohttp.ClientResponseError() | HttpProcessingError():
+            return _not_http(request)
+        case aiohttp.InvalidURL():
+            return LocalProtocolError(f"cannot ask {url}: {why}")
+        case aiohttp.ClientError():
+            return TransportError(f"{url}: {why}")
+        case OSError():
+            pass
+        case ValueError():
+            return LocalProtocolError(f"cannot ask {url}: {why}")
+        case _:
+            return None
+    return PeerUnreachableError(peer, why)
+
+
+def _not_http(request: Request) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"{request.url} does not answer in HTTP; is that an aiockpt server?"
+    )
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
@@ -628,40 +622,25 @@ def _host_limit(request: Request, error: BaseException) -> HostLimitError:
     return HostLimitError(str(refused_by_host(f"a request to {request.url}", error)))
 
 
-@contextmanager
-def _translating(answer: CheckedResponse) -> Iterator[None]:
-    """Raise the package's error for one of aiohttp, while a body is read."""
-    request = answer.request
-    try:
-        yield
-    except AiockptError:
-        raise  # some of ours are an OSError or a ValueError too
-    except Exception as error:
-        if is_callers(error):
-            raise
-        if is_hosts(error):
-            raise _host_limit(request, error) from error
-        match error:
-            case aiohttp.ClientPayloadError() | aiohttp.ClientConnectionError():
-                raise _interrupted(answer) from error
-            case aiohttp.ClientError():
-                raise _other(request, error) from error
-            case HttpProcessingError():
-                raise _not_http(request, error) from error
-            case OSError():
-                raise _interrupted(answer) from error
-        raise
-
-
-def _interrupted(answer: CheckedResponse) -> TransferInterruptedError:
-    place = Arrived(answer.request.chunk, 0, 0)
-    if answer.writer is not None:
-        place = answer.writer.place
-    chunk, received, expected = place
-    url = answer.request.url
-    return TransferInterruptedError(
-        url, received=received, expected=expected, chunk=chunk
-    )
+def _in_answer(
+    request: Request, writer: BodySink | None, error: Exception
+) -> AiockptError | None:
+    """Return the package's error for one in an answer; None if it is another's."""
+    if is_hosts(error):
+        return _host_limit(request, error)
+    match error:
+        case aiohttp.ClientPayloadError() | aiohttp.ClientConnectionError() | OSError():
+            chunk, received, expected = request.chunk, 0, 0
+            if writer is not None:
+                chunk, received, expected = writer.arrived
+            return TransferInterruptedError(
+                request.url, received=received, expected=expected, chunk=chunk
+            )
+        case aiohttp.ClientError():
+            return TransportError(f"{request.url}: {_reason(error)}")
+        case HttpProcessingError():
+            return _not_http(request)
+    return None
 
 
 # ----------------------------------------------------- informational answers (1xx)
@@ -707,51 +686,40 @@ class _Gate(asyncio.Protocol):
         self._dropped = self._looked = 0
 
     def data_received(self, data: bytes) -> None:
-        if self._fault is not None:
-            return
+        """Drop the informational answers in front; let aiohttp have the final one."""
         self._data += data
-        while self._drop():
-            pass
+        come = self._data
+        while self._fault is None:
+            if not self._looked:
+                blank = _BLANK_LINES.match(come)
+                self._drop(blank.end() if blank else 0)
+                if _INFORMATIONAL.match(come) is None:
+                    if len(come) >= _STATUS_BYTES or not _is_start(come):
+                        self._transport.set_protocol(self._protocol)
+                        self._protocol.data_received(bytes(come))
+                    return
+            found = _HEADERS_END.search(come, max(self._looked - 2, 0))
+            if found is None:
+                self._looked = len(come)
+                if self._dropped + len(come) > _MAX_INFORMATIONAL_BYTES:
+                    self._refuse()
+                return
+            self._looked = 0
+            self._drop(found.end())
 
-    def _drop(self) -> bool:
-        """Drop an informational answer from the front; say whether to go on."""
-        data = self._data
-        if not self._looked:
-            blank = _BLANK.match(data)
-            if blank is not None and not self._count(blank.end()):
-                return False
-            if len(data) < _DECIDED and _is_start(data):
-                return False
-            if _INFORMATIONAL.match(data) is None:
-                self._open()
-                return False
-        found = _END.search(data, max(self._looked - 2, 0))
-        if found is None:
-            self._looked = len(data)
-            if self._dropped + len(data) > _MAX_INFORMATIONAL:
-                self._refuse()
-            return False
-        self._looked = 0
-        return self._count(found.end()) and bool(data)
-
-    def _count(self, nbytes: int) -> bool:
+    def _drop(self, nbytes: int) -> None:
         """Drop so many bytes from the front; refuse the peer if these are too many."""
         self._dropped += nbytes
-        if self._dropped > _MAX_INFORMATIONAL:
+        if self._dropped > _MAX_INFORMATIONAL_BYTES:
             self._refuse()
-            return False
-        del self._data[:nbytes]
-        return True
-
-    def _open(self) -> None:
-        self._transport.set_protocol(self._protocol)
-        self._protocol.data_received(bytes(self._data))
+        else:
+            del self._data[:nbytes]
 
     def _refuse(self) -> None:
         self._fault = RemoteProtocolError(
-            f"{self._peer} sent more than {_MAX_INFORMATIONAL} bytes of informational "
-            "answers (HTTP 1xx) or empty lines, and no other answer; is that an "
-            "aiockpt server?"
+            f"{self._peer} sent more than {_MAX_INFORMATIONAL_BYTES} bytes of "
+            "informational answers (HTTP 1xx) or empty lines, and no other answer; is "
+            "that an aiockpt server?"
         )
         self._data.clear()
         self._transport.abort()
@@ -770,8 +738,8 @@ class _Gate(asyncio.Protocol):
 
 
 def _is_start(data: bytearray) -> bool:
-    """Whether an informational answer may begin so."""
+    """Return whether an informational answer may begin with these bytes."""
     return all(
         byte == known or (known in b"0123456789" and byte in b"0123456789")
-        for byte, known in zip(data, _START, strict=False)
+        for byte, known in zip(data, _INFORMATIONAL_START, strict=False)
     )

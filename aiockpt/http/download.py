@@ -5,7 +5,7 @@ stopped because others can bring its run sooner. `Download` does what it says, a
 it what happened. A peer that is wrong or gone is dropped; the download succeeds as long
 as one is left.
 
-Peers may be added meanwhile: `Others` is where a swarm takes part in a download.
+Peers may be added meanwhile: a `ReceiveExtension` is how a swarm takes part.
 
 The path of a run: `Download.run` -> `_act` (do what `Planner.next` says) -> `_fetch`
 (retry) -> `RangeFetcher.fetch` (one range, straight into the destination).
@@ -27,7 +27,6 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.client import CheckedResponse
-from aiockpt.http.manifests import fetch_manifest
 from aiockpt.http.peers import Peer, Peers, verdict
 from aiockpt.http.planner import Assignment, Dismiss, Planner, Rest, Stop
 from aiockpt.http.problems import PeerBusy
@@ -38,17 +37,28 @@ from aiockpt.runtime.tasks import Notifier, task_group
 from aiockpt.transfer.source import ChunkDestination, OnProgress
 
 
-class Others:
-    """Others that receive the same checkpoint, for one download: here, nobody.
+class ReceiveExtension:
+    """What takes part in a receive besides its peers: here, nothing.
 
-    A swarm replaces this. It adds members to the download, and is told what happens.
+    A swarm replaces this: it serves what is received, and adds members to a download.
     """
+
+    @property
+    def can_linger(self) -> bool:
+        """Whether `linger` may be called: the caller of the receive gets the memory."""
+        return False
+
+    def receives(self, manifest: Manifest, headers: Mapping[str, str]) -> None:
+        """Learn what is received; ``headers`` authenticate the manifest."""
+
+    def fill(self, destination: ChunkDestination) -> None:
+        """Learn where the chunks go that are verified from now on."""
 
     def begin(self, download: Download) -> None:
         """Take part in a download, which begins now."""
 
     async def gather(self) -> None:
-        """Add members, until this is cancelled: then everything has come."""
+        """Add members to the download until this is cancelled, at its end."""
 
     def hear(self, peer: Peer, answer: CheckedResponse) -> None:
         """Learn from the head of an answer to a request for chunks."""
@@ -62,52 +72,33 @@ class Others:
     def explain(self, error: AiockptError) -> None:
         """Add to the error of a download that fails what nobody has."""
 
-
-class ReceiveExtension:
-    """What takes part in a receive besides its peers: here, nothing.
-
-    A swarm replaces this: it serves what is received, and adds others that have it.
-    """
-
-    @property
-    def can_linger(self) -> bool:
-        """Whether `linger` may be called: the caller of the receive gets the memory."""
-        return False
-
-    def receives(self, manifest: Manifest, headers: Mapping[str, str]) -> None:
-        """Learn what is received; ``headers`` authenticate the manifest."""
-
-    def others(self, destination: ChunkDestination) -> Others:
-        """Return what takes part in a download into the destination."""
-        del destination
-        return Others()
-
     async def linger(self) -> None:
         """Go on for a while without the receive. If cancelled, end at once."""
 
-    async def leave(self, patience: float) -> None:
-        """End, and wait for so many seconds until the source knows it. Idempotent."""
+    async def leave(self, goodbye_s: float = 0.0) -> None:
+        """End: once this returns, nothing reads the memory. Idempotent.
 
-    async def aclose(self) -> None:
-        """End; once this returns, nothing reads the memory. Idempotent."""
+        It waits for at most ``goodbye_s`` seconds until the source knows it.
+        """
 
 
 class Download:
     """One download of chunks; each chunk is verified as it arrives.
 
     Args:
-        peers: Of those that are left, one that has not joined is asked for its manifest
+        peers: The peers to ask. A peer that has not joined is asked for its manifest
             first.
-        outline: Of the checkpoint.
-        destination: Where the bytes go. Its memory is prepared a little ahead of them.
-        chunks: Their numbers.
+        outline: The outline of the checkpoint.
+        destination: Where the bytes go. Its memory is prepared a little ahead.
+        chunks: The numbers of the chunks.
         on_progress: Gets newly arrived bytes and newly verified chunks.
-        others: Take part in the download.
+        extension: Takes part in the download.
 
     Attributes:
-        planner: Decides what is done.
-        sources: The peers with which it begins.
-        outline: Of the checkpoint.
+        planner: Decides what to do.
+        sources: The peers at the beginning of the download.
+        outline: The outline of the checkpoint.
+        news: Is notified when the planner has to decide anew.
 
     Raises:
         LocalProtocolError: the checkpoint has no such chunk.
@@ -120,27 +111,26 @@ class Download:
         destination: ChunkDestination,
         chunks: Iterable[int],
         on_progress: OnProgress,
-        others: Others | None = None,
+        extension: ReceiveExtension | None = None,
     ) -> None:
         if len(peers.all) == 1:  # nobody gives up the only one
             peers.all[0].error = None
         self._peers, self.sources, self.outline = peers, peers.left(), outline
         self.client = peers.client
-        self._complete: Callable[[int], None] = destination.complete
         self._on_progress = of_caller(on_progress)
         self._ranges = RangeFetcher(
             self.client, outline, destination, self._on_progress
         )
-        self._news = Notifier()
+        self.news = Notifier()
         self._scopes: dict[Assignment, anyio.CancelScope] = {}
-        self._asides = set[anyio.CancelScope]()
+        self._side_scopes = set[anyio.CancelScope]()
         most = self.client.options.connections
         self.planner = Planner(outline, chunks, connections=most, now=_now())
         self.planner.has_deltas = self._ranges.can_patch
         for peer in self.sources:
             self.add(peer)
-        self._others = others or Others()
-        self._others.begin(self)
+        self._extension = extension or ReceiveExtension()
+        self._extension.begin(self)
 
     async def run(self) -> None:
         """Download the chunks; once only.
@@ -167,18 +157,18 @@ class Download:
                 for peer in self.sources:
                     if not peer.joined:
                         tasks.start_soon(self._until_done, partial(self._join, peer))
-                tasks.start_soon(self._until_done, self._others.gather)
+                tasks.start_soon(self._until_done, self._extension.gather)
                 while not self.planner.is_done():
-                    await self._news.wait(self._act(tasks))
-                for scope in self._asides:
+                    await self.news.wait(self._act(tasks))
+                for scope in self._side_scopes:
                     scope.cancel()
         finally:
             for run in self.planner.unfinished:  # the beginnings of chunks do not count
-                self._forget(run.assign(None, _ignore))
+                self._forget(run.assign(None))
             # Tracebacks of requests that were cancelled keep this object, which must
             # not keep the memory.
             self._ranges.close()
-            self._complete, self._others = _ignore, Others()
+            self._extension = ReceiveExtension()
         assert not self.planner.unfinished, "a chunk was left out"
         self._tell_who_gave(_now() - began)
 
@@ -186,9 +176,9 @@ class Download:
 
     def add(self, peer: Peer, reconnect_timeout: float | None = None) -> None:
         """Ask a peer for chunks, too, once it has joined."""
-        peer.given, patience = 0, self.client.patience(reconnect_timeout)
-        patience.connected = True
-        self.planner.add(peer, patience)
+        peer.given, liveness = 0, self.client.liveness(reconnect_timeout)
+        liveness.connected = True
+        self.planner.add(peer, liveness)
 
     def drop(self, peer: Peer, error: AiockptError) -> None:
         """Ask a peer no more.
@@ -204,16 +194,12 @@ class Download:
             peer.error = error  # it gets no event, because the error is raised
             raise self._failure(error)
         peer.drop(error, self.outline.step)
-        self._others.drop(peer, error)
+        self._extension.drop(peer, error)
         if is_last:
             raise self._failure(verdict(self.sources))
         for each in stopped:
             self._scopes[each].cancel()
-        self._news.notify()
-
-    def notify(self) -> None:
-        """Decide anew: a peer has joined, or has more chunks."""
-        self._news.notify()
+        self.news.notify()
 
     # ------------------------------------------------------------------- the loop
 
@@ -247,36 +233,29 @@ class Download:
         # The traceback of a cancel is in a cycle with its task: if it passed a request
         # for chunks, the memory of the download would stay until the collector runs.
         with anyio.CancelScope() as scope:
-            self._asides.add(scope)
+            self._side_scopes.add(scope)
             try:
                 await job()
             finally:
-                self._asides.discard(scope)
+                self._side_scopes.discard(scope)
 
     async def _join(self, peer: Peer) -> None:
         """Ask whether a peer holds the checkpoint."""
         try:
-            found = await fetch_manifest(
-                self.client,
-                peer.origin,
-                self.outline.step,
-                deadline=self._peers.deadline,
-                on_retry=self._peers.on_retry,
-                on_answer=self._peers.hearing(peer, self.outline.step),
-            )
+            found = await self._peers.ask_manifest(peer, self.outline.step)
             peer.require(self.outline, found.manifest.outline)
             peer.delta_base = found.delta_base
         except AiockptError as error:
             if Advice.OURS in advice(error):
                 raise
             self.drop(peer, error)
-        self._news.notify()
+        self.news.notify()
 
     async def _fetch(self, mine: Assignment) -> None:
-        """Fetch what is left of a run; what does not come is wanted again."""
+        """Fetch the rest of a run; the planner wants again what does not come."""
         peer, run, was_refused = mine.peer, mine.run, False
         retries = self.client.retries(
-            peer.origin, self.outline.step, mine.patience, self._peers.on_retry
+            peer.origin, self.outline.step, self._peers.on_retry, mine.liveness
         )
         began = mine.began
         try:
@@ -304,16 +283,17 @@ class Download:
             del self._scopes[mine]
             self.planner.has_deltas = self._ranges.can_patch
             self._forget(self.planner.ended(mine, _now(), was_refused=was_refused))
-        self._news.notify()
+        self.news.notify()
 
     def _delay_after(
         self, error: AiockptError, failed: Assignment, retries: Retries, started: float
     ) -> float | None:
         """Return the seconds until the next attempt at a run; None to give it back."""
-        if _is_refusal(error, failed.peer) or not self.planner.broke(failed, _now()):
+        now = _now()
+        if _is_refusal(error, failed.peer) or not self.planner.broke(failed, now):
             return None
-        delay = retries.decide(error, started=started)
-        failed.due = retries.due
+        delay = retries.delay_after(error, started=started, now=now)
+        failed.due = now + (delay or 0.0)
         return delay
 
     def _want_bad_again(self, run: ChunkRun, peer: Peer) -> None:
@@ -327,24 +307,23 @@ class Download:
     def _hear(self, mine: Assignment, answer: CheckedResponse) -> None:
         """Learn that a peer answers."""
         mine.is_answered = True
-        self._others.hear(mine.peer, answer)
+        self._extension.hear(mine.peer, answer)
 
     def _verified(self, peer: Peer, chunk: int) -> None:
-        start, stop = self.outline.grid.range(chunk)
-        peer.given += stop - start
+        peer.given += self.outline.grid.size(chunk)
         self.planner.verified(_now())
         self._on_progress(0, 1)
-        self._complete(chunk)
-        self._others.verified(chunk)
+        self._ranges.destination.complete(chunk)
+        self._extension.verified(chunk)
 
     def _forget(self, nbytes: int) -> None:
-        """Take back from the progress what has to come once more."""
+        """Subtract bytes from the progress that have to come once more."""
         if nbytes:
             self._on_progress(-nbytes, 0)
 
     def _failure(self, error: AiockptError) -> AiockptError:
         """Return the error of the last source, with what others know of it."""
-        self._others.explain(error)
+        self._extension.explain(error)
         return error
 
     # --------------------------------------------------------------------- events
@@ -382,10 +361,6 @@ class Download:
 def _is_refusal(error: AiockptError, peer: Peer) -> bool:
     """Return whether a member cannot be asked now: it is busy, or this host is."""
     return bool(peer.member) and isinstance(error, PeerBusy | HostLimitError)
-
-
-def _ignore(_: int) -> None:
-    pass
 
 
 def _now() -> float:

@@ -510,7 +510,7 @@ class CheckpointService:
             async with admitted, reading:
                 transport_of(request)  # the client may have left while it waited
                 sockets.limit_unsent(transport, limits.unsent)  # or lift earlier limits
-                sockets.pace(transport, limits.rate)
+                sockets.limit_rate(transport, limits.rate)
                 if is_small:
                     data = b"".join(views(0, nbytes))
                     self._traffic.bytes_sent += nbytes

@@ -33,26 +33,11 @@ from aiockpt.format.entries import INT64_MAX
 from aiockpt.format.header import LENGTH_BYTES, decode_header
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest
+from aiockpt.http import protocol as http
 from aiockpt.http.body_reader import BodySink
 from aiockpt.http.client import CheckedResponse, CheckpointClient, Line, Request
-from aiockpt.http.protocol import (
-    DELTA_BASE_HEADER,
-    INCARNATION_HEADER,
-    OFFER_HEADER,
-    PROBE_HEADER,
-    STEP_HEADER,
-    SWARM_HEADER,
-    Origin,
-    Resource,
-    ResourceKind,
-    check_incarnation,
-    format_latest,
-    format_prefer_wait,
-    format_resource,
-    parse_etag,
-    parse_invitation,
-)
-from aiockpt.http.retry import OnRetry, Patience, Pause, Retries, backoff, poll
+from aiockpt.http.protocol import Origin
+from aiockpt.http.retry import OnRetry, Pause, Retries, backoff, poll
 from aiockpt.http.tokens import MAC_HEADER, check_manifest_mac
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.runtime.secrets import Token
@@ -61,18 +46,18 @@ from aiockpt.runtime.system import collector_paused
 V = TypeVar("V")
 
 OnAnswer: TypeAlias = Callable[[Mapping[str, str]], None]
-"""Gets the headers of the answer with a manifest, before the manifest has come."""
+"""A function that gets the headers of an answer before its manifest has come."""
 
-PATIENCE = 0.5
+CURRENT_STEP_WAIT_S = 0.5
 """Seconds for which a receive of what is served now waits for that step.
 
 The step was served a moment ago. A sender that has it no more has started again,
 perhaps from a lower step, or serves another one soon.
 """
 
-_REPLY = 0.5  # seconds that the answer to a request may take once it is decided
-_POLL = 30.0  # seconds for which a peer is asked to wait for news
-_SMALL = 1 << 20
+_ANSWER_S = 0.5  # seconds that the answer to a request may take once it is decided
+_NEWS_WAIT_S = 30.0  # seconds for which a peer is asked to wait for a newer step
+_SMALL_HEADER_BYTES = 1 << 20
 
 
 class ManifestAnswer(NamedTuple):
@@ -82,16 +67,16 @@ class ManifestAnswer(NamedTuple):
         offer: Where the sender lends the memory of the checkpoint; None if nowhere.
         delta_base: The snapshot that the sender keeps as the base of deltas, or None.
         invitation: The token for the members of the sender's swarm, if there are some.
-        mac: The header that authenticates the manifest, if any.
         line: The connection that brought it, if known.
+        headers: What authenticates the manifest, if anything.
     """
 
     manifest: Manifest
     offer: str | None
-    delta_base: str | None = None
-    invitation: Token | None = None
-    mac: str | None = None
-    line: Line | None = None
+    delta_base: str | None
+    invitation: Token | None
+    line: Line | None
+    headers: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +104,7 @@ async def fetch_manifest(
 ) -> ManifestAnswer:
     """Return the manifest of ``step``, waiting until the peer publishes it.
 
-    It waits for ``origin.patience``, or until it is cancelled. If cancelled, nothing is
-    left behind.
+    It waits for ``origin.step_wait`` seconds. If cancelled, nothing is left behind.
 
     Args:
         deadline: In loop time; the peer is told how long the receiver can wait.
@@ -135,14 +119,14 @@ async def fetch_manifest(
         AuthenticationError, RemoteProtocolError, LimitExceededError,
             IntegrityError, ForgedManifestError: what the peer answered.
     """
-    until = _now() + origin.patience
+    until = _now() + origin.step_wait
     last = min(deadline, until)
 
     async def ask() -> ManifestAnswer | None:
-        patience = client.patience()
-        retries = client.retries(origin, step, patience, on_retry)
+        retries = client.retries(origin, step, on_retry)
+        heard = retries.liveness.heard
         attempt = partial(
-            _ask_manifest, client, origin, step, last, patience, probe, on_answer
+            _ask_manifest, client, origin, step, last, heard, probe, on_answer
         )
         try:
             return await retries.run(attempt)
@@ -161,7 +145,7 @@ async def _ask_manifest(
     origin: Origin,
     step: int,
     deadline: float,
-    patience: Patience,
+    heard: Callable[[float], None],
     probe: str | None,
     on_answer: OnAnswer | None,
 ) -> ManifestAnswer:
@@ -169,41 +153,33 @@ async def _ask_manifest(
     # unnoticed for the wait and the stall timeout.
     left = max(deadline - _now(), 0.0)
     # The answer should be here before the deadline: it says what is served instead.
-    wait = min(left - min(left / 4, _REPLY), client.stall_timeout)
+    wait = min(left - min(left / 4, _ANSWER_S), client.stall_timeout)
     request = Request(
         origin=origin,
-        path=format_resource(Resource(ResourceKind.METADATA, step)),
-        headers={"Prefer": format_prefer_wait(wait)}
-        | ({} if probe is None else {PROBE_HEADER: probe}),
+        path=http.format_resource(http.Resource(http.ResourceKind.METADATA, step)),
+        headers={"Prefer": http.format_prefer_wait(wait)}
+        | ({} if probe is None else {http.PROBE_HEADER: probe}),
         step=step,
         wait=wait,
     )
-    limits = client.options.limits
-
-    def heard(_: int) -> None:
-        patience.heard(_now())
-
-    async with client.request(request, heard) as answer:
+    async with client.request(request, lambda _: heard(_now())) as answer:
         if (given := _step_of(answer)) != step:
             raise RemoteProtocolError(f"{request.url} sends step {given}")
         if on_answer is not None:
             on_answer(answer.headers)
-        size = answer.length()
-        enforce(
-            "the size of the header",
-            size,
-            limits.max_header_bytes + LENGTH_BYTES,
-            "max_header_bytes",
-        )
-        header = room_for(size)
+        size, limits = answer.length(), client.options.limits
+        most = limits.max_header_bytes + LENGTH_BYTES
+        enforce("the size of the header", size, most, "max_header_bytes")
+        header = memory_for(size)
         view = memoryview(header)
         await answer.read_into(BodySink(lambda a, b: [view[a:b]], 0, size))
+
+    mac = answer.headers.get(MAC_HEADER)
 
     def decode() -> Manifest:
         """Check who has written the header before anything is made of it."""
         auth = client.auth  # no frame has its key as a variable
         if auth.key is not None:
-            mac = answer.headers.get(MAC_HEADER)
             check_manifest_mac(auth.key, memoryview(header), mac, url=request.url)
         with collector_paused():
             found = decode_header(header, limits=limits, ours=True)
@@ -214,21 +190,19 @@ async def _ask_manifest(
         manifest = await client.bridge.run(decode)
     if manifest.step != step:
         raise RemoteProtocolError(f"{request.url} describes step {manifest.step}")
-    base = parse_etag(answer.headers.get(DELTA_BASE_HEADER))
-    invitation = parse_invitation(answer.headers.get(SWARM_HEADER))
     return ManifestAnswer(
         manifest,
-        answer.headers.get(OFFER_HEADER),
-        base,
-        invitation,
-        answer.headers.get(MAC_HEADER),
-        answer.line,
+        offer=answer.headers.get(http.OFFER_HEADER),
+        delta_base=http.parse_etag(answer.headers.get(http.DELTA_BASE_HEADER)),
+        invitation=http.parse_invitation(answer.headers.get(http.SWARM_HEADER)),
+        line=answer.line,
+        headers={} if mac is None else {MAC_HEADER: mac},
     )
 
 
-def room_for(size: int) -> bytearray | mmap.mmap:
-    """Return memory that costs nothing before it is filled: a peer only says a size."""
-    return bytearray(size) if size <= _SMALL else mmap.mmap(-1, size)
+def memory_for(size: int) -> bytearray | mmap.mmap:
+    """Return memory that costs nothing until bytes come: a peer may claim any size."""
+    return bytearray(size) if size <= _SMALL_HEADER_BYTES else mmap.mmap(-1, size)
 
 
 async def fetch_latest(
@@ -243,7 +217,7 @@ async def fetch_latest(
     Raises:
         StepNotFoundError: nothing is published.
     """
-    retries = client.retries(origin, None, client.patience(), on_retry)
+    retries = client.retries(origin, None, on_retry)
     found = await retries.run(partial(_ask_latest, client, origin, wait=wait))
     assert found is not None, "only a request for a newer step may come back empty"
     return found
@@ -258,23 +232,28 @@ async def _ask_latest(
     wait: float = 0.0,
 ) -> LatestInfo | None:
     """Return what a peer serves, if that is newer than ``after``; else None."""
-    headers = {"Prefer": format_prefer_wait(wait)} if wait else {}
+    headers = {"Prefer": http.format_prefer_wait(wait)} if wait else {}
     if known is not None:
-        headers[INCARNATION_HEADER] = known
+        headers[http.INCARNATION_HEADER] = known
     request = Request(
         origin=origin,
-        path=format_latest(after),
+        path=http.format_latest(after),
         headers=headers,
         wait=wait,
         may_be_empty=after is not None,
     )
     async with client.request(request) as answer:
         if answer.status == HTTPStatus.NO_CONTENT:
-            _check_senders(answer)
+            its_headers = http.INCARNATION_HEADER, http.STEP_HEADER
+            if not any(name in answer.headers for name in its_headers):
+                raise RemoteProtocolError(
+                    f"{request.url} answered HTTP {answer.status} without a header of "
+                    "a sender; is that an aiockpt server?"
+                )
             return None
         step = _step_of(answer)
-        snapshot_id = parse_etag(answer.headers.get(hdrs.ETAG))
-        incarnation = check_incarnation(answer.headers.get(INCARNATION_HEADER))
+        snapshot_id = http.parse_etag(answer.headers.get(hdrs.ETAG))
+        incarnation = _incarnation_of(answer)
     if snapshot_id is None:
         raise RemoteProtocolError(f"{request.url} does not name its snapshot")
     # A server that does not know ``after`` answers with what it has.
@@ -283,13 +262,8 @@ async def _ask_latest(
     return None
 
 
-def _check_senders(answer: CheckedResponse) -> None:
-    """Raise unless a sender gave an answer that has nothing else to check."""
-    if INCARNATION_HEADER not in answer.headers and STEP_HEADER not in answer.headers:
-        raise RemoteProtocolError(
-            f"{answer.request.url} answered HTTP {answer.status} without a header of a "
-            "sender; is that an aiockpt server?"
-        )
+def _incarnation_of(answer: CheckedResponse) -> str | None:
+    return http.check_incarnation(answer.headers.get(http.INCARNATION_HEADER))
 
 
 def _has_restarted(known: str | None, incarnation: str | None) -> bool:
@@ -297,7 +271,7 @@ def _has_restarted(known: str | None, incarnation: str | None) -> bool:
 
 
 def _step_of(answer: CheckedResponse) -> int:
-    text = answer.headers.get(STEP_HEADER, "")
+    text = answer.headers.get(http.STEP_HEADER, "")
     known = re.fullmatch(r"0|[1-9][0-9]{0,18}", text)
     if known is None or int(text) > INT64_MAX:
         url = answer.request.url
@@ -335,17 +309,17 @@ async def chase(
         failures += 1
 
 
-class Steps:
-    """Gives the newest step of a peer, whenever there is one after the last given.
+class Follower:
+    """Gives the newest step of a sender whenever there is one after the last given.
 
     Between two steps nothing is held or under way, so it may be dropped at any time.
 
     Args:
-        client: Asks the peer.
-        origin: Which peer.
+        client: Asks the sender.
+        origin: Which sender.
         lifetime: Ends the waiting.
         after: The last step that is known.
-        reconnect_timeout: Seconds for which a silent peer is asked again.
+        reconnect_timeout: Seconds for which a silent sender is asked again.
     """
 
     def __init__(
@@ -383,33 +357,47 @@ class Steps:
                 # Only a follower who knows who served the last step notices a restart.
                 self._incarnation = await self._ask_incarnation()
             self._acquainted = True
-            before = self._after
 
             async def ask() -> LatestInfo | None:
-                nonlocal before
-                before = self._after
+                self._before = self._after
                 found = await self._ask_newer()
                 if found is None:
                     return None
                 if _has_restarted(self._incarnation, found.incarnation):
                     _tell_of_restart(self._origin, self._after, found.step)
-                    before = None
+                    self._before = None
                 self._incarnation = found.incarnation
                 # One address may be that of several senders, who answer in turn.
                 return None if found.step == self._after else found
 
             found = await poll(ask, pause=self._client.pause)
-        self._after, self._before = found.step, before
+        self._after = found.step
         return found.step
 
-    def again(self) -> None:
-        """Have the last step given again if it still is the newest: it was not used."""
-        self._after = self._before
+    async def receive(self, receive: Callable[[int], Awaitable[V]]) -> tuple[int, V]:
+        """Wait for the next step, and receive it; return it and what came of it.
+
+        After an error that a later attempt may survive, ``receive`` gets the step that
+        is the newest then, which may be the same one. If cancelled, so is what is under
+        way.
+        """
+
+        async def attempt(step: int) -> V:
+            try:
+                return await receive(step)
+            except AiockptError as error:
+                if Advice.ONWARD in advice(error):
+                    self._after = self._before  # so that the step is given again
+                raise
+
+        return await chase(
+            self.__anext__, attempt, pause=self._client.pause, survives=Advice.ONWARD
+        )
 
     async def _ask_newer(self) -> LatestInfo | None:
         """Return what is served if it is newer than the last step, or of a new start.
 
-        A peer that is silent, or busy, is asked again, ever more slowly.
+        A sender that is silent, or busy, is asked again, ever more slowly.
         """
         attempt = partial(
             _ask_latest,
@@ -417,32 +405,32 @@ class Steps:
             self._origin,
             self._after,
             known=self._incarnation,
-            wait=_POLL,
+            wait=_NEWS_WAIT_S,
         )
         with suppress(StepNotFoundError):
             return await self._retries().run(attempt)
         return None
 
     async def _ask_incarnation(self) -> str | None:
-        """Return the id of the peer's current start; None from a peer that has none."""
+        """Return the id of the sender's current start; None if it has none."""
         request = Request(
             origin=self._origin,
-            path=format_latest(INT64_MAX),  # nothing is newer: nothing is waited for
-            headers={"Prefer": format_prefer_wait(0)},
+            path=http.format_latest(INT64_MAX),  # nothing is newer, or waited for
+            headers={"Prefer": http.format_prefer_wait(0)},
             may_be_empty=True,
         )
 
         async def ask() -> str | None:
             async with self._client.request(request) as answer:
-                return check_incarnation(answer.headers.get(INCARNATION_HEADER))
+                return _incarnation_of(answer)
 
-        with suppress(StepNotFoundError):  # of an older peer that serves nothing
+        with suppress(StepNotFoundError):  # of an older sender that serves nothing
             return await self._retries().run(ask)
         return None
 
     def _retries(self) -> Retries:
-        patience = self._client.patience(self._reconnect_timeout)
-        return self._client.retries(self._origin, None, patience)
+        liveness = self._client.liveness(self._reconnect_timeout)
+        return self._client.retries(self._origin, None, liveness=liveness)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

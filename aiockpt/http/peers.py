@@ -31,27 +31,16 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Outline
+from aiockpt.http import protocol as http
 from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.client import CheckpointClient, Line, Request
 from aiockpt.http.manifests import (
     LatestInfo,
     ManifestAnswer,
-    OnAnswer,
     fetch_latest,
     fetch_manifest,
 )
-from aiockpt.http.protocol import (
-    BUSY_HEADER,
-    LEASE_HEADER,
-    Origin,
-    Resource,
-    ResourceKind,
-    format_prefer_wait,
-    format_resource,
-    parse_busy,
-    parse_metadata,
-    parse_silence,
-)
+from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import OnRetry, poll
 from aiockpt.runtime.secrets import Token, discreet
 from aiockpt.runtime.tasks import Notifier, run_all
@@ -61,10 +50,10 @@ V = TypeVar("V")
 ALL = -1
 """The bitmap of a peer that holds every chunk."""
 
-_WAIT = 30.0  # seconds for which a sender is asked to wait for its first step
-_OTHERS = 0.5  # seconds in which a peer may name a newer step than the first one
-_OFTEN = 0.05  # seconds between two renewals, at least
-_FAREWELL = 1.0  # seconds in which a peer takes note that a receive has ended
+_FIRST_STEP_WAIT_S = 30.0  # for which a sender is asked to wait
+_NEWER_ANSWER_WAIT_S = 0.5  # for a peer that may name a newer step than the first one
+_MIN_RENEWAL_S = 0.05  # between two renewals of a lease
+_END_LEASE_S = 1.0  # in which a peer takes note that a receive has ended
 
 
 class OtherSnapshotError(CheckpointChangedError):
@@ -117,7 +106,7 @@ class Peer:
     busy: str = ""
 
     def has(self, run: ChunkRun) -> bool:
-        """Say whether it holds the first chunk of a run."""
+        """Return whether it holds the first chunk of a run."""
         return run.chunk is None or bool(self.have >> run.chunk & 1)
 
     def require(self, expected: Outline, actual: Outline) -> None:
@@ -167,18 +156,18 @@ def verdict(peers: Sequence[Peer]) -> AiockptError:
 
 @dataclass(eq=False)
 class Peers:
-    """Whoever is asked in a receive, from the manifest to the last chunk.
+    """The peers of one receive, from the manifest to the last chunk.
 
-    Errors are the only peer's own. Of several peers, the error that tells most is
-    raised once nobody is left, with the others as its notes.
+    A single peer's error is raised as it is. Of several peers, the most specific error
+    is raised once no peer is left, with the others as its notes.
 
     Attributes:
-        client: What asks them.
-        all: In the caller's order.
+        client: The client that sends the requests.
+        all: The peers, in the caller's order.
         on_retry: Called with each error that is followed by another attempt.
-        deadline: In loop time; the peers are told how long the receiver can wait, and
-            those that answer late may join in until then.
-        waits: Whether a step that is not there yet is waited for.
+        deadline: When the receive ends, in loop time. The peers are told how long the
+            receiver can wait, and those that answer late may join in until then.
+        waits: Whether the receive waits for a step that is not there yet.
     """
 
     client: CheckpointClient
@@ -231,7 +220,7 @@ class Peers:
             )
 
         peers = [Peer(peer.origin) for peer in self.all]
-        answers = await _answers(peers, ask, others=_OTHERS)
+        answers = await _answers(peers, ask, others=_NEWER_ANSWER_WAIT_S)
         return max(answers.values(), key=lambda info: info.step)
 
     async def newest(self) -> int:
@@ -239,7 +228,7 @@ class Peers:
 
         async def ask() -> LatestInfo | None:
             with suppress(StepNotFoundError):
-                return await self.latest(wait=_WAIT)
+                return await self.latest(wait=_FIRST_STEP_WAIT_S)
             return None
 
         return (await poll(ask, pause=self.client.pause)).step
@@ -256,19 +245,7 @@ class Peers:
             peer.error, peer.joined, peer.given = None, False, 0
         if len(self.all) > 1:
             probe = None
-
-        async def ask(peer: Peer) -> ManifestAnswer:
-            origin = peer.origin
-            return await fetch_manifest(
-                self.client,
-                origin if self.waits else replace(origin, patience=0.0),
-                step,
-                deadline=self.deadline,
-                on_retry=self.on_retry,
-                probe=probe,
-                on_answer=self.hearing(peer, step),
-            )
-
+        ask = partial(self.ask_manifest, step=step, probe=probe)
         answers = await _answers(self.all, ask, step=step)
         first = next(iter(answers.values()))
         for peer, other in answers.items():
@@ -279,6 +256,21 @@ class Peers:
             except OtherSnapshotError as error:
                 peer.drop(error, step)
         return first
+
+    async def ask_manifest(
+        self, peer: Peer, step: int, *, probe: str | None = None
+    ) -> ManifestAnswer:
+        """Return the manifest that one peer has; begin to renew the lease there."""
+        origin = peer.origin
+        return await fetch_manifest(
+            self.client,
+            origin if self.waits else replace(origin, step_wait=0.0),
+            step,
+            deadline=self.deadline,
+            on_retry=self.on_retry,
+            probe=probe,
+            on_answer=partial(self._hear, peer, step),
+        )
 
     async def end_lease(self, step: int) -> None:
         """Tell all that have the checkpoint that the receive has ended.
@@ -294,25 +286,21 @@ class Peers:
             request = Request(
                 origin=origin,
                 method="HEAD",
-                path=format_resource(Resource(ResourceKind.METADATA, step)),
-                headers={LEASE_HEADER: origin.lease.end},
+                path=_metadata_of(step),
+                headers={http.LEASE_HEADER: origin.lease.end},
                 status=HTTPStatus.NO_CONTENT,
             )
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(_FAREWELL, left / 4)):
+                async with asyncio.timeout(min(_END_LEASE_S, left / 4)):
                     await self._tell(request)
 
         await run_all([partial(tell, peer.origin) for peer in self._leased()])
 
-    def hearing(self, peer: Peer, step: int) -> OnAnswer:
-        """Return what learns from a peer's answer, and begins to renew its lease."""
-
-        def hear(headers: Mapping[str, str]) -> None:
-            peer.silence = parse_silence(headers.get(LEASE_HEADER))
-            peer.busy = parse_busy(headers.get(BUSY_HEADER))
-            self._keep(peer, step)
-
-        return hear
+    def _hear(self, peer: Peer, step: int, headers: Mapping[str, str]) -> None:
+        """Learn from the head of a peer's answer, and begin to renew its lease."""
+        peer.silence = http.parse_silence(headers.get(http.LEASE_HEADER))
+        peer.busy = http.parse_busy(headers.get(http.BUSY_HEADER))
+        self._keep(peer, step)
 
     def keep(self, step: int) -> None:
         """Renew the leases of all that have the checkpoint, until `let_go`."""
@@ -323,18 +311,18 @@ class Peers:
         if peer.origin.lease is not None and peer not in self._renewals:
             own = self.client.stall_timeout
             usual = own if peer.silence is None else peer.silence
-            renew = self._renew(peer, step, max(min(usual, own) / 4, _OFTEN))
+            renew = self._renew(peer, step, max(min(usual, own) / 4, _MIN_RENEWAL_S))
             self._renewals[peer] = asyncio.create_task(renew)
 
     def explain(self, error: BaseException) -> None:
-        """Add to the error of a receive that came too late which peers may be slow."""
+        """Name the peers that may be slow in a note of an error that came too late."""
         is_late = isinstance(error, asyncio.CancelledError | TransportError)
         for peer in self.all if is_late else ():
             if peer.busy:
                 error.add_note(f"{peer.origin.base_url} may be slow: {peer.busy}")
 
     async def let_go(self) -> None:
-        """Renew no lease any more. Idempotent."""
+        """Stop renewing the leases. Idempotent."""
         renewals = [*self._renewals.values()]
         self._renewals.clear()
         for each in renewals:
@@ -342,14 +330,14 @@ class Peers:
         await asyncio.gather(*renewals, return_exceptions=True)
 
     async def _renew(self, peer: Peer, step: int, every: float) -> None:
-        """Renew a lease whatever the receiver does meanwhile.
+        """Renew a lease while the receiver sends no other request.
 
-        A receiver that plans, allocates or compares digests asks for nothing.
+        That is so while it plans, allocates or compares digests.
         """
         request = Request(
             origin=peer.origin,
-            path=format_resource(Resource(ResourceKind.METADATA, step)),
-            headers={hdrs.IF_NONE_MATCH: "*", "Prefer": format_prefer_wait(0)},
+            path=_metadata_of(step),
+            headers={hdrs.IF_NONE_MATCH: "*", "Prefer": http.format_prefer_wait(0)},
             status=HTTPStatus.NOT_MODIFIED,
         )
         while peer.error is None:
@@ -432,7 +420,7 @@ def origins_of(metadata: str | Sequence[str]) -> list[Origin]:
     texts: list[Any] = [*metadata] if several else [metadata]
     if not texts:
         raise ValueError("metadata is an empty list: name a sender at least")
-    return distinct(map(parse_metadata, texts))
+    return distinct(map(http.parse_metadata, texts))
 
 
 def distinct(origins: Iterable[Origin]) -> list[Origin]:
@@ -441,6 +429,10 @@ def distinct(origins: Iterable[Origin]) -> list[Origin]:
     for origin in origins:
         found.setdefault(origin.base_url, origin)
     return [*found.values()]
+
+
+def _metadata_of(step: int) -> str:
+    return http.format_resource(http.Resource(http.ResourceKind.METADATA, step))
 
 
 def _now() -> float:

@@ -25,8 +25,48 @@ from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun, bits_of
 from aiockpt.http.peers import ALL, Peer
 from aiockpt.http.rarest import MemberRules, next_chunk, source_chunk
-from aiockpt.http.retry import Patience
+from aiockpt.http.retry import Liveness
 from aiockpt.http.tuning import PeerLimits, Tuning, Usual
+
+
+@dataclass(eq=False, slots=True)
+class _ObservedRate:
+    """How fast the bytes of an assignment come, since the first look at them.
+
+    Before that look, the connection shared the line with others.
+
+    Attributes:
+        since: When the first look was; None before it.
+        moved: When bytes had last come.
+        left_at_first: Bytes that were still to come at the first look.
+        left: Bytes that were still to come at the last look.
+    """
+
+    since: float | None = None
+    moved: float = 0.0
+    left_at_first: int = 0
+    left: int = 0
+
+    def look(self, left: int, now: float, *, again: bool) -> None:
+        """Note how many bytes are left; ``again`` if earlier looks still count."""
+        if not again or self.since is None:
+            self.since = self.moved = now
+            self.left_at_first = self.left = left
+        elif left != self.left:
+            self.left, self.moved = left, now
+
+    def elapsed(self, now: float) -> float:
+        """Return the seconds since the first look."""
+        return 0.0 if self.since is None else now - self.since
+
+    def seconds_left(self, now: float) -> float:
+        """Return the estimated seconds left, at the rate since the first look.
+
+        A connection that is silent will probably be silent for as long again.
+        """
+        come, elapsed = self.left_at_first - self.left, self.elapsed(now)
+        left = elapsed * self.left / come if come else elapsed
+        return max(left, now - self.moved)
 
 
 @dataclass(eq=False, slots=True)
@@ -34,16 +74,17 @@ class Assignment:
     """A run to fetch from a peer.
 
     Attributes:
-        connection: The connection of the peer that it takes.
+        connection: The connection that fetches the run.
         began: When it began, or was cut short.
         may_wait: Whether the peer may let the request wait until others are served.
         turn: How many members in turn were too busy before this one.
-        size: Its bytes at the beginning.
+        size: Its bytes when it began.
         failures: How many attempts failed.
         due: When the next attempt begins; 0.0 before the first retry.
         is_stopped: Whether it was stopped, so that another connection takes the run.
         is_answered: Whether the peer has begun to send.
         thief: The connection that waits for its end, to take over the run.
+        rate: How fast its bytes have come since the planner began to look.
     """
 
     connection: _Connection
@@ -51,19 +92,13 @@ class Assignment:
     began: float
     may_wait: bool = True
     turn: int = 0
-    size: int = field(init=False)
+    size: int = 0
     failures: int = 0
     due: float = 0.0
     is_stopped: bool = False
     is_answered: bool = False
     thief: _Connection | None = None
-    _watched: float = -1.0
-    _moved: float = 0.0
-    _had: int = 0
-    _last: int = 0
-
-    def __post_init__(self) -> None:
-        self.size = self.run.remaining
+    rate: _ObservedRate = field(default_factory=_ObservedRate)
 
     @property
     def peer(self) -> Peer:
@@ -71,35 +106,9 @@ class Assignment:
         return self.connection.state.peer
 
     @property
-    def patience(self) -> Patience:
-        """The patience with the peer; all its assignments share it."""
-        return self.connection.state.patience
-
-    def watch(self, now: float, *, again: bool) -> None:
-        """Look how much has come; ``again`` if the last look still counts.
-
-        Only the rate since the first look counts: before it, the connection shared the
-        line with others.
-        """
-        left = self.run.remaining
-        if not again or self._watched < 0:
-            self._watched = self._moved = now
-            self._had = self._last = left
-        elif left != self._last:
-            self._last, self._moved = left, now
-
-    def watched(self, now: float) -> float:
-        """Return for how many seconds it has been watched."""
-        return now - self._watched
-
-    def seconds_left(self, now: float) -> float:
-        """Return the estimated seconds left, at the rate since the first look.
-
-        A connection that is silent will probably be silent for as long again.
-        """
-        come, elapsed = self._had - self._last, self.watched(now)
-        left = elapsed * self._last / come if come else elapsed
-        return max(left, now - self._moved)
+    def liveness(self) -> Liveness:
+        """Whether the peer is alive, by all its assignments."""
+        return self.connection.state.liveness
 
 
 class Stop(NamedTuple):
@@ -116,7 +125,7 @@ class Dismiss(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """Nothing to do until then, unless something happens before."""
+    """There is nothing to do until then, unless something happens before."""
 
     until: float
 
@@ -146,24 +155,21 @@ class _PeerState:
     """What the planner knows of a peer.
 
     Attributes:
+        is_member: Whether it is a member of a swarm.
         usual: How long its runs take.
-        limits: What it is allowed.
+        limits: The limits for peers of its kind.
         refusals: How often it was too busy since its last whole run.
         is_too_slow: Whether it should be dropped.
-        is_member: Whether it is a member of a swarm.
     """
 
     peer: Peer
-    patience: Patience
+    liveness: Liveness
+    is_member: bool
     usual: Usual
     limits: PeerLimits
     connections: list[_Connection] = field(default_factory=list)
     refusals: int = 0
     is_too_slow: bool = False
-    is_member: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.is_member = bool(self.peer.member)
 
     def free(self, now: float, most: int) -> _Connection | None:
         """Return the best of its first connections that can take a run."""
@@ -238,13 +244,13 @@ _MakeRun = Callable[[Iterable[int]], ChunkRun]
 
 
 class _View(NamedTuple):
-    """What a decision goes by, all of it at one moment.
+    """The facts of one decision, all of one moment.
 
     Attributes:
-        sources: Those that are known to hold the checkpoint.
-        members: Those that have said what they have.
+        sources: The sources that are known to hold the checkpoint.
+        members: The members that have said which chunks they hold.
         is_one_by_one: Whether each request is for one chunk: others need chunks, too.
-        for_members: The chunks that members may be asked for.
+        for_members: The chunks that may be requested from members.
         usual: Seconds that a chunk takes, of the kind of peers that is faster.
         connections: How many connections each source may use.
     """
@@ -280,7 +286,7 @@ class Planner:
         make_run: Makes a run of chunks, which bytes arrive for.
 
     Attributes:
-        tuning: The numbers that it goes by.
+        tuning: The numbers that its decisions use.
         may_share: Whether members of a swarm may be added later.
         has_deltas: Whether the receiver can apply deltas, which sources with a base of
             them send. They are shorter than the chunks of members.
@@ -304,7 +310,7 @@ class Planner:
         self._most = connections
         self._work = _Work(outline, chunks, make_run or partial(ChunkRun, outline))
         self._chance = chance or Random()  # noqa: S311 - spreads load, guards nothing
-        self.tuning, self.members = tuning, MemberRules(tuning, now)
+        self.tuning, self.members = tuning, MemberRules(tuning.members, now)
         self.may_share = self.has_deltas = False
         self._states: dict[Peer, _PeerState] = {}
         self._gone: list[Peer] = []
@@ -361,12 +367,13 @@ class Planner:
 
     # --------------------------------------------------------------- what happened
 
-    def add(self, peer: Peer, patience: Patience) -> None:
+    def add(self, peer: Peer, liveness: Liveness) -> None:
         """Ask a peer, too, once it has joined."""
-        tuning, usual = self.tuning, Usual(self._work.chunk_bytes)
-        limits = tuning.member_limits if peer.member else tuning.source_limits
-        state = _PeerState(peer, patience, usual, limits)
-        most = tuning.requests_per_member if peer.member else self._most
+        is_member, rules = bool(peer.member), self.tuning.members
+        limits = rules.limits if is_member else PeerLimits()
+        usual = Usual(self._work.chunk_bytes)
+        state = _PeerState(peer, liveness, is_member, usual, limits)
+        most = rules.requests_per_member if is_member else self._most
         state.connections = [_Connection(state) for _ in range(most)]
         self._states[peer] = state
         self._trust()
@@ -419,7 +426,7 @@ class Planner:
             self._claims.append(thief)
         lost = self._give_back(mine, was_refused=was_refused) if run.unverified else 0
         if was_refused and (mine.may_wait or not mine.is_stopped):
-            rests = self.tuning.rest_after_refusal
+            rests = self.tuning.members.rest_after_refusal
             rest = rests.longest_s if mine.is_stopped else rests.seconds(state.refusals)
             state.refusals += 1
             connection.resting_until = now + rest
@@ -440,7 +447,7 @@ class Planner:
         """Want what is left of a run; the bad chunks of a member, from others."""
         run, is_member = mine.run, mine.connection.state.is_member
         if was_refused or (is_member and self._work.fresh):
-            lost = run.assign(None, _ignore)
+            lost = run.assign(None)
             self._work.fresh |= run.bits
             return lost
         settled = run.want_bad_again() if is_member else None
@@ -450,7 +457,7 @@ class Planner:
     # ---------------------------------------------------------------- what to do
 
     def next(self, now: float) -> Assignment | Stop | Dismiss | Rest:
-        """Decide what to do now, and count on it that this is done.
+        """Decide what to do now, and assume that the caller does it.
 
         Returns:
             A run to fetch, an assignment to stop, a peer to drop, or until when to
@@ -466,7 +473,7 @@ class Planner:
             again = now - self._looked <= self.tuning.late_s
             self._looked = now
             for each in self._assignments:
-                each.watch(now, again=again)
+                each.rate.look(each.run.remaining, now, again=again)
         for connection in self._free(view):
             if (run := self._run_for(connection.state, view)) is not None:
                 return self._take(connection, run, view)
@@ -499,9 +506,9 @@ class Planner:
     def _free(self, view: _View) -> Iterator[_Connection]:
         """Yield a free connection to each peer that may get a request.
 
-        Those that wait for a run to take over come first. Then come sources, the fast
-        ones first; then members that have something wanted, of these the ones from
-        which nothing was stolen, and of these the ones that are sending the least.
+        Connections that wait for a run to take over come first. Then come sources, the
+        fast ones first. Then come members: first those that hold a wanted chunk, then
+        those from which no run was stolen, then those that send the least.
         """
         now = view.now
         while self._claims:
@@ -578,15 +585,15 @@ class Planner:
         if victim.connection.state is thief:
             in_vain = run.steals >= tuning.steals_by_same_peer or victim.due > now
             usual = None if in_vain else thief.usual.seconds(run.remaining)
-        elif victim.patience.silent_since is not None:
+        elif victim.liveness.silent_since is not None:
             return inf
         else:
             usual = thief.usual.seconds(run.unverified)
             usual = tuning.unknown_run_s if usual is None else usual
         watch = tuning.watch_s if usual is None else min(usual, tuning.watch_s)
-        left = victim.seconds_left(now)
+        left = victim.rate.seconds_left(now)
         is_slow = left > tuning.slow_run.seconds(usual, run.steals)
-        return left if is_slow and victim.watched(now) > watch else 0.0
+        return left if is_slow and victim.rate.elapsed(now) > watch else 0.0
 
     def _slow_request(self, view: _View) -> Stop | None:
         """Return a request to stop, because it takes very long."""
@@ -667,7 +674,7 @@ class Planner:
         """Trust a peer that is one of several only until its first wrong chunk."""
         is_alone = len(self._sources()) == 1
         for state in self._states.values():
-            state.patience.alone = is_alone and not state.is_member
+            state.liveness.alone = is_alone and not state.is_member
 
     def _look_at(self, view: _View) -> float:
         """Return when to decide anew, if nothing happens before."""
@@ -681,7 +688,3 @@ class Planner:
                 elif self._assignments and not each.is_busy:
                     until = min(until, look)
         return until
-
-
-def _ignore(_: int) -> None:
-    pass

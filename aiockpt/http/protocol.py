@@ -255,7 +255,7 @@ class Origin:
         base_url: Where the paths of the wire format begin.
         token: Not shown by the repr.
         lease: Goes with every request for a checkpoint.
-        patience: Seconds for which a step that is not served is waited for.
+        step_wait: Seconds for which a step that is not served is waited for.
         within: The scope of the source that named this member of its swarm. None: the
             caller named it.
     """
@@ -263,7 +263,7 @@ class Origin:
     base_url: str
     token: str | None = field(default=None, repr=False)
     lease: Lease | None = None
-    patience: float = math.inf
+    step_wait: float = math.inf
     within: Scope | None = None
 
 

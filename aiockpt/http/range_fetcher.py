@@ -19,50 +19,23 @@ from aiockpt.errors import (
     StepNotFoundError,
 )
 from aiockpt.format.manifest import Outline
+from aiockpt.http import protocol as http
 from aiockpt.http.body_reader import BodySink
 from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.client import CheckedResponse, CheckpointClient, Request
 from aiockpt.http.peers import Peer
 from aiockpt.http.planner import Assignment
-from aiockpt.http.protocol import (
-    DELTA,
-    DELTA_BASE_HEADER,
-    Resource,
-    ResourceKind,
-    format_delta,
-    format_etag,
-    format_prefer_wait,
-    format_range,
-    format_resource,
-    parse_content_range,
-    parse_etag,
-)
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import Notifier, beside
 from aiockpt.transfer.deltas import HEAD_BYTES, split
-from aiockpt.transfer.source import (
-    ChunkDestination,
-    OnProgress,
-    PlainDestination,
-    Prepare,
-)
+from aiockpt.transfer.source import ChunkDestination, OnProgress, Prepare
 
-_AHEAD = 64 << 20  # bytes of memory that all requests together prepare ahead
-_STEP = 8 << 20  # bytes that are prepared at a time, by whole strides of the arena
-_SHORT = 1 << 20  # bytes of a range that come sooner than a thread maps their pages
-_LOOK = 0.02  # seconds between two looks at how much has come
-_DELTAS = 64 << 20  # bytes of the longest range for which deltas are requested
-_VAIN = 3  # more deltas that failed than succeeded, after which none is requested
-
-
-class _Closed:
-    """The memory of a download that has ended."""
-
-    def buffers(self, start: int, stop: int) -> list[memoryview]:
-        raise AssertionError(f"bytes {start} to {stop} come after the download")
-
-    def check(self, start: int, stop: int) -> None:
-        raise AssertionError(f"bytes {start} to {stop} come after the download")
+_AHEAD_BYTES = 64 << 20  # of memory that all requests together prepare ahead
+_PREPARED_BYTES = 8 << 20  # at a time: whole strides of the arena
+_UNPREPARED_BYTES = 1 << 20  # of a range, which come before a thread has mapped them
+_LOOK_S = 0.02  # between two looks at how much has come
+_MAX_DELTA_RANGE_BYTES = 64 << 20
+_MAX_EXTRA_FAILURES = 3  # of deltas, beyond those that succeeded
 
 
 class RangeFetcher:
@@ -82,7 +55,8 @@ class RangeFetcher:
         destination: ChunkDestination,
         on_progress: OnProgress,
     ) -> None:
-        self._client, self._outline, self._destination = client, outline, destination
+        self.destination = destination
+        self._client, self._outline = client, outline
         self._on_progress = on_progress
         self._patched = self._unpatched = 0
         self._plain: set[int] = set()  # chunks whose delta did not fit the held bytes
@@ -93,7 +67,7 @@ class RangeFetcher:
         Tracebacks of requests that were cancelled keep this object, which must not keep
         the memory.
         """
-        self._destination = PlainDestination(_Closed())
+        del self.destination
 
     @property
     def can_patch(self) -> bool:
@@ -101,8 +75,8 @@ class RangeFetcher:
 
         If more of them have failed than succeeded, the receiver does not hold the base.
         """
-        vain = self._unpatched > self._patched + _VAIN
-        return self._destination.patch is not None and not vain
+        is_vain = self._unpatched > self._patched + _MAX_EXTRA_FAILURES
+        return self.destination.patch is not None and not is_vain
 
     async def fetch(
         self, assignment: Assignment, hear: Callable[[CheckedResponse], None]
@@ -116,23 +90,24 @@ class RangeFetcher:
         Raises:
             AiockptError: what is wrong with the peer or with its answer.
         """
-        run, peer, patience = assignment.run, assignment.peer, assignment.patience
+        run, peer, liveness = assignment.run, assignment.peer, assignment.liveness
         start, stop, base = self._reach(run, peer)
         outline, origin = self._outline, peer.origin
         head = outline.header_bytes
-        wanted = {} if base is None else format_delta(base)
+        resource = http.Resource(http.ResourceKind.FULL, outline.step)
+        wanted = {} if base is None else http.format_delta(base)
         # A peer that has just come back may not have published again yet. In a swarm,
         # a peer may have to serve others first.
-        wait = patience.stall_timeout / 2 if assignment.may_wait else 0.0
+        wait = liveness.stall_timeout / 2 if assignment.may_wait else 0.0
         if not (peer.member or peer.invitation):
-            wait = min(wait, patience.reconnect_timeout, origin.patience)
+            wait = min(wait, liveness.reconnect_timeout, origin.step_wait)
         request = Request(
             origin=origin,
-            path=format_resource(Resource(ResourceKind.FULL, outline.step)),
+            path=http.format_resource(resource),
             headers={
-                hdrs.RANGE: format_range(head + start, head + stop),
-                hdrs.IF_MATCH: format_etag(outline.snapshot_id),
-                "Prefer": format_prefer_wait(wait),
+                hdrs.RANGE: http.format_range(head + start, head + stop),
+                hdrs.IF_MATCH: http.format_etag(outline.snapshot_id),
+                "Prefer": http.format_prefer_wait(wait),
                 **wanted,
             },
             status=HTTPStatus.PARTIAL_CONTENT,
@@ -145,7 +120,7 @@ class RangeFetcher:
         is_delta = False
 
         def count(new: int) -> None:
-            patience.heard(_now())
+            liveness.heard(_now())
             if not is_delta:  # `_patch` counts those bytes
                 self._on_progress(new, 0)
 
@@ -160,10 +135,10 @@ class RangeFetcher:
                 await self._patch(run, deltas, range(start, stop), answer)
                 return
             _check_length(answer, stop - start)
-            memory = self._destination.memory
+            memory = self.destination.memory
             writer = BodySink(memory.buffers, start, stop, run, check=memory.check)
-            prepare = self._destination.prepare
-            if prepare is None or writer.size < _SHORT:
+            prepare = self.destination.prepare
+            if prepare is None or writer.size < _UNPREPARED_BYTES:
                 await answer.read_into(writer)
                 return
             read = Notifier()
@@ -185,7 +160,8 @@ class RangeFetcher:
         first, last = grid.range(chunk)
         if start != first or chunk in self._plain:
             return start, last, None
-        stop = min(stop, start + max(_DELTAS // grid.chunk_bytes, 1) * grid.chunk_bytes)
+        most = max(_MAX_DELTA_RANGE_BYTES // grid.chunk_bytes, 1) * grid.chunk_bytes
+        stop = min(stop, start + most)
         plain = (grid.range(each)[0] for each in self._plain)
         ends = [stop, *(each for each in plain if start < each < stop)]
         return start, min(ends), peer.delta_base
@@ -196,14 +172,14 @@ class RangeFetcher:
         """Apply deltas to the held chunks, until the first wrong digest."""
         size = self._outline.grid.chunk_bytes
         chunks = range(reach.start // size, -(-reach.stop // size))
-        patch = self._destination.patch
+        patch = self.destination.patch
         assert patch is not None
         with answer.blamed():
             parts = split(deltas, len(chunks))
         for chunk, (kind, body) in zip(chunks, parts, strict=True):
             try:
                 with answer.blamed():
-                    right = await patch(self._destination.memory, chunk, kind, body)
+                    right = await patch(self.destination.memory, chunk, kind, body)
             except asyncio.CancelledError:
                 self._plain.add(chunk)  # the bytes that a delta needs may have changed
                 raise
@@ -212,9 +188,8 @@ class RangeFetcher:
                 self._plain.add(chunk)
                 return
             self._patched += 1
-            self._on_progress(
-                min(HEAD_BYTES + len(body), _size(self._outline, chunk)), 0
-            )
+            come = min(HEAD_BYTES + len(body), self._outline.grid.size(chunk))
+            self._on_progress(come, 0)
             run.complete()
 
     async def _keep_ready(
@@ -226,12 +201,12 @@ class RangeFetcher:
         ends when all is prepared, or when ``read`` says that all has come.
         """
         at, stop = start, start + writer.size
-        ahead = max(_AHEAD // self._client.options.connections, _STEP)
+        ahead = max(_AHEAD_BYTES // self._client.options.connections, _PREPARED_BYTES)
         while at < stop and writer.remaining:
             if at - start - writer.filled >= ahead:
-                await read.wait(_LOOK)
+                await read.wait(_LOOK_S)
                 continue
-            end = min(at - at % _STEP + _STEP, stop)
+            end = min(at - at % _PREPARED_BYTES + _PREPARED_BYTES, stop)
             with failing_here("preparing memory"):  # not the fault of the peer
                 at = await self._client.bridge.run(prepare, at, end)
 
@@ -241,31 +216,26 @@ async def _read_deltas(
 ) -> memoryview:
     """Return the body of a 226 answer, of at most ``most`` bytes, for its ``base``."""
     request = answer.request
-    named = parse_etag(answer.headers.get(DELTA_BASE_HEADER))
-    if named != base or answer.headers.get("IM", "").strip().lower() != DELTA:
+    named = http.parse_etag(answer.headers.get(http.DELTA_BASE_HEADER))
+    if named != base or answer.headers.get("IM", "").strip().lower() != http.DELTA:
         raise RemoteProtocolError(
             f"{request.url} answered with a delta that was not requested: the headers "
-            f"IM and Delta-Base must be {DELTA} and {format_etag(str(base))}"
+            f"IM and Delta-Base must be {http.DELTA} and {http.format_etag(str(base))}"
         )
     return await answer.read(most, "deltas")
-
-
-def _size(outline: Outline, chunk: int) -> int:
-    start, stop = outline.grid.range(chunk)
-    return stop - start
 
 
 def _check_range(answer: CheckedResponse, start: int, stop: int, size: int) -> None:
     """Raise unless an answer covers the requested ``[start, stop)`` of ``size``."""
     request = answer.request
     # The headers are no variable: a peer may repeat the request's token in them.
-    tag = parse_etag(answer.headers.get(hdrs.ETAG))
+    tag = http.parse_etag(answer.headers.get(hdrs.ETAG))
     if tag is not None and tag != request.snapshot_id:
         raise CheckpointChangedError(
             expected=request.snapshot_id or "", actual=tag, url=request.url
         )
     with answer.blamed():
-        given = parse_content_range(answer.headers.get(hdrs.CONTENT_RANGE))
+        given = http.parse_content_range(answer.headers.get(hdrs.CONTENT_RANGE))
     if given != (start, stop, size):
         raise RemoteProtocolError(
             f"{request.url} sent bytes {given[0]} to {given[1]} of {given[2]} "

@@ -1,8 +1,8 @@
 """Chooses the chunk that a receiver requests next where some peers have a part.
 
 Receivers of one snapshot serve each other the chunks that they hold, so each requests
-the rarest chunks first. The decisions are plain functions, and `MemberRules` is what a
-receiver's planner knows of the members together. The same ones run in the simulator
+the rarest chunks first. The decisions are plain functions. `MemberRules` is what a
+receiver's planner knows of all members together. The simulator runs the same code
 (``benchmarks/swarm_sim.py``).
 
 A bitmap is an int: bit ``i`` is set if a member holds chunk ``i``.
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
-from aiockpt.http.tuning import Tuning
+from aiockpt.http.tuning import MemberTuning
 
 
 def next_chunk(wanted: int, rivals: Sequence[int], chance: random.Random) -> int | None:
@@ -24,8 +24,8 @@ def next_chunk(wanted: int, rivals: Sequence[int], chance: random.Random) -> int
     Receivers that break ties in any other way all request the same chunks.
 
     Args:
-        wanted: What the receiver lacks and the neighbour holds.
-        rivals: What each known neighbour holds, the one that is asked included.
+        wanted: The chunks that the receiver lacks and the neighbour holds.
+        rivals: The chunks that each known neighbour holds, this one included.
         chance: Breaks ties.
 
     Returns:
@@ -68,8 +68,8 @@ def source_chunk(
 
     Args:
         hint: The chunk that the source named to this receiver, if any.
-        wanted: What the receiver lacks and requests from nobody.
-        rivals: What each known neighbour holds.
+        wanted: The chunks that the receiver lacks and requests from nobody.
+        rivals: The chunks that each known neighbour holds.
         are_late: Whether neighbours have brought nothing for too long.
         chance: Breaks ties.
 
@@ -84,23 +84,23 @@ def source_chunk(
 
 
 class MemberRules:
-    """What a receiver goes by that may ask members of a swarm for chunks.
+    """The rules by which a receiver asks the members of a swarm for chunks.
 
     Args:
-        tuning: How long members are waited for.
+        tuning: The numbers of these rules.
         now: When the download begins.
 
     Attributes:
         hope_until: Until when the receiver waits to hear of members.
-        reserved: The chunks that only sources are asked for, as a bitmap.
+        reserved: The chunks that the receiver requests from sources only, as a bitmap.
         turns: The requests to members that may begin now. Each number says how many
             members in turn were too busy before.
     """
 
-    def __init__(self, tuning: Tuning, now: float) -> None:
+    def __init__(self, tuning: MemberTuning, now: float) -> None:
         self.hope_until = -inf
         self.reserved = 0
-        self.turns = [0] * tuning.member_requests
+        self.turns = [0] * tuning.requests
         self._tuning = tuning
         self._stopped = Counter[int]()  # by chunk: requests to members
         self._brought = self._helped = now
@@ -130,13 +130,13 @@ class MemberRules:
         return idle > self._tuning.useless_after.seconds(usual)
 
     def are_late(self, *, offer: bool, usual: float | None, now: float) -> bool:
-        """Return whether a source is asked, too, for what members offer.
+        """Return whether the receiver asks a source for chunks that members offer.
 
         Args:
             offer: Whether members offer anything that is wanted. What they bring counts
                 only while they do: they may offer much, and send little.
             usual: Seconds that a chunk usually takes, if that is known.
-            now: Loop time.
+            now: The loop time.
         """
         if offer:
             self._helped = max(self._helped, self._brought)

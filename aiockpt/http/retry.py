@@ -22,10 +22,10 @@ OnRetry = Callable[[AiockptError], None]
 Pause = Callable[[float], Awaitable[None]]
 
 MAX_BAD_ANSWERS = 3
-_FIRST_DELAY = 0.05
-_MAX_DELAY = 2.0
-_MAX_RETRY_AFTER = 30.0  # a peer advises, it does not command
-_WAITED = 0.5  # a peer that took so many seconds to answer has waited for news
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 2.0
+_MAX_RETRY_AFTER_S = 30.0  # a peer advises, it does not command
+_LONG_POLL_S = 0.5  # a peer that took so long to answer has waited for news
 
 
 class HostLimitError(StagingError):
@@ -41,13 +41,13 @@ def backoff(failures: int) -> float:
     The delay is random so that receivers that lost the same peer at the same time do
     not all come back at once.
     """
-    bound = min(_MAX_DELAY, _FIRST_DELAY * 2 ** min(failures, 16))
+    bound = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(failures, 16))
     return random.uniform(0, bound)  # noqa: S311 - spreads load, guards nothing
 
 
 @dataclass(slots=True)
-class Patience:
-    """How long one peer has been silent, across all requests of one call.
+class Liveness:
+    """Whether one peer is alive, by all requests of one call.
 
     Attributes:
         reconnect_timeout: Seconds of silence after which the peer is given up.
@@ -74,7 +74,7 @@ class Patience:
         self.silent_since = None
 
     def is_alive(self, started: float, now: float) -> bool:
-        """Say whether a byte came since ``started``, within the stall timeout."""
+        """Return whether a byte came since ``started``, within the stall timeout."""
         if not self.has_spoken or self.last_byte <= now - self.stall_timeout:
             return False
         # Equal counts: uvloop's clock goes by the millisecond, and an attempt that
@@ -82,23 +82,18 @@ class Patience:
         return self.last_byte >= started
 
     def is_fetching(self, now: float) -> bool:
-        """Say whether any request got a byte within the stall timeout."""
+        """Return whether any request got a byte within the stall timeout."""
         known = self.has_spoken or self.connected
         return known and self.last_byte > now - self.stall_timeout
 
-    def is_over(self, now: float) -> bool:
-        """Say whether the silence has lasted for the reconnect timeout.
+    def seconds_left(self, now: float) -> float:
+        """Return for how long the peer may still be silent; at most 0.0 if it is over.
 
         The first call of a silence starts the count.
         """
         if self.silent_since is None:
             self.silent_since = now
-        return now - self.silent_since >= self.reconnect_timeout
-
-    def left(self, now: float) -> float:
-        """Return the seconds until the silence has lasted too long."""
-        since = now if self.silent_since is None else self.silent_since
-        return max(since + self.reconnect_timeout - now, 0.0)
+        return self.silent_since + self.reconnect_timeout - now
 
 
 @dataclass(slots=True)
@@ -106,68 +101,65 @@ class Retries:
     """The attempts at one request.
 
     Attributes:
-        patience: What is known of the peer's silence.
+        liveness: What is known of the peer's silence.
         on_retry: Called with each error that is followed by another attempt.
         pause: Sleeps between two attempts; what it raises is final.
-        due: When the next attempt begins, in loop time; 0.0 before the first retry.
     """
 
-    patience: Patience
+    liveness: Liveness
     on_retry: OnRetry
     pause: Pause = asyncio.sleep
     failures: int = field(default=0, init=False)
     bad_answers: int = field(default=0, init=False)
-    due: float = field(default=0.0, init=False)
 
     def delay_after(
         self, error: AiockptError, *, started: float, now: float
     ) -> float | None:
-        """Return the seconds to wait before another attempt; None means give up."""
-        means = advice(error)
+        """Return the seconds to wait before another attempt; None means give up.
+
+        ``on_retry`` is called unless the attempts are given up.
+        """
+        delay = self._delay_after(error, started, now)
+        if delay is not None:
+            self.on_retry(error)
+        return delay
+
+    def _delay_after(
+        self, error: AiockptError, started: float, now: float
+    ) -> float | None:
+        means, liveness = advice(error), self.liveness
         if Advice.WRONG in means:
             self.bad_answers += 1
-            most = MAX_BAD_ANSWERS if self.patience.alone else 1
+            most = MAX_BAD_ANSWERS if liveness.alone else 1
             return None if self.bad_answers >= most else backoff(0)
         if isinstance(error, PeerBusy):
-            return self._delay_of_busy(error, started=started, now=now)
+            return self._delay_of_busy(error, started, now)
         if Advice.LATER not in means:
             return None
         if Advice.OURS in means:
             is_brief = isinstance(error, HostLimitError)
-            if not (is_brief and self.patience.is_fetching(now)):
+            if not (is_brief and liveness.is_fetching(now)):
                 return None
-        elif self.patience.is_alive(started, now):
+        elif liveness.is_alive(started, now):
             self.failures = 0
             return backoff(0)
-        elif self.patience.is_over(now):
+        elif liveness.seconds_left(now) <= 0:
             return None
         self.failures += 1
         return backoff(self.failures)
 
     def _delay_of_busy(
-        self, error: PeerBusy, *, started: float, now: float
+        self, error: PeerBusy, started: float, now: float
     ) -> float | None:
-        advice = min(error.retry_after or 0, _MAX_RETRY_AFTER)
+        delay = min(error.retry_after or 0, _MAX_RETRY_AFTER_S)
         if error.proxy is None:
-            self.patience.heard(now)
-        elif not self.patience.is_alive(started, now):
-            if self.patience.is_over(now):
+            self.liveness.heard(now)
+        elif not self.liveness.is_alive(started, now):
+            if (left := self.liveness.seconds_left(now)) <= 0:
                 return None
-            advice = min(advice, self.patience.left(now))
+            delay = min(delay, left)
         self.failures += 1
-        return advice + backoff(self.failures)
-
-    def decide(self, error: AiockptError, *, started: float) -> float | None:
-        """Return the seconds to wait after a failed attempt; None means give up.
-
-        What comes next is told to ``on_retry``, and noted in ``due``.
-        """
-        now = asyncio.get_running_loop().time()
-        delay = self.delay_after(error, started=started, now=now)
-        if delay is not None:
-            self.on_retry(error)
-            self.due = now + delay
-        return delay
+        return delay + backoff(self.failures)
 
     async def run(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Await ``attempt()`` until it succeeds or its error is final.
@@ -180,7 +172,7 @@ class Retries:
             try:
                 return await attempt()
             except AiockptError as error:
-                delay = self.decide(error, started=started)
+                delay = self.delay_after(error, started=started, now=loop.time())
                 if delay is None:
                     raise
             await self.pause(delay)
@@ -197,5 +189,5 @@ async def poll(ask: Callable[[], Awaitable[T | None]], *, pause: Pause) -> T:
         asked = loop.time()
         if (found := await ask()) is not None:
             return found
-        quick = 0 if loop.time() - asked > _WAITED else quick + 1
+        quick = 0 if loop.time() - asked > _LONG_POLL_S else quick + 1
         await pause(backoff(quick) if quick else 0)

@@ -26,21 +26,20 @@ if sys.platform != "win32":
 _INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
 _STREAMS: Final = (*_INTERNET, getattr(socket, "AF_UNIX", -1))
 _LINGER_0: Final = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
-_LONGEST: Final = 2**31 - 1  # milliseconds, bytes, or bytes per second, in an option
-_CLASSIC: Final = b"reno"  # everybody may choose it
-_LONGEST_NAME: Final = 16
+_MAX_OPTION: Final = 2**31 - 1  # milliseconds, bytes, or bytes per second
+_RENO: Final = b"reno"  # every process may choose it
+_NAME_BYTES: Final = 16  # of a congestion control, at most
 _SO_MAX_PACING_RATE: Final = 47  # of Linux; Python does not name it
 _UNLIMITED: Final = -1  # the system's own default
 
 MIN_TURN_BYTES: Final = 2 << 20
-"""A thread's turn costs more than it saves for fewer bytes."""
+"""Fewest bytes for which a thread's turn saves more than it costs."""
 
-_TURN: Final = 0.5  # seconds after which another connection may get the thread
-_POLL_MILLISECONDS: Final = 10  # milliseconds that a thread waits for a peer
+_MAX_TURN_S: Final = 0.5  # after which another connection may get the thread
+_POLL_MS: Final = 10  # for which a thread waits for a peer
 
-
-_LONGEST_PERIOD: Final = 0.25  # seconds between two looks at a connection
-_LOOKS: Final = 8  # per stall timeout, if that is short
+_MAX_LOOK_PERIOD_S: Final = 0.25  # between two looks at a connection
+_LOOKS_PER_TIMEOUT: Final = 8  # at least
 
 
 class IdleClock:
@@ -60,7 +59,7 @@ class IdleClock:
     """
 
     def __init__(self, timeout: float, now: float, *, allowance: float = 0.0) -> None:
-        self.period = min(timeout / _LOOKS, _LONGEST_PERIOD)
+        self.period = min(timeout / _LOOKS_PER_TIMEOUT, _MAX_LOOK_PERIOD_S)
         self.idle = -allowance
         self._timeout = timeout
         self._last = now
@@ -85,10 +84,10 @@ class IdleClock:
 
 
 def duplicate(transport: asyncio.BaseTransport) -> socket.socket | None:
-    """Return a socket of our own for the transport's connection, or None.
+    """Return another socket for the transport's connection, or None.
 
-    None if bytes on the socket would not be what the peer reads (TLS), if there is no
-    stream socket, or if no descriptor is left.
+    None if the connection is encrypted, if it has no stream socket, or if this process
+    has no descriptor left.
     """
     sock = _socket_of(transport)
     if sock is None or transport.get_extra_info("sslcontext") is not None:
@@ -169,7 +168,7 @@ def begin_classic(listening: socket.socket) -> None:
     system's own congestion control before anything is sent.
     """
     if hasattr(socket, "TCP_CONGESTION"):
-        _try_set(listening, socket.TCP_CONGESTION, _CLASSIC)
+        _try_set(listening, socket.TCP_CONGESTION, _RENO)
 
 
 def tune(
@@ -184,12 +183,12 @@ def tune(
     if sock is None or sock.family not in _INTERNET:
         return
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        milliseconds = int(max(1, min(dead_after * 1000, _LONGEST)))
+        milliseconds = int(max(1, min(dead_after * 1000, _MAX_OPTION)))
         _try_set(sock, socket.TCP_USER_TIMEOUT, milliseconds)
     if hasattr(socket, "TCP_CONGESTION"):
         if is_same_host(transport):
-            _try_set(sock, socket.TCP_CONGESTION, _CLASSIC)
-        elif began_classic and _congestion_control(sock) == _CLASSIC:
+            _try_set(sock, socket.TCP_CONGESTION, _RENO)
+        elif began_classic and _congestion_control(sock) == _RENO:
             # If no descriptor is left to ask with, the connection stays as it began.
             with (
                 contextlib.suppress(OSError),
@@ -198,14 +197,14 @@ def tune(
                 _try_set(sock, socket.TCP_CONGESTION, _congestion_control(fresh))
 
 
-def pace(transport: asyncio.BaseTransport, rate: int | None) -> None:
+def limit_rate(transport: asyncio.BaseTransport, rate: int | None) -> None:
     """Have the kernel send at most ``rate`` bytes per second, where it can.
 
     None removes the limit.
     """
     sock = _socket_of(transport)
     if sock is not None and sys.platform == "linux":
-        limit = _UNLIMITED if rate is None or rate > _LONGEST else rate
+        limit = _UNLIMITED if rate is None or rate > _MAX_OPTION else rate
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, limit)
 
@@ -219,12 +218,12 @@ def limit_unsent(transport: asyncio.BaseTransport, nbytes: int) -> None:
     """
     sock = _socket_of(transport)
     if sock is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        _try_set(sock, socket.TCP_NOTSENT_LOWAT, min(nbytes, _LONGEST))
+        _try_set(sock, socket.TCP_NOTSENT_LOWAT, min(nbytes, _MAX_OPTION))
 
 
 def _congestion_control(sock: Any) -> bytes:
     with contextlib.suppress(OSError):
-        name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _LONGEST_NAME)
+        name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
         return bytes(name).rstrip(b"\0")
     return b""
 
@@ -249,7 +248,7 @@ slow peer, and does the work when no thread is free.
 
 
 class Turn:
-    """What the current task lets a thread do with a socket that does not block.
+    """The time for which the current task lets a thread use a non-blocking socket.
 
     A turn begins when it is made. It is over when the task is cancelled, so that the
     thread ends soon.
@@ -259,7 +258,7 @@ class Turn:
         task = asyncio.current_task()
         assert task is not None, "a turn belongs to a task"
         self._task, self._cancels = task, task.cancelling()
-        self._end = time.monotonic() + _TURN
+        self._end = time.monotonic() + _MAX_TURN_S
         self._poll = select.poll()
 
     @property
@@ -270,4 +269,4 @@ class Turn:
     def wait(self, sock: socket.socket, event: int) -> bool:
         """Wait 10 ms for ``event``, a flag of ``select``; return whether it came."""
         self._poll.register(sock, event)
-        return bool(self._poll.poll(_POLL_MILLISECONDS))
+        return bool(self._poll.poll(_POLL_MS))

@@ -13,17 +13,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol
 
-from aiockpt.errors import (
-    Advice,
-    AiockptError,
-    advice,
-)
+from aiockpt.errors import Advice, AiockptError, advice
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.download import Download, ReceiveExtension
 from aiockpt.http.peers import Peers
-from aiockpt.http.tokens import MAC_HEADER
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.same_host import format_probe, identity
@@ -34,8 +29,8 @@ from aiockpt.transfer.source import ChunkDestination, OnProgress
 
 _HTTP: Final = "HTTP"
 _MEMORY: Final = "shared memory"
-_WORKERS: Final = 2
-_SPAN: Final = 64 << 20  # a cancel waits for the end of one
+_TAKING_THREADS: Final = 2
+_TAKEN_BYTES: Final = 64 << 20  # at a time: a cancel waits for the end
 
 
 class Attached(Protocol):
@@ -78,13 +73,13 @@ class Attach(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachOptions:
-    """How memory of this host's processes is asked for, and what for.
+    """Whether a receive attaches memory of other processes of this host, and why.
 
     Attributes:
-        attach: Asks for it where it is offered; None: nothing does.
-        keep: Tensors may lie in it.
-        through: A template is filled from it, once all of it was verified.
-        verify: Digests are compared even of what is kept.
+        attach: Asks for memory that a sender offers; None: it is not asked for.
+        keep: Whether tensors may lie in that memory.
+        through: Whether a template is filled from it once all of it was verified.
+        verify: Whether digests are compared even with ``keep``.
     """
 
     attach: Attach | None = None
@@ -97,14 +92,15 @@ class HttpSource:
     """One checkpoint of some peers, as a `aiockpt.transfer.source.Source`.
 
     Args:
-        peers: Who has it.
-        bridge: Runs what blocks.
-        attaching: Whether memory of this host is taken.
+        peers: The peers that have the checkpoint.
+        bridge: The threads that run what blocks.
+        attaching: Whether the source attaches memory of this host.
         extension: Takes part in the receive. The source ends it, or has it linger.
 
     Attributes:
-        medium: How the bytes come.
-        remark: Why they do not come as they should, if so.
+        name: The addresses of the peers.
+        medium: How the bytes travel.
+        remark: Why the bytes do not travel in the best way, if so.
     """
 
     def __init__(
@@ -142,10 +138,8 @@ class HttpSource:
         try:
             if error is None and extension.can_linger:
                 await extension.linger()
-            elif told:
-                await extension.leave(self._patience())
             else:
-                await extension.aclose()
+                await extension.leave(self._goodbye_s() if told else 0.0)
             if told and self._step is not None:
                 await self.end(self._step)
         finally:
@@ -155,27 +149,24 @@ class HttpSource:
                 else:  # a device may still copy from it
                     self._attached.close()
 
-    def _patience(self) -> float:
-        """Return for how long the end of the extension is waited for.
+    def _goodbye_s(self) -> float:
+        """Return for how many seconds the extension may say goodbye.
 
-        It comes before that of the lease: the sender may keep nothing after it.
+        The lease ends afterwards: the sender may keep nothing then.
         """
         left = self._peers.deadline - asyncio.get_running_loop().time()
         return max(left, 0.0) / 4
 
     async def manifest(self, step: int) -> Manifest:
-        """Return the manifest; learn whether there is memory to be had."""
+        """Return the manifest; learn whether the sender offers memory."""
         here = None
         if self._attaching.attach is not None:
             here = await self._bridge.run(identity)
-        answer = await self._peers.manifest(
-            step,
-            probe=None if here is None else format_probe(here, os.urandom(16)),
-        )
+        probe = None if here is None else format_probe(here, os.urandom(16))
+        answer = await self._peers.manifest(step, probe=probe)
         self._offer = None if here is None else answer.offer
         self._step = step
-        mac = {} if answer.mac is None else {MAC_HEADER: answer.mac}
-        self._extension.receives(answer.manifest, mac)
+        self._extension.receives(answer.manifest, answer.headers)
         return answer.manifest
 
     async def map(self, outline: Outline, *, most: int | None) -> Arena | None:
@@ -230,9 +221,9 @@ class HttpSource:
             memory = self._attached
             left = await self._take(memory, outline, destination, chunks, on_progress)
         if left:
-            others = self._extension.others(destination)
+            self._extension.fill(destination)
             await Download(
-                self._peers, outline, destination, left, on_progress, others
+                self._peers, outline, destination, left, on_progress, self._extension
             ).run()
 
     async def end(self, step: int) -> None:
@@ -242,7 +233,7 @@ class HttpSource:
         """
         await self._peers.let_go()
         if not self._extension.can_linger:
-            await self._extension.leave(self._patience())
+            await self._extension.leave(self._goodbye_s())
         if self.medium == _HTTP:
             await self._peers.end_lease(step)
 
@@ -263,56 +254,37 @@ class HttpSource:
         """Take chunks from the memory; return those that are bad."""
         grid = outline.grid
         if self._attaching.keep and not self._attaching.verify:
-            on_progress(sum(map(_size, map(grid.range, chunks))), len(chunks))
+            on_progress(sum(map(grid.size, chunks)), len(chunks))
             return []
         bad: list[int] = []
 
         def take(chunk: int, over: Over) -> str:
-            hasher = ChunkHasher(grid)
-            return self._digest(memory, destination, *grid.range(chunk), hasher, over)
+            """Copy a chunk to where it belongs; return its digest. For a thread."""
+            (start, stop), hasher = grid.range(chunk), ChunkHasher(grid)
+            try:
+                for at in range(start, stop, _TAKEN_BYTES):
+                    if over():
+                        break
+                    views = destination.memory.buffers(at, min(at + _TAKEN_BYTES, stop))
+                    if self._arena is None:
+                        hashed = memory.take(views, at, hasher)
+                    else:  # the destination is this very memory
+                        hashed = hasher.update(at, *views)
+                    for each in hashed:
+                        return each.digest
+            except OSError as error:
+                return str(error)
+            return ""  # no digest: HTTP brings the chunk
 
         def taken(chunk: int, digest: str) -> None:
             if digest != outline.digests[chunk]:
                 bad.append(chunk)
                 return
-            on_progress(_size(grid.range(chunk)), 1)
+            on_progress(grid.size(chunk), 1)
             destination.complete(chunk)
 
-        await map_in_threads(self._bridge, _WORKERS, take, chunks, taken)
+        await map_in_threads(self._bridge, _TAKING_THREADS, take, chunks, taken)
         if bad:
             why = "the sender took its memory back: " if memory.has_ended else ""
             self.remark = f"{why}{len(bad)} chunks of the shared memory were bad"
         return sorted(bad)
-
-    def _digest(
-        self,
-        memory: Attached,
-        destination: ChunkDestination,
-        start: int,
-        stop: int,
-        hasher: ChunkHasher,
-        over: Over,
-    ) -> str:
-        """Return the digest of a chunk that is where it belongs now; for a thread."""
-        # The destination may be this very memory.
-        take = memory.take if self._arena is None else _hash
-        try:
-            for at in range(start, stop, _SPAN):
-                if over():
-                    break
-                views = destination.memory.buffers(at, min(at + _SPAN, stop))
-                for chunk in take(views, at, hasher):
-                    return chunk.digest
-        except OSError as error:
-            return str(error)
-        return ""  # no digest: HTTP brings the chunk
-
-
-def _hash(
-    views: Sequence[memoryview], start: int, hasher: ChunkHasher
-) -> list[HashedChunk]:
-    return hasher.update(start, *views)
-
-
-def _size(reach: tuple[int, int]) -> int:
-    return reach[1] - reach[0]

@@ -1,7 +1,7 @@
 """The numbers of a download: what is usual, what is slow, and how long to rest.
 
 One rule says when something is slow (`SlowAfter`), and one estimator says how long a
-request usually takes (`Usual`). `Tuning` has every number that the planner uses.
+request usually takes (`Usual`). `Tuning` has every number that a planner uses.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-_FORGETS = 0.1  # part of its weight that a request loses with each later one
+_FORGOTTEN_PART = 0.1  # of its weight, which a request loses with each later one
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Usual:
     def learn(self, size: int, seconds: float) -> None:
         """Note how long a request of this size took."""
         if size:
-            part, keep = size / self._unit, 1 - _FORGETS
+            part, keep = size / self._unit, 1 - _FORGOTTEN_PART
             self._seconds = self._seconds * keep + seconds / max(part, 1.0)
             self._units = self._units * keep + min(part, 1.0)
 
@@ -86,13 +86,13 @@ class Usual:
 
 @dataclass(frozen=True, slots=True)
 class PeerLimits:
-    """What peers of one kind are allowed; without numbers, anything.
+    """The limits for peers of one kind; by default there are none.
 
     Attributes:
         slow_request: A request is stopped if it takes longer, and if another peer can
             send the chunk.
-        steals: Runs that are taken from a peer in a row, before it is dropped.
-        resumes: How often a peer is asked for the rest of a broken run.
+        steals: Runs that are taken from a peer in a row before it is dropped.
+        resumes: How often the planner asks a peer for the rest of a broken run.
     """
 
     slow_request: SlowAfter = SlowAfter(times=0.0, slack_s=inf)
@@ -101,38 +101,59 @@ class PeerLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
-    """What the planner of a download goes by.
+class MemberTuning:
+    """The numbers of a planner for members of a swarm.
 
     Attributes:
-        max_run_bytes: Bytes of the longest run; it is short beside its bytes' time.
+        requests: Requests to all members at a time.
+        requests_per_member: Requests to one member at a time.
+        members_in_turn: Members that are asked in turn for a chunk; only the last one
+            may let the request wait.
+        limits: The limits for members. Without them, members that send slowly on
+            purpose could hold all requests.
+        rest_after_refusal: Rests of a connection to a member that is busy.
+        requests_in_vain: Stopped requests to members for a chunk, after which the
+            planner asks only sources for it.
+        source_after: If members have brought nothing for so long, the planner asks a
+            source for the chunks that they offer. A receiver that has no chunk yet
+            waits long: in a large swarm most receivers have none at first, and the
+            source cannot serve them all.
+        useless_after: Members that have brought nothing for so long do not count.
+    """
+
+    requests: int = 5
+    requests_per_member: int = 2
+    members_in_turn: int = 3
+    limits: PeerLimits = PeerLimits(
+        slow_request=SlowAfter(times=5.0, slack_s=1.0), steals=3, resumes=2
+    )
+    rest_after_refusal: Doubling = Doubling(first_s=0.1, longest_s=2.0, equal=3)
+    requests_in_vain: int = 2
+    source_after: SlowAfter = SlowAfter(times=3.0, unknown_s=30.0)
+    useless_after: SlowAfter = SlowAfter(times=12.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The numbers of a planner.
+
+    Attributes:
+        max_run_bytes: Bytes of the longest run. The request for it takes little time
+            beside these bytes.
         run_s: Seconds that a run takes where several peers share the work.
         max_connections: Connections to all peers together, as a multiple of those that
             a single peer gets.
-        slow_run: A free connection takes over the run of another one that needs more
-            seconds. What is usual is what the free connection needs for it.
-        unknown_run_s: Seconds that a run takes a peer that has brought nothing yet.
-        steals_by_same_peer: How often a run, of which no byte comes meanwhile, goes to
-            another connection of the same peer.
+        slow_run: When a free connection takes over the run of another one. Usual are
+            the seconds that the free connection needs for the run.
+        unknown_run_s: Estimated seconds that a run takes a peer that has brought
+            nothing yet.
+        steals_by_same_peer: How often a run goes to another connection of the same
+            peer, if no byte comes meanwhile.
         rest_after_steal: Rests of a connection that lost its run.
         watch_s: Seconds for which a connection is watched at most before it is slow.
         look_s: Seconds between two looks at connections that may have become slow.
         late_s: Seconds between two looks after which this process itself was slow.
-        member_requests: Requests to all members at a time.
-        requests_per_member: Requests to one member at a time.
-        members_in_turn: Members that are asked in turn for a chunk; only the last one
-            may let the request wait.
-        source_limits: What sources are allowed: they are retried as errors allow.
-        member_limits: What members are allowed. Otherwise members that send slowly on
-            purpose could hold all requests.
-        rest_after_refusal: Rests of a connection to a member that is busy.
-        requests_in_vain: Requests to members for a chunk that were stopped, after which
-            only sources are asked for it.
-        source_after: A source is asked for what members offer, if they have brought
-            nothing for so long. A receiver that has no chunk yet waits long: in a large
-            swarm most receivers have none at first, and the source cannot serve them
-            all.
-        useless_after: Members that have brought nothing for so long do not count.
+        members: The numbers for members of a swarm.
     """
 
     max_run_bytes: int = 1 << 30
@@ -145,14 +166,4 @@ class Tuning:
     watch_s: float = 0.5
     look_s: float = 0.05
     late_s: float = 0.25
-    member_requests: int = 5
-    requests_per_member: int = 2
-    members_in_turn: int = 3
-    source_limits: PeerLimits = PeerLimits()
-    member_limits: PeerLimits = PeerLimits(
-        slow_request=SlowAfter(times=5.0, slack_s=1.0), steals=3, resumes=2
-    )
-    rest_after_refusal: Doubling = Doubling(first_s=0.1, longest_s=2.0, equal=3)
-    requests_in_vain: int = 2
-    source_after: SlowAfter = SlowAfter(times=3.0, unknown_s=30.0)
-    useless_after: SlowAfter = SlowAfter(times=12.0)
+    members: MemberTuning = MemberTuning()

@@ -17,7 +17,7 @@ import anyio
 from aiockpt.errors import AiockptError, ClosedError
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.client import CheckedResponse
-from aiockpt.http.download import Download, Others, ReceiveExtension
+from aiockpt.http.download import Download, ReceiveExtension
 from aiockpt.http.peers import Peer
 from aiockpt.runtime.tasks import task_group
 from aiockpt.swarm.membership import Membership, watch
@@ -26,7 +26,7 @@ from aiockpt.transfer.source import ChunkDestination
 _LOOK: Final = 0.1  # seconds between two looks at which members are known
 
 
-class Neighbours(ReceiveExtension, Others):
+class Neighbours(ReceiveExtension):
     """The other members of a swarm, for one receive.
 
     Args:
@@ -49,25 +49,21 @@ class Neighbours(ReceiveExtension, Others):
         """Learn what is received; ``headers`` authenticate the manifest."""
         self._membership.begin(manifest, headers)
 
-    def others(self, destination: ChunkDestination) -> Neighbours:
-        """Learn where the chunks go, and take part in their download."""
+    def fill(self, destination: ChunkDestination) -> None:
+        """Learn where the chunks go that are verified from now on."""
         self._membership.fill(destination)
-        return self
 
     async def linger(self) -> None:
         """Serve for a while without the receive, whose caller gets the memory."""
         await self._membership.linger()
 
-    async def leave(self, patience: float) -> None:
-        """Serve no more, and wait until the source knows it."""
-        await self._membership.aclose()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(patience):
-                await self._membership.said_goodbye()
-
-    async def aclose(self) -> None:
+    async def leave(self, goodbye_s: float = 0.0) -> None:
         """Serve no more; once this returns, nothing reads the memory."""
         await self._membership.aclose()
+        if goodbye_s > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(goodbye_s):
+                    await self._membership.said_goodbye()
 
     # ------------------------------------------------------------------ each download
 
@@ -109,7 +105,7 @@ class Neighbours(ReceiveExtension, Others):
                     peer.have |= new
                     if not peer.joined or new & download.planner.fresh:
                         peer.joined = True
-                        download.notify()
+                        download.news.notify()
         except ClosedError:
             raise  # not the member's fault
         except AiockptError as error:

@@ -191,7 +191,7 @@ class TestSteps:
     )
     async def test_a_broken_connection_is_made_again(self, fault, monkeypatch):
         """A few of them in a row are no news."""
-        monkeypatch.setattr(manifests, "_POLL", 0.1)
+        monkeypatch.setattr(manifests, "_NEWS_WAIT_S", 0.1)
         async with (
             pair(stall_timeout=0.2) as (sender, receiver),
             proxied(sender, faults=[fault] * 3) as proxy,
@@ -207,7 +207,7 @@ class TestSteps:
     )
     async def test_a_silent_peer_can_be_given_up(self, monkeypatch):
         """The iterator raises after ``reconnect_timeout``, and may be used again."""
-        monkeypatch.setattr(manifests, "_POLL", 0.1)
+        monkeypatch.setattr(manifests, "_NEWS_WAIT_S", 0.1)
         async with pair(stall_timeout=0.2) as (sender, receiver):
             async with proxied(sender, otherwise=StallAfter(0)) as proxy:
                 metadata = through(proxy, sender)

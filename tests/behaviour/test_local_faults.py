@@ -106,7 +106,7 @@ async def test_a_host_that_refuses_while_bytes_come(
     def refuse(size: int) -> NoReturn:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("aiockpt.http.manifests.room_for", refuse)
+    monkeypatch.setattr("aiockpt.http.manifests.memory_for", refuse)
     async with pair() as (sender, receiver):
         await sender.send_checkpoint([], 1, weights())
         with pytest.raises(StagingError, match=os.strerror(code)):

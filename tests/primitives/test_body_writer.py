@@ -320,7 +320,7 @@ class TestThreads:
         self, threads, end, monkeypatch
     ):
         """Its memory is wanted, however long a turn may take."""
-        monkeypatch.setattr(sockets, "_TURN", inf)
+        monkeypatch.setattr(sockets, "_MAX_TURN_S", inf)
 
         def read_on(port: int) -> None:
             with (

@@ -74,7 +74,7 @@ class TestTurns:
 
     async def test_a_turn_ends_and_a_silent_peer_is_not_waited_for(self, monkeypatch):
         """The thread waits for a moment at most, or until the peer does something."""
-        monkeypatch.setattr(sockets, "_TURN", 0.05)
+        monkeypatch.setattr(sockets, "_MAX_TURN_S", 0.05)
         one, other = socket.socketpair()
         with closing(one), closing(other):
             turn = Turn()
@@ -86,7 +86,7 @@ class TestTurns:
 
     async def test_a_cancel_ends_a_turn(self, monkeypatch):
         """A second cancel ends it, too, and so does that of a cancel scope."""
-        monkeypatch.setattr(sockets, "_TURN", inf)
+        monkeypatch.setattr(sockets, "_MAX_TURN_S", inf)
         begun, again = threading.Event(), asyncio.Event()
 
         def work(turn):
@@ -179,7 +179,7 @@ class Witness:
         if self.noted == self._fails_at:
             raise ZeroDivisionError
 
-    def place(self):
+    def arrived(self):
         return Arrived(None, 0, 0)
 
 
@@ -220,7 +220,7 @@ class TestReceiving:
 
     async def test_a_cancelled_receive_does_not_go_on_to_the_end(self, monkeypatch):
         """It ends soon, however fast the peer is."""
-        monkeypatch.setattr(sockets, "_TURN", inf)
+        monkeypatch.setattr(sockets, "_MAX_TURN_S", inf)
         memory, endless = bytearray(len(BODY)), 1 << 50
 
         def again(start, stop):

@@ -14,8 +14,8 @@ from aiockpt.format.manifest import Outline
 from aiockpt.http.peers import ALL, Peer
 from aiockpt.http.planner import Assignment, Dismiss, Planner, Rest, Stop
 from aiockpt.http.protocol import Origin
-from aiockpt.http.retry import Patience
-from aiockpt.http.tuning import Doubling, SlowAfter, Tuning, Usual
+from aiockpt.http.retry import Liveness
+from aiockpt.http.tuning import Doubling, MemberTuning, SlowAfter, Tuning, Usual
 
 pytestmark = pytest.mark.torch_free
 
@@ -40,6 +40,7 @@ class Session:
         connections: Most connections to a source.
         sources: How many there are.
         members: What each member of the swarm has.
+        tuning: The numbers of the planner.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Session:
         sources: int = 1,
         members: Sequence[int] = (),
         seed: int = 1,
-        **options: Any,
+        tuning: Tuning = Tuning(),  # noqa: B008 - frozen
     ) -> None:
         self.now = 0.0
         self.planner = Planner(
@@ -59,7 +60,7 @@ class Session:
             connections=connections,
             now=0.0,
             chance=Random(seed),
-            tuning=Tuning(**options),
+            tuning=tuning,
         )
         self.sources = [self.add() for _ in range(sources)]
         self.members = [self.add(have) for have in members]
@@ -70,7 +71,7 @@ class Session:
         origin = Origin(f"http://127.0.0.1:{number + 1}/checkpoint/")
         member = "" if have is None else f"m{number}"
         peer = Peer(origin, ALL if have is None else have, member, joined=True)
-        self.planner.add(peer, Patience(10.0, 10.0, 0.0))
+        self.planner.add(peer, Liveness(10.0, 10.0, 0.0))
         return peer
 
     def next(self) -> Assignment | Stop | Dismiss | Rest:
@@ -126,6 +127,11 @@ class Session:
         return Rest(until)
 
 
+def for_members(**numbers: int) -> Tuning:
+    """Return the usual numbers, but these of the members."""
+    return Tuning(members=MemberTuning(**numbers))  # type: ignore[arg-type]
+
+
 def chunks_of(found: list[Assignment]) -> list[list[int]]:
     """Return the chunks of each run."""
     return [
@@ -151,9 +157,9 @@ def receive(mine: Assignment, nbytes: float) -> None:
         (range(7), {"connections": 3}, ["01", "23", "45"]),
         ([0, 1, 3, 4, 5], {}, ["01", "34"]),  # they are consecutive
         (range(3), {"connections": 4}, ["0", "1", "2"]),
-        (range(8), {"max_run_bytes": MIB}, ["0", "1"]),
+        (range(8), {"tuning": Tuning(max_run_bytes=MIB)}, ["0", "1"]),
         (range(8), {"sources": 2}, ["0", "1", "2", "3"]),  # nobody knows how fast
-        (range(8), {"sources": 2, "max_connections": 1}, ["0", "1"]),
+        (range(8), {"sources": 2, "tuning": Tuning(max_connections=1)}, ["0", "1"]),
         (range(8), {"members": [0]}, []),  # the source has named nothing
         (range(8), {"members": [bits(5)]}, ["5"]),
         (range(8), {"members": [bits(5, 6)] * 9}, ["5", "6"]),
@@ -177,13 +183,13 @@ def test_there_is_no_such_chunk(chunk: int) -> None:
 
 def test_runs_of_several_sources_take_about_as_long() -> None:
     """The runs take equal times, and become shorter towards the end."""
-    one = Session(connections=1, sources=2, run_s=0.5)
+    one = Session(connections=1, sources=2, tuning=Tuning(run_s=0.5))
     fast, slow = one.take_all()
     one.finish(fast, after=0.05)
     assert len(one.take().run) == 10  # half a second
     one.finish(slow, after=0.45)
     assert len(one.take().run) == 1
-    few = Session(range(8), connections=1, sources=2, run_s=0.5)
+    few = Session(range(8), connections=1, sources=2, tuning=Tuning(run_s=0.5))
     fast, _ = few.take_all()
     few.finish(fast, after=0.01)
     assert len(few.take().run) == 1  # a quarter of the rest
@@ -345,9 +351,9 @@ def test_only_a_single_source_is_trusted_after_a_wrong_chunk() -> None:
     one = Session(connections=1, sources=2, members=[ALL])
     one.sources[0].next, one.sources[1].next = 1, 2
     runs = {each.peer: each for each in one.take_all()}
-    assert [each.patience.alone for each in runs.values()] == [False] * len(runs)
+    assert [each.liveness.alone for each in runs.values()] == [False] * len(runs)
     one.planner.drop(one.sources[0])
-    alone = {peer for peer, each in runs.items() if each.patience.alone}
+    alone = {peer for peer, each in runs.items() if each.liveness.alone}
     assert alone == {one.sources[1]}
 
 
@@ -355,7 +361,7 @@ def test_only_a_single_source_is_trusted_after_a_wrong_chunk() -> None:
 def test_a_run_of_a_peer_that_fell_silent(*, same: bool) -> None:
     """Another peer takes it at once; the same one waits for its next attempt."""
     one, victim = straggler(same=same)
-    victim.patience.silent_since = 0.0
+    victim.liveness.silent_since = 0.0
     victim.due = one.now + EVER
     assert isinstance(one.later(TICK), Rest if same else Stop)
     assert isinstance(one.later(EVER - 1), Rest)
@@ -436,8 +442,9 @@ def test_a_connection_that_lost_its_run_rests_ever_longer() -> None:
 def asked(happened: str, seed: int) -> int:
     """Return which of two members is asked, after something happened to the second."""
     most = 2 if happened == "sends" else 1
-    options = {"seed": seed, "requests_per_member": most}
-    one = Session([2, 5], sources=0, members=[0, bits(5)], **options)
+    tuning = for_members(requests_per_member=most)
+    members = [0, bits(5)]
+    one = Session([2, 5], sources=0, members=members, seed=seed, tuning=tuning)
     first, second = one.members
     if happened in ("was slow", "rests", "sends"):
         mine = one.take()
@@ -482,7 +489,8 @@ def test_five_requests_to_members_at_a_time() -> None:
 
 def test_a_member_that_is_busy_rests_ever_longer() -> None:
     """A few refusals are nothing; a whole chunk is the end of them."""
-    one, rests = Session(sources=0, members=[ALL], requests_per_member=1), []
+    tuning = for_members(requests_per_member=1)
+    one, rests = Session(sources=0, members=[ALL], tuning=tuning), []
     for number in range(12):
         began, mine = one.now, one.later(EVER)
         assert isinstance(mine, Assignment)
@@ -499,7 +507,7 @@ def test_a_member_that_is_busy_rests_ever_longer() -> None:
 
 def test_only_the_last_of_three_members_may_let_a_request_wait() -> None:
     """Some have more to do than others, so one is looked for that can send at once."""
-    one = Session(sources=0, members=[ALL] * 9, member_requests=1)
+    one = Session(sources=0, members=[ALL] * 9, tuning=for_members(requests=1))
     waits = []
     for number in range(8):
         mine = one.take()
@@ -533,7 +541,8 @@ def test_what_is_left_of_a_members_run() -> None:
 @pytest.mark.parametrize("is_answered", [False, True])
 def test_a_request_to_a_member_that_takes_very_long(*, is_answered: bool) -> None:
     """It is stopped if others can send the chunk; one that may wait is not blamed."""
-    one = Session([0, 1, 2], connections=1, members=[bits(1)], members_in_turn=1)
+    tuning = for_members(members_in_turn=1)
+    one = Session([0, 1, 2], connections=1, members=[bits(1)], tuning=tuning)
     (source,) = one.sources
     source.next = 0
     runs = {bool(each.peer.member): each for each in one.take_all()}
@@ -554,8 +563,8 @@ def test_a_request_to_a_member_that_takes_very_long(*, is_answered: bool) -> Non
 
 def test_a_member_that_is_slow_three_times_is_dropped() -> None:
     """Slow members cannot hold all requests."""
-    options = {"members_in_turn": 1, "requests_in_vain": 9}
-    one = Session(range(3), connections=1, members=[bits(1)], **options)
+    tuning = for_members(members_in_turn=1, requests_in_vain=9)
+    one = Session(range(3), connections=1, members=[bits(1)], tuning=tuning)
     one.sources[0].next = 0
     runs = {bool(each.peer.member): each for each in one.take_all()}
     one.finish(runs[False])
@@ -613,7 +622,8 @@ def test_what_a_source_is_asked_for(
     *, hint: bool, usual: float | None, idle: float, asks: bool
 ) -> None:
     """The chunk that it named, or what members have not brought for long."""
-    one = Session([5, 7, 9], connections=1, members=[bits(5, 7)], requests_per_member=0)
+    tuning = for_members(requests_per_member=0)
+    one = Session([5, 7, 9], connections=1, members=[bits(5, 7)], tuning=tuning)
     source = one.sources[0]
     if usual:
         source.next = 9

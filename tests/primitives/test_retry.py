@@ -20,8 +20,8 @@ from aiockpt.errors import (
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.retry import (
     MAX_BAD_ANSWERS,
+    Liveness,
     OnRetry,
-    Patience,
     Retries,
     backoff,
 )
@@ -36,7 +36,7 @@ def retries(
     *, reconnect: float = 10.0, stall: float = 3.0, on_retry: OnRetry = print
 ) -> Retries:
     """Return the attempts at a peer that was last heard at 100."""
-    return Retries(Patience(reconnect, stall, 100.0), on_retry)
+    return Retries(Liveness(reconnect, stall, 100.0), on_retry)
 
 
 class TestDelay:
@@ -56,7 +56,7 @@ class TestDelay:
     def test_connection_that_brought_a_byte_is_replaced_at_once(self) -> None:
         """The retry is immediate, even if no silence is tolerated."""
         attempts = retries(reconnect=0)
-        attempts.patience.heard(111)
+        attempts.liveness.heard(111)
         delay = attempts.delay_after(GONE, started=110, now=112)
         assert delay is not None
         assert delay <= 0.05
@@ -65,7 +65,7 @@ class TestDelay:
         """A byte may come as the attempt begins: uvloop's has milliseconds."""
         attempts = retries(reconnect=0)
         assert attempts.delay_after(GONE, started=100, now=100) is None
-        attempts.patience.heard(110)
+        attempts.liveness.heard(110)
         assert attempts.delay_after(GONE, started=110, now=110) is not None
         assert attempts.delay_after(GONE, started=110.001, now=110.001) is None
 
@@ -73,7 +73,7 @@ class TestDelay:
         """Any byte starts the reconnect timeout anew."""
         attempts = retries(reconnect=10)
         attempts.delay_after(GONE, started=110, now=110)
-        attempts.patience.heard(119)
+        attempts.liveness.heard(119)
         assert attempts.delay_after(GONE, started=119, now=125) is not None
         assert attempts.delay_after(GONE, started=126, now=134) is not None
         assert attempts.delay_after(GONE, started=134, now=136) is None
@@ -81,9 +81,9 @@ class TestDelay:
     def test_stalled_connection_lives_by_the_bytes_of_the_others(self) -> None:
         """Its own last byte is a stall timeout old, and does not count."""
         attempts = retries(reconnect=0, stall=3)
-        attempts.patience.heard(112)
+        attempts.liveness.heard(112)
         assert attempts.delay_after(STALLED, started=110, now=115) is None
-        attempts.patience.heard(113)
+        attempts.liveness.heard(113)
         assert attempts.delay_after(STALLED, started=110, now=115) is not None
 
     @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ class TestDelay:
         assert delay is not None
         assert 5 <= delay <= 7
         assert attempts.delay_after(proxy, started=119, now=120) is None
-        attempts.patience.heard(120)  # it was the sender, or another connection of it
+        attempts.liveness.heard(120)  # it was the sender, or another connection of it
         assert attempts.delay_after(proxy, started=120, now=121) is not None
 
     @pytest.mark.parametrize(
