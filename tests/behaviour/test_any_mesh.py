@@ -1511,7 +1511,7 @@ def test_a_peer_has_no_ranks(options: dict[str, Any]) -> None:
 
 
 def test_the_event_of_a_load_has_its_numbers(four: Path) -> None:
-    """How many bytes were needed and read, in how many ranges, of which files."""
+    """The event says how many bytes were needed and read, in how many ranges."""
     told: list[aiockpt.TransferEvent] = []
     remove = aiockpt.add_hook(told.append)
     seen: list[int] = []

@@ -233,7 +233,7 @@ class TestAddresses:
     @pytest.mark.asyncio
     @pytest.mark.parametrize("metadata", [None, 5, ["http://h/", None], b"http://h/"])
     async def test_what_is_no_metadata(self, metadata: Any) -> None:
-        """As of a variable that was never set."""
+        """The metadata may come from a variable that was never set."""
         async with transport() as receiver:
             with pytest.raises(TypeError, match=r"^metadata= must be the string that"):
                 await receiver.recv_checkpoint(0, metadata, 1)

@@ -130,7 +130,7 @@ async def test_keywords_reach_the_hooks_as_they_were(tmp_path, config) -> None:
 
 
 async def test_a_writer_of_ones_own_gets_a_state_dict(tmp_path, config) -> None:
-    """As the writers of torch's experimental checkpointers do."""
+    """Writers of torch's experimental checkpointers get one, too."""
     async with make_async_checkpointer(
         config,
         checkpoint_writer_init_fn=OwnFormat,

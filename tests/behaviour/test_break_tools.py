@@ -156,7 +156,7 @@ class TestLag:
     """A lag lets time pass while the loop stands still."""
 
     async def test_the_loop_stands_still_again_and_again(self) -> None:
-        """For as long as was said, and no longer than the block."""
+        """The loop stands still for the given time, until the block ends."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         with LaggingLoop(0.05, pause=0.001) as lag:

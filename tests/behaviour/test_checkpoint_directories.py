@@ -555,7 +555,7 @@ class TestSweep:
     @pytest.mark.parametrize("file", [FILE, f"{FILE}.tmp", MARKER, "x"])
     @pytest.mark.parametrize("place", [".s-1.part", ".s-1.0123abcd.trash", ".s-1.old"])
     def test_what_is_only_called_like_ours_stays(self, tmp_path, place, file) -> None:
-        """How a file begins says who wrote it."""
+        """The first bytes of a file say which program wrote it."""
         (tmp_path / place).mkdir()
         (tmp_path / place / file).write_text("precious")
         save(tmp_path / "s-2", {"a": 1})

@@ -563,7 +563,7 @@ class TestEnd:
 
 
 def test_it_may_be_made_and_closed_before_there_is_a_loop(tmp_path) -> None:
-    """Though it was never used, and more than once."""
+    """It may be closed more than once, and need not have been used."""
     made = CheckpointProcess(ALONE)
 
     async def ended() -> None:

@@ -159,7 +159,7 @@ PARTIAL: dict[str, tuple[State, State, str]] = {
 
 @pytest.mark.parametrize("case", PARTIAL)
 async def test_a_tensor_is_filled_only_where_its_place_is(case: str) -> None:
-    """Whatever else is sent gets new memory, and the template's own stays as it was."""
+    """All other tensors get new memory, and the template's own stay unchanged."""
     own, state, kept = PARTIAL[case]
     for tensor in state.values():
         if isinstance(tensor, torch.Tensor):

@@ -405,7 +405,7 @@ async def test_a_late_receiver_holds_up_no_other() -> None:
 
 
 async def test_receives_from_one_rank_keep_the_order_of_their_calls() -> None:
-    """Though the template of the first takes longer to describe than the second."""
+    """The first template may take longer to describe than the second."""
     state = {f"w{n}": torch.full((4,), float(n)) for n in range(3000)}
     into = {name: torch.zeros(4) for name in state}
     async with transports() as (sender, receiver):
@@ -422,7 +422,7 @@ async def test_receives_from_one_rank_keep_the_order_of_their_calls() -> None:
 @proves("cell PGTransport.send_checkpoint: timeout")
 @LEFT
 async def test_a_deadline_breaks_the_group_unless_nothing_has_moved() -> None:
-    """Whatever is called afterwards says so, and what to do."""
+    """Each later call says so, and what to do."""
     async with transports(timeout=SOON) as (sender, receiver):
         with pytest.raises(TransferTimeoutError):
             await sender.send_checkpoint([1], 1, sample(), 0)
@@ -585,7 +585,7 @@ async def test_a_cancel_while_a_sender_is_refused_gives_the_turn_back() -> None:
 async def test_a_first_word_that_fails_is_known_to_both_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Though the peer may have heard it, and waits for the next one."""
+    """The peer may have heard it, and may wait for the next one."""
     send = RankChannel.send
 
     def fail(channel: RankChannel, *arguments: Any) -> None:

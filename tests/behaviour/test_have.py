@@ -288,7 +288,7 @@ async def test_the_template_needs_to_be_there() -> None:
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=15)
 @given(sent=states(), have=states(), same=st.booleans())
 def test_any_two_states(sent: State, have: State, same: bool) -> None:
-    """Whatever is there, what comes out is what was sent."""
+    """The result is what was sent, whatever the receiver had."""
 
     async def run() -> None:
         async with pair() as (sender, receiver):

@@ -70,7 +70,7 @@ def test_replicas_on_other_meshes_are_equal(tmp_path: Path) -> None:
 
 
 def test_large_replicas_are_compared_in_parts(tmp_path: Path) -> None:
-    """However large they are; the last bit counts, and every byte read is told."""
+    """The last bit of large replicas counts, and each byte that is read is reported."""
     big = torch.arange(36 << 20, dtype=torch.float32)
 
     def state_of(rank: int) -> Any:

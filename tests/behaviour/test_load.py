@@ -669,7 +669,7 @@ class TestPeer:
         assert device.copied
 
     def test_what_goes_wrong(self, caplog) -> None:
-        """Is an error of the package, and the secret is in none of them."""
+        """The error is one of the package, and does not show the secret."""
         with beside(served({"a": torch.ones(9)})) as metadata:
             base, _, token = metadata.partition("#")
             with pytest.raises(StepNotFoundError):
@@ -697,7 +697,7 @@ class TestPeer:
     def test_a_peer_that_never_gives_anything_new_is_given_up(
         self, monkeypatch, refused: str, status: int, doing: str
     ) -> None:
-        """Though it answers each request; the error tells its last answer."""
+        """The peer answers each request, and the error has its last answer."""
         monkeypatch.setattr(peers, "_IDLE_TIMEOUT_S", 0.3)
 
         async def meddle(peer, request):

@@ -196,7 +196,7 @@ class TestStaging:
 
     @pytest.mark.parametrize("options", [{}, {"zero_copy": True}], ids=str)
     async def test_a_send(self, options: dict[str, Any]) -> None:
-        """Though it starts the server first, and waits for another send."""
+        """A send waits, also if it starts the server or waits for another send."""
         device = Device()
         sender, receiver = transport(**options), transport()
         sender._stager._ports = device.port_for

@@ -70,7 +70,7 @@ class TestAnotherUser:
 
     @pytest.mark.parametrize("kind", ["closed", "sealed", "listed"])
     def test_what_may_not(self, said: dict[str, Any], kind: str) -> None:
-        """Is a storage error, and a line on the command line."""
+        """The error is a StorageError, and one line on the command line."""
         for call in ("load", "load file"):
             assert said[f"{call} {kind}"].startswith("StorageError: ")
             assert DENIED in said[f"{call} {kind}"]

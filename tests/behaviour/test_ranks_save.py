@@ -536,7 +536,7 @@ class TestStore:
         host.close()
 
     def test_its_host_does_not_stay_for_ever(self) -> None:
-        """For those who never came, or longer than it was told."""
+        """The host waits for absent ranks no longer than it was told."""
         host = one_of_two(0, free_port(), timeout_exit_secs=1000)
         with pytest.raises(TimeoutError, match="timed out"):
             host.meet(meeting(1))

@@ -278,7 +278,7 @@ async def test_who_has_copied_nothing_waits_for_no_device(device) -> None:
 async def test_a_cancel_ends_what_waits_for_who_still_uses_the_template(
     device, direct: bool, monkeypatch
 ) -> None:
-    """Though a copy of pageable memory blocks its thread until that has run."""
+    """A copy of pageable memory blocks its thread until that work has run."""
     copy, blocked = device.copy, list[Event]()
 
     def wait_and_copy(pairs: Iterable[Pair], *, after: Event) -> Event:

@@ -112,7 +112,7 @@ class TestFinishing:
     async def test_an_exit_without_close_loses_nothing(
         self, tmp_path, gate, *, early: bool
     ) -> None:
-        """Though the child may start only when the trainer has gone."""
+        """The child may start only after the trainer has gone."""
         async with trainer(tmp_path, "save leave") as made:
             if early:
                 gate.open()
@@ -136,7 +136,7 @@ class TestRecovery:
 
     @proves("cell recover: success")
     async def test_the_last_staged_state_comes_back(self, tmp_path, gate) -> None:
-        """Though nothing of it was written; it is written all the same."""
+        """The state comes back before it is written, and is written all the same."""
         async with trainer(tmp_path, "save save wait", keep=60) as made:
             await made.killed()
             await made.keeps()

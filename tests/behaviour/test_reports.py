@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Troubled(WriterHook):
-    """Does at one of its calls what the keywords of the save say."""
+    """A hook that does at one of its calls what the save's keywords say."""
 
     def _meet(self, when: str, at: str, trouble: str, gate: str) -> None:
         if when != at:

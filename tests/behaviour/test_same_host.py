@@ -621,7 +621,7 @@ class TestWho:
             assert await offered(sender)
 
     async def test_a_sender_without_descriptors_says_so_once(self, caplog):
-        """Though it tries each second; the guest waits, and gets its memory."""
+        """The sender tries each second, and the guest waits and gets its memory."""
         guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         guest.settimeout(0)
         async with lending() as sender:

@@ -206,7 +206,7 @@ class TestWithdrawal:
             assert_same(await early, weights())
 
     async def test_it_wins_over_a_renaming(self):
-        """Whose memory is not taken away while it works."""
+        """The renaming keeps its memory while it works."""
         async with transport() as sender:
             await sender.send_checkpoint([], 1, weights())
             gates = [Gate() for _ in range(sender.statistics().threads.threads)]

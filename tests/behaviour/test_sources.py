@@ -120,7 +120,7 @@ async def test_a_list_of_one_is_that_one() -> None:
 
 
 async def test_a_list_that_names_nobody() -> None:
-    """Is the caller's mistake, and so is one that names something else."""
+    """An empty list, or one with other values, is the caller's mistake."""
     async with transport() as receiver:
         with pytest.raises(ValueError, match="empty"):
             await receiver.recv_checkpoint(0, [], 7)

@@ -265,7 +265,7 @@ async def test_a_device_copies_ahead_of_the_digests(monkeypatch) -> None:
 
 
 async def test_a_cancel_ends_a_turn_at_the_next_chunk(monkeypatch) -> None:
-    """Though all of them have been copied; then the stager is as good as new."""
+    """All chunks may have been copied, and the stager stays usable."""
     device, live, digested = FakeAccelerator(held=False), {"w": torch.ones(80_000)}, []
     loop = asyncio.get_running_loop()
 

@@ -212,7 +212,10 @@ async def test_a_session_of_the_callers_is_used_and_left_open():
 
 
 async def test_a_checkpoint_that_is_too_large_is_refused(monkeypatch):
-    """Before memory is taken; the error has both numbers. The host has a limit, too."""
+    """The error has both numbers, and comes before memory is taken.
+
+    The host has a limit, too.
+    """
     async with transport() as sender:
         await sender.send_checkpoint([], 1, weights())
         for limit in (0, MIB - 1, MIB):

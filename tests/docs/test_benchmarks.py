@@ -406,7 +406,7 @@ def test_a_page_names_what_was_not_measured(tmp_path: Path) -> None:
 
 
 def test_the_pictures_are_valid_and_fit_on_either_background(tmp_path: Path) -> None:
-    """Whatever a kernel calls itself, and where there is nothing to draw."""
+    """A kernel may have any name, and a picture may have nothing to draw."""
     found = made(ours=1e-5, theirs=1.0)
     star = {
         f"{name}{n} at once": samples(1.0) for name in ("", "raw, ") for n in (1, 8)
@@ -574,7 +574,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.usefixtures("fresh_interpreters")
 def test_a_busy_process_ends_with_a_killed_benchmark() -> None:
-    """Whatever it computes, nobody else would end it."""
+    """The process ends itself, since nobody else would end it."""
     program = (
         "from benchmarks.workers import Worker\n"
         "worker = Worker('benchmarks.training:Trainer')\n"

@@ -101,7 +101,7 @@ def test_a_call_that_fails_leaves_nothing_torn(
 def test_a_checkpoint_is_replaced_where_names_cannot_be_exchanged(
     tmp_path: Path, record: Record, what: str
 ) -> None:
-    """Whatever word the file system, or a filter of system calls, has for that."""
+    """The file system, or a filter of system calls, may refuse in any words."""
     directory = tmp_path / "checkpoints"
     fault, saved = next(torn.at_each_call(directory, "renameat2", what))
     assert (fault.struck, saved) == (True, True)

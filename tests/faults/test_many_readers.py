@@ -23,7 +23,7 @@ MOST = 256
 
 
 class Gaps:
-    """Goes round with the loop, and notes how long each round took."""
+    """Runs once per round of the loop, and notes how long each round took."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -388,7 +388,7 @@ class TestCredentials:
 
 
 class TestSession:
-    """Whose session it is decides who closes it."""
+    """The owner of a session closes it."""
 
     async def test_session_of_the_caller_is_used_and_left_open(self) -> None:
         """Its settings may differ from those that the client would choose."""

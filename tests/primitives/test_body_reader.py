@@ -159,7 +159,7 @@ class TestBodyWriter:
 
     @pytest.mark.parametrize("how", ["received", "written"])
     def test_bytes_that_are_wanted_are_in_their_place(self, how: str) -> None:
-        """Though they were received with others, for many small buffers."""
+        """The bytes came together with others, for many small buffers."""
         memory, source, seen = bytearray(50_000), noise(50_000), list[int]()
 
         class Late:

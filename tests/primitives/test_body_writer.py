@@ -155,7 +155,10 @@ def only_old(body: bytes) -> bool:
      (800_000, 16)],
 )  # fmt: skip
 async def test_a_body_arrives_whole(way, nbytes, piece):
-    """Whatever its size. The work grows with its pieces, not with their square."""
+    """A body of any size arrives.
+
+    The work grows with its pieces, not with their square.
+    """
     body = Body(nbytes, piece)
     async with staged(body) as stage, Peer(stage.port) as peer:
         answer = await peer.ask("/")

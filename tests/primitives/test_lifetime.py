@@ -46,7 +46,7 @@ async def bound(made: Lifetime) -> None:
 
 
 def test_a_forked_child_is_told_that_it_is_one() -> None:
-    """Before it waits for threads that are not there."""
+    """The error comes before it waits for threads that are not there."""
     made, reading = Lifetime("the transport"), os.pipe()
     with asyncio.Runner() as runner:
         runner.run(bound(made))

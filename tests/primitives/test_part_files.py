@@ -110,7 +110,7 @@ class TestReceive:
         assert mode_of(tmp_path / "f") == 0o666 & ~umask
 
     def test_what_the_disk_refuses_is_not_kept(self, tmp_path, monkeypatch) -> None:
-        """After a failed fsync nobody knows what is on the disk: start over."""
+        """The receive starts over, since nobody knows what is on the disk."""
         (tmp_path / "f").write_bytes(memory(step=1).file)
 
         def fail(fd: int) -> None:
@@ -331,7 +331,7 @@ class TestRead:
             read_header(tmp_path / "f", limits=Limits())
 
     def test_a_file_that_shrinks_meanwhile(self, tmp_path) -> None:
-        """Is an error, and not the end of the process."""
+        """The read raises an error, and the process does not end."""
         source = memory()
         cut = source.file[: source.manifest.header_bytes + CHUNK]
         (tmp_path / "f").write_bytes(cut)

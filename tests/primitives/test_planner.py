@@ -337,7 +337,7 @@ def test_who_has_brought_nothing_steals_late(*, same: bool) -> None:
 
 
 def test_the_one_that_waited_takes_over() -> None:
-    """Though the slow peer has another free connection."""
+    """It does so though the slow peer has another free connection."""
     one = Session([0], connections=2)
     victim, other = one.take(), one.add()
     one.next()

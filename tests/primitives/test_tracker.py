@@ -96,7 +96,7 @@ async def test_many_members_announce_themselves_less_often() -> None:
 
 @proves("threat D15")
 async def test_a_host_has_a_bounded_number_of_members() -> None:
-    """However often it joins; and it can renew those that it has."""
+    """A host may join any number of times, and can renew its members."""
     tracker = Tracker(8)
     for number in range(64):
         announce(tracker, number, address="10.9.9.9")
@@ -320,7 +320,7 @@ async def test_links_are_told_apart() -> None:
 async def test_a_list_of_hosts_makes_nobody_ask_itself(
     url: str, address: str, named: str
 ) -> None:
-    """Though the source lists the host in the URL, and with it too many."""
+    """The source lists the host of the URL, and too many others with it."""
     tracker = Tracker(8)
     announce(tracker, 1, url=url, address=address, trusts_url=True)
     assert [each.url for each in announce(tracker, 2).members] == [named]
@@ -517,7 +517,7 @@ async def test_a_promise_that_has_lapsed_stays_so(
 async def test_a_promise_that_is_in_vain_is_made_to_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After a few times as long as it takes usually."""
+    """The tracker waits a few times as long as such a chunk usually takes."""
     monkeypatch.setattr(module, "_SOONEST", 60.0)
     tracker = Tracker(2)
     first = announce(tracker, 1).next

@@ -44,7 +44,7 @@ def names(description: Description) -> list[str]:
 
 
 class TestEntries:
-    """How tensors become entries."""
+    """Tensors become entries."""
 
     def test_a_plain_tensor_is_an_entry_and_nothing_more(self) -> None:
         """The bytes of the entry are the tensor's own memory."""

@@ -99,7 +99,7 @@ def test_the_encoding_is_no_matter_of_the_context() -> None:
 
 
 class Stamp(datetime):
-    """Has more than its base, as a timestamp of pandas has."""
+    """A subclass with more than its base, like a timestamp of pandas."""
 
 
 class Place(type(Path())):  # type: ignore[misc]

@@ -181,7 +181,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class OnlyTheEnd(Fault):
-    """Of bodies that begin before a certain byte nothing arrives, whoever asks."""
+    """A fault: no byte arrives of bodies that begin before a certain byte."""
 
     def __init__(self, begins: int) -> None:
         self.begins = begins

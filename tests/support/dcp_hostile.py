@@ -59,14 +59,14 @@ class Call:
 
 
 class StoredAs:
-    """Is pickled as the storage of a tensor."""
+    """A value that is pickled as the storage of a tensor."""
 
     def __init__(self, *described: Any) -> None:
         self.described = described
 
 
 class _Name:
-    """Is pickled as a name, whatever it stands for, and without an import of it."""
+    """A value that is pickled as any name, without an import of it."""
 
     def __init__(self, name: str) -> None:
         self.module, _, self.name = name.rpartition(".")

@@ -314,7 +314,7 @@ FAR = 3600.0
 
 
 class Lies(Fault):
-    """Of every run of bytes of a body the last one is wrong; heads are not."""
+    """A fault: the last byte of each run of a body is wrong, and heads are not."""
 
     async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
         """Leave what may be a head, or a manifest, alone."""

@@ -96,7 +96,7 @@ class SlowWriter(CheckpointWriter):
 
 
 class Troubled(CheckpointWriter):
-    """Does to a write what its ``trouble`` says."""
+    """A writer that does to a write what its ``trouble`` says."""
 
     def __init__(self, rank_info: RankInfo) -> None:
         super().__init__(CheckpointWriterConfig(), rank_info)

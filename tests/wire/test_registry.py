@@ -50,7 +50,7 @@ class Config:
 
 
 class Odd:
-    """Has no default encoding."""
+    """A type without a default encoding."""
 
     def __init__(self, value: object) -> None:
         self.value = value

@@ -404,7 +404,7 @@ class TestInTheWay:
         source: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Also in the last moment."""
+        """The command replaces nothing that another one made at the last moment."""
         target, compare = tmp_path / "m.pt", convert._compare
 
         def late(*args: Any) -> None:
@@ -516,7 +516,7 @@ class TestOptions:
     def test_one_of_several_ranks(
         self, cli: Commands, tmp_path: Path, ours: bool
     ) -> None:
-        """Of our checkpoint, or of one of torch's experimental checkpointers."""
+        """The rank may be one of our checkpoint, or of torch's experimental one."""
         both = tmp_path / "step-4"
         if ours:
             save_by_two(both)

@@ -95,7 +95,7 @@ def test_a_missing_model_is_a_command_away(
 def test_a_file_that_is_no_model(
     tmp_path: Path, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Is refused by name."""
+    """The demo refuses such a file by its name."""
     save_file(tensors, tmp_path / "f")
     with pytest.raises(StateDictError):
         training_state(tmp_path / "f")
@@ -132,7 +132,7 @@ def test_any_difference_changes_a_fingerprint(change: dict[str, Any]) -> None:
 
 
 def test_attributes_of_a_state_dict_have_fingerprints() -> None:
-    """As the version numbers that torch hangs on those of modules."""
+    """Torch hangs version numbers on the state dicts of modules."""
     plain = OrderedDict(w=1)
     versioned = OrderedDict(w=1)
     versioned._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]

@@ -148,7 +148,7 @@ class TestMessages:
 
 
 def test_an_early_fetch_waits(file: Path, tmp_path: Path) -> None:
-    """For a sender that is not there yet; one that lets anybody fetch."""
+    """The fetch waits for a sender that is not there yet."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]

@@ -463,7 +463,7 @@ class TestFiles:
     def test_a_file_system_that_cannot_exchange_names(
         self, cli: Commands, tmp_path: Path, option: str
     ) -> None:
-        """Nor rename without replacing, such as NFS: then it takes several steps."""
+        """On NFS, which cannot rename without replacing, it takes several steps."""
         target = tmp_path / "out"
         if option:
             one = save(tmp_path / "s-1", {"a": torch.ones(3), "b": torch.ones(9)})
