@@ -73,7 +73,7 @@ class Caller(web.RequestHandler):
                 self._acceptor.idle(self)
 
     def know(self) -> None:
-        """Note that a request of it may be answered."""
+        """Note that it has sent a request that may be answered."""
         self._acceptor.know(self)
 
     def handle_error(

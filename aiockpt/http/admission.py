@@ -1,12 +1,12 @@
 """Admit a number of response bodies at a time; the slowest ones make way for others.
 
-A request that finds no place free waits. The hosts that wait take turns, and the
+A request that finds no free slot waits. The hosts that wait take turns, and the
 requests of one host are served in order of arrival.
 
 If requests have waited for a second, or were turned away, and few bodies have ended by
 themselves, the server ends some bodies. These are the slowest ones of the hosts that
-have more than an equal part of the places. A host that has its part can only take the
-place of a body of its own. So behind a reverse proxy, where all receivers are one host,
+have more than an equal part of the slots. A host that has its part can only take the
+slot of a body of its own. So behind a reverse proxy, where all receivers are one host,
 the slowest body of all ends.
 
 A body that would soon end by itself is left alone, once and until then. When many
@@ -29,9 +29,9 @@ from aiockpt.http.problems import PeerBusy
 _MAX_WAITING: Final = 4096  # requests
 _MAX_WAITING_OF_HOST: Final = 256  # requests
 _LOOK_INTERVAL_S: Final = 1.0  # while requests wait
-_TURN_S: Final = 3.0  # for which a body has its place in any case
+_TURN_S: Final = 3.0  # for which a body has its slot in any case
 _SOON_S: Final = 20.0  # a body that ends within them is left alone, once
-_PLACES_PER_FREED: Final = 16  # one in so many becomes free at each look
+_SLOTS_PER_FREED: Final = 16  # one in so many becomes free at each look
 _RETRY_AFTER_S: Final = 1.0
 _BEGUN_PER_ROUND: Final = 16  # requests in one round of the loop
 
@@ -53,12 +53,12 @@ class _Body(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _AdmittedBody:
-    """A place that a body has, and how fast its bytes arrived lately.
+    """A slot that a body has, and how fast its bytes arrived lately.
 
     Attributes:
         host: Who asked for it.
         body: What is sent.
-        began: When it got the place, in loop time.
+        began: When it got the slot, in loop time.
         looked: When it was looked at last.
         arrived: Bytes that had arrived by then.
         rate: Bytes per second before that.
@@ -91,7 +91,7 @@ class _AdmittedBody:
 
 
 class Admission:
-    """The places for bodies.
+    """The slots for bodies.
 
     Args:
         most: How many there are.
@@ -99,17 +99,17 @@ class Admission:
 
     def __init__(self, most: int) -> None:
         self._most = self._free = most
-        self._places: dict[_AdmittedBody, None] = {}
+        self._bodies: dict[_AdmittedBody, None] = {}
         # The host whose turn it is comes first.
         self._queues = OrderedDict[str, OrderedDict[_Waiter, float]]()
         self._refused = Counter[str]()  # by host, since the last look
-        self._freed = 0  # places, by bodies that ended by themselves since then
+        self._freed = 0  # slots, by bodies that ended by themselves since then
         self._timer: asyncio.TimerHandle | None = None
         self.waiting = 0
 
     @asynccontextmanager
     async def take(self, host: str, body: _Body, *, wait: float) -> AsyncIterator[None]:
-        """Hold a place during the block, which ends soon if ``body`` is interrupted.
+        """Hold a slot during the block, which ends soon if ``body`` is interrupted.
 
         Args:
             host: Who asks, as `network_of` names it.
@@ -117,17 +117,17 @@ class Admission:
             wait: Seconds for which it waits.
 
         Raises:
-            PeerBusy: no place was free in time, or too many requests wait.
+            PeerBusy: no slot was free in time, or too many requests wait.
         """
         await self._enter(host, wait)
         now = asyncio.get_running_loop().time()
-        place = _AdmittedBody(host, body, now, now)
-        self._places[place] = None
+        slot = _AdmittedBody(host, body, now, now)
+        self._bodies[slot] = None
         try:
             yield
         finally:
-            del self._places[place]
-            self._freed += not place.is_ended
+            del self._bodies[slot]
+            self._freed += not slot.is_ended
             self._put_back()
 
     # ------------------------------------------------------------------ waiting
@@ -165,7 +165,7 @@ class Admission:
                 del self._queues[host]
 
     def _put_back(self) -> None:
-        """Give a place to the request whose turn it is."""
+        """Give a slot to the request whose turn it is."""
         while self._queues:
             host, queue = next(iter(self._queues.items()))
             self._queues.move_to_end(host)
@@ -196,9 +196,9 @@ class Admission:
             waited = (now - since for since in queue.values())
             short[host] += sum(each >= _LOOK_INTERVAL_S / 2 for each in waited)
         short = +short  # without those that lack nothing
-        for place in self._places:
-            place.look(now)
-        count = max(self._most // _PLACES_PER_FREED, 1) - self._freed
+        for slot in self._bodies:
+            slot.look(now)
+        count = max(self._most // _SLOTS_PER_FREED, 1) - self._freed
         self._freed = 0
         if not self._free and short:
             self._end_slowest(short, count, now)
@@ -206,11 +206,11 @@ class Admission:
             self._look_later()
 
     def _end_slowest(self, short: Counter[str], count: int, now: float) -> None:
-        """End up to ``count`` bodies, for hosts that are short of places."""
-        held = Counter(each.host for each in self._places)  # places, by host
+        """End up to ``count`` bodies, for hosts that are short of slots."""
+        held = Counter(each.host for each in self._bodies)  # slots, by host
         share = self._most / len({*held, *short})
         slowest = sorted(
-            (each for each in self._places if each.is_long(now)),
+            (each for each in self._bodies if each.is_long(now)),
             key=lambda each: each.rate,
         )
         # Hosts that have little are helped first; each one gets one at a time.

@@ -110,7 +110,7 @@ class Auditor:
 
     @contextmanager
     def visit(self, request: web.Request) -> Iterator[Visit]:
-        """Log a request at the end of the block, which learns how it is answered."""
+        """Log a request at the end of the block, which fills in the visit."""
         visit = request[VISIT] = Visit()
         try:
             yield visit

@@ -202,7 +202,7 @@ class Traffic:
 
 
 class CheckpointService:
-    """The handlers over one store; any number of applications may route to them.
+    """Handles the requests for one store, from any number of applications.
 
     Args:
         store: Holds what is served.
@@ -418,7 +418,7 @@ class CheckpointService:
         return Asked(request, resource, publication, kept_by, self._identity)
 
     async def _about(self, asked: Asked) -> Mapping[str, str]:
-        """Return the headers with the manifest of a published checkpoint."""
+        """Return the headers that go only with the manifest of a checkpoint."""
         request, publication, lease = asked.request, asked.publication, asked.lease
         headers = {**await self._macs.headers_of(publication.servable.manifest)}
         if self._lender is not None and request.method == "GET":
@@ -527,7 +527,7 @@ class CheckpointService:
     def _admitted(
         self, asked: Asked, reply: Reply, body: BodySender
     ) -> AbstractAsyncContextManager[None]:
-        """Return what waits until a body is one of those that are sent at a time."""
+        """Return a context manager that waits for a slot, and holds it."""
         is_manifest = reply.stop <= asked.publication.servable.manifest.header_bytes
         admission = self._manifests if is_manifest else self._bodies
         wait = asked.wait(self.config.max_wait, unasked=self.config.stall_timeout / 2)

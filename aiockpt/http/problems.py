@@ -95,7 +95,7 @@ class Problem:
 
 
 class _Row(NamedTuple):
-    """How an error is told: the status, the kind, the title, and its attributes."""
+    """How a response tells an error: status, kind, title, and attributes of it."""
 
     error: type[Exception]
     status: int

@@ -89,7 +89,7 @@ def latest_reply(manifest: Manifest) -> tuple[dict[str, str], bytes]:
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
-    """Return what people and programs are told of the served checkpoint."""
+    """Return what answers in JSON say of the served checkpoint."""
     return {
         "step": manifest.step,
         "snapshot_id": manifest.snapshot_id,

@@ -249,7 +249,7 @@ def plain_address(text: str) -> str:
 
 
 def network_of(address: str) -> str:
-    """Return what limits count as one host: an IPv4 address, or an IPv6 network of 64.
+    """Return what limits count as one host: an IPv4 address, or an IPv6 /64 network.
 
     A host that has one address of such a network has all of them.
     """
