@@ -9,11 +9,9 @@ names, which prevents DNS rebinding.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Final
 
 from aiockpt.errors import AuthenticationError, LocalProtocolError
 from aiockpt.http.problems import HostNotAllowed, RefusedError
+from aiockpt.http.security import address_of
 from aiockpt.http.tokens import Grant, make_token, read_token
 from aiockpt.runtime.secrets import Token, discreet
 from aiockpt.storage.directory import expanded
@@ -179,19 +178,13 @@ def _check_token(authorization: str, token: str) -> Grant | None:
 
 
 def _check_host(host: str, allowed: frozenset[str]) -> None:
-    name = _host_name(host)
-    if name == "localhost" or name in allowed:
-        return
-    with suppress(ValueError):
-        ipaddress.ip_address(name.partition("%")[0])
+    if host.startswith("["):
+        name = host[1:].partition("]")[0]
+    else:
+        name = host.partition(":")[0].rstrip(".").lower()
+    if name == "localhost" or name in allowed or address_of(name) is not None:
         return
     raise HostNotAllowed(
         f"host {host[:80]!r} is not a name of this server: use its IP address, or "
         "start the server with this name as advertise="
     )
-
-
-def _host_name(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].rstrip(".").lower()

@@ -1,8 +1,8 @@
 """The seam between the handlers and what is served beside plain checkpoints.
 
 A `ServiceExtension` answers resources of its own, adds headers to the answers of the
-handlers, and admits the bodies that they send. What `Lends` offers memory instead of
-bytes. The handlers call both at one place each.
+handlers, and admits the bodies that they send. An implementation of `Lends` offers
+memory instead of bytes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class PlainStream(web.StreamResponse):
     """A response that no application compresses: its length and digest are given."""
 
     def enable_compression(self, *_: object, **__: object) -> None:
-        """Ignore it: receivers accept no coding, and a range of one makes no sense."""
+        """Do nothing: receivers accept no coding, and ranges are of the plain bytes."""
 
 
 class PlainResponse(PlainStream, web.Response):
-    """Such a response with its whole body."""
+    """A `PlainStream` with its whole body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Asked:
     identity: Mapping[str, str]
 
     def wait(self, most: float, *, unasked: float = 0.0) -> float:
-        """Return the seconds for which the request waits to be served, if it must.
+        """Return how many seconds the request may wait until it is served.
 
         Args:
-            most: More than that counts as that.
-            unasked: How long it waits if it does not say.
+            most: The longest time, whatever the request asks for.
+            unasked: The time if the request asks for none.
         """
         asked = http.parse_prefer_wait(self.request.headers.get("Prefer"))
         return min(unasked if asked is None else asked, most)
@@ -65,14 +65,14 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """What an extension asks for one body.
+    """How an extension has one body sent.
 
     Attributes:
-        unsent: Bytes that the kernel may hold, so that the end of the sending is the
-            end of the transfer; 0: as many as it likes.
+        unsent: The most bytes that the kernel may hold. With few of them, the sending
+            ends when the transfer does. 0: the kernel decides.
         rate: Bytes per second; None: no limit.
-        is_quiet: Nobody needs to know of an early end: no warning is logged.
-        copy: What is sent instead of the memory of the checkpoint.
+        is_quiet: No warning is logged if the body ends early.
+        copy: The handlers send it instead of the memory of the checkpoint.
     """
 
     unsent: int = 0
@@ -85,11 +85,11 @@ UNLIMITED: Final = BodyLimits()
 
 
 class ServiceExtension:
-    """What a service answers and limits beside its own; this one adds nothing.
+    """Extends what a service answers and limits; this one adds nothing.
 
     Attributes:
-        methods: The resources of a step that the extension answers, and how each may
-            be asked for.
+        methods: The resources of a step that the extension answers, and the methods
+            of each.
     """
 
     methods: Mapping[str, Sequence[str]] = {}
@@ -99,7 +99,7 @@ class ServiceExtension:
         raise NotImplementedError(asked.resource)
 
     def headers(self, asked: Asked, reply: Reply) -> Mapping[str, str]:
-        """Return further headers of a planned reply; called before a lease is taken.
+        """Return further headers of a planned reply, before a lease is taken.
 
         Raises:
             RefusedError: the request is not answered in this way.

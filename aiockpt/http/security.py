@@ -114,14 +114,14 @@ class Reach:
             PeerUnreachableError: the same, of a host that a peer named.
         """
         fault = self._fault_of_scope(host, scope_of(host))
-        if fault is None and (address := _address_of(host)) is not None:
+        if fault is None and (address := address_of(host)) is not None:
             fault = self.fault_of(host, address, spelled_out=True)
         if fault is not None:
             raise self.refusal(host, fault)
 
     def allows(self, host: str) -> bool:
         """Return whether the list has a host that is given by name or by address."""
-        address = _address_of(host)
+        address = address_of(host)
         if address is None:
             return self._has_name(host)
         return self.fault_of(host, address) is None
@@ -181,7 +181,7 @@ class CheckedResolver(AbstractResolver):
         """
         allowed, faults = list[ResolveResult](), list[str]()
         for each in await self._resolver.resolve(host, port, family):
-            address = _address_of(each["host"])
+            address = address_of(each["host"])
             assert address is not None, "a resolver gives addresses"
             if fault := self._reach.fault_of(host, address):
                 faults.append(fault)
@@ -196,7 +196,7 @@ class CheckedResolver(AbstractResolver):
         await self._resolver.close()
 
 
-def _address_of(text: str) -> Address | None:
+def address_of(text: str) -> Address | None:
     """Return the address that a text is; the IPv4 one that an IPv6 one contains."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
@@ -219,7 +219,7 @@ def scope_of(host: str) -> Scope:
     """
     if "%" in host:
         return Scope.NOWHERE
-    if (address := _address_of(host)) is not None:
+    if (address := address_of(host)) is not None:
         return _scope_of_address(address)
     name = host.rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
@@ -244,7 +244,7 @@ def _scope_of_address(address: Address) -> Scope:
 
 def plain_address(text: str) -> str:
     """Return an address without the IPv6 prefix of an IPv4 one."""
-    address = _address_of(text)
+    address = address_of(text)
     return text if address is None else str(address)
 
 
@@ -253,7 +253,7 @@ def network_of(address: str) -> str:
 
     A host that has one address of such a network has all of them.
     """
-    found = _address_of(address)
+    found = address_of(address)
     if found is None:
         return address
     if found.version == 4:
@@ -269,7 +269,7 @@ def voter_of(address: str) -> tuple[str, str]:
     loopback addresses are those of this host, and a host can take any number of
     addresses of a link.
     """
-    found = _address_of(address)
+    found = address_of(address)
     if found is None:
         return "name", address
     scope = _scope_of_address(found)
