@@ -24,16 +24,21 @@ from aiockpt.checkpointers.base import (
     Checkpointer,
     CheckpointerStatistics,
     Written,
-    options_of,
     path_for,
     template_of,
 )
-from aiockpt.checkpointers.config import ELSEWHERE, BusyPolicy, SaveRanks
+from aiockpt.checkpointers.config import (
+    CLOSING_S,
+    ELSEWHERE,
+    BusyPolicy,
+    SaveRanks,
+)
 from aiockpt.checkpointers.handle import BackgroundWriter, SaveEnd, SaveHandle
 from aiockpt.checkpointers.reader import (
     CheckpointReader,
     load_in_thread,
     loads_of,
+    options_of,
     own_read,
 )
 from aiockpt.checkpointers.stager import (
@@ -62,7 +67,6 @@ from aiockpt.transport import Timeout, refuse_unknown, seconds
 
 _SLOTS: Final = 2  # one save is being written, one waits
 _SLOTS_TO_REPLACE: Final = 3  # the waiting one stays until its successor is staged
-_CLOSING_S: Final = 5.0
 _MAX_FAILURES: Final = 64  # failed saves whose errors nobody has looked at
 
 # The state dict, or a keyword of the call, is wrong: no retry would save it.
@@ -399,11 +403,11 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
 
     async def _end(self, end_writer: Callable[[], Any]) -> None:
         await self._lifetime.end(
-            partial(self._lifetime.calls_ended, timeout=_CLOSING_S),
+            partial(self._lifetime.calls_ended, timeout=CLOSING_S),
             end_writer,
             self._release_last,
             self._stager.close,
-            partial(self._bridge.aclose, timeout=_CLOSING_S),
+            partial(self._bridge.aclose, timeout=CLOSING_S),
         )
 
     async def _release_last(self) -> None:

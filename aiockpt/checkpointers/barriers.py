@@ -200,8 +200,8 @@ class TCPStoreBarrier:
         with self._translating_errors():
             self._choose_round(self._save(meeting))
 
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> dict[int, str]:
-        """Block until every rank has arrived; with ``failure``, report it and return.
+    def meet(self, meeting: Meeting) -> dict[int, str]:
+        """Block until every rank has arrived.
 
         Returns:
             Rank 0 gets the ``snapshot`` of each rank; other ranks get nothing.
@@ -212,10 +212,62 @@ class TCPStoreBarrier:
             TransportError: the store cannot be reached.
         """
         with self._translating_errors():
-            if failure is None:
-                return self._meet(meeting)
-            self._tell(meeting, failure)
-            return {}
+            save = self._save(meeting)
+            timeout = min(meeting.timeout, self._longest)
+            until = time.monotonic() + timeout
+            number = self._rounds.get(save.key) or self._choose_round(save)
+            while True:
+                now = save.meeting(number, meeting.phase)
+                self._arrive(now, meeting)
+                missing = self._wait(now, meeting, until)
+                late = f"{_LATE}:{self._rank}:it waited {timeout:.3g} s for {missing}"
+                decision = now.decide(late if missing else _ALL_CAME)
+                if decision != _NEXT or not self._rank:
+                    break
+                number = self._join(save, number + 1)
+            now.note_read()
+            if decision == late:
+                raise TransferTimeoutError(
+                    f"the barrier ({meeting}), which waited for {missing}", timeout
+                )
+            if decision == _NEXT:
+                raise PeerFailedError(0, "it has begun another save of the same path")
+            if decision != _ALL_CAME:
+                _, rank, reason = decision.split(":", 2)
+                raise PeerFailedError(int(rank), reason)
+            if self._rank:
+                return {}
+            if meeting.phase == "written":
+                self._forget_others(save)
+            return now.arrived
+
+    def report(self, meeting: Meeting, failure: str) -> None:
+        """End a meeting with a failure; this rank may have died at it before.
+
+        Raises:
+            TransportError: the store cannot be reached.
+        """
+        with self._translating_errors():
+            save, phase = self._save(meeting), meeting.phase
+            # Its predecessor may have died before it left its mark. Without the mark,
+            # the next save of this rank would join this round, and get this failure.
+            number = self._rounds.get(save.key) or self._join(
+                save, self._predecessors_round(save)
+            )
+            failed = f"{_FAILED}:{self._rank}:{failure}"
+            while True:
+                now = save.meeting(number, phase)
+                # Decide first: this rank may be the last one to arrive.
+                decision = now.decide(failed)
+                if decision == _NEXT and self._rank:
+                    number = self._join(save, number + 1)
+                elif decision == _ALL_CAME and phase == "written":
+                    phase = "committed"  # there the other ranks wait for this one
+                else:
+                    break
+            if decision == failed or self._rank not in now.arrived:
+                self._arrive(now, meeting)
+                now.note_read()
 
     def close(self) -> None:
         """Disconnect. The host first lets the other ranks read the last decision.
@@ -287,59 +339,6 @@ class TCPStoreBarrier:
         save.remove_rounds(number - 1)
 
     # ------------------------------------------------------------------ the meeting
-
-    def _meet(self, meeting: Meeting) -> dict[int, str]:
-        save = self._save(meeting)
-        timeout = min(meeting.timeout, self._longest)
-        until = time.monotonic() + timeout
-        number = self._rounds.get(save.key) or self._choose_round(save)
-        while True:
-            now = save.meeting(number, meeting.phase)
-            self._arrive(now, meeting)
-            missing = self._wait(now, meeting, until)
-            late = f"{_LATE}:{self._rank}:it waited {timeout:.3g} s for {missing}"
-            decision = now.decide(late if missing else _ALL_CAME)
-            if decision != _NEXT or not self._rank:
-                break
-            number = self._join(save, number + 1)
-        now.note_read()
-        if decision == late:
-            raise TransferTimeoutError(
-                f"the barrier ({meeting}), which waited for {missing}", timeout
-            )
-        if decision == _NEXT:
-            raise PeerFailedError(0, "it has begun another save of the same path")
-        if decision != _ALL_CAME:
-            _, rank, reason = decision.split(":", 2)
-            raise PeerFailedError(int(rank), reason)
-        if self._rank:
-            return {}
-        if meeting.phase == "written":
-            self._forget_others(save)
-        return now.arrived
-
-    def _tell(self, meeting: Meeting, failure: str) -> None:
-        """End the meeting with a failure; this rank may have died at it before."""
-        save, phase = self._save(meeting), meeting.phase
-        # Its predecessor may have died before it left its mark. Without the mark, the
-        # next save of this rank would join this round, and be told of this failure.
-        number = self._rounds.get(save.key) or self._join(
-            save, self._predecessors_round(save)
-        )
-        failed = f"{_FAILED}:{self._rank}:{failure}"
-        while True:
-            now = save.meeting(number, phase)
-            # Decide first: if this rank were the last to arrive, all would have come.
-            decision = now.decide(failed)
-            if decision == _NEXT and self._rank:
-                number = self._join(save, number + 1)
-            elif decision == _ALL_CAME and phase == "written":
-                phase = "committed"  # there the other ranks wait for this one
-            else:
-                break
-        if decision == failed or self._rank not in now.arrived:
-            self._arrive(now, meeting)
-            now.note_read()
 
     def _arrive(self, now: _MeetingKeys, meeting: Meeting) -> None:
         self._last = now

@@ -236,22 +236,6 @@ def anything(**_: object) -> None:
     """Stand for a function of the user whose keywords are not known."""
 
 
-_DEFAULTS: Final[Mapping[str, object]] = {
-    "select": None,
-    "verify": "full",
-    "mmap": False,
-    "on_bytes": None,
-    "rank": None,
-    "full": False,
-    "rank_values": "error",
-}
-
-
-def options_of(**options: object) -> dict[str, Any]:
-    """Return the given options of a load; a reader of one's own may know no others."""
-    return {name: at for name, at in options.items() if at != _DEFAULTS[name]}
-
-
 def template_of(state_dict: Any, into: Any) -> Any:
     """Return the template, which has two names.
 

@@ -15,6 +15,9 @@ from aiockpt.transport import check_fields, whole_number
 BusyPolicy = Literal["wait", "skip", "replace", "fail"]
 """What a save does while another is being written and a third one waits."""
 
+CLOSING_S: Final = 5.0
+"""How long the end of an object waits for its calls, and then for its threads."""
+
 _CHUNK_BYTES: Final = 1 << 20
 """What one digest covers in every file. A load on another mesh reads whole chunks."""
 

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from aiockpt.checkpointers.base import Written, path_for, warn_of_commit
 from aiockpt.checkpointers.config import (
+    CLOSING_S,
     CheckpointProcessConfig,
     CheckpointStagerConfig,
     RankInfo,
@@ -69,8 +70,6 @@ from aiockpt.runtime.children import Child, Pauses
 from aiockpt.runtime.ipc import pack
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.runtime.system import failing_here, refused_by_host
-
-_CLOSING_S: Final = 5.0
 
 _MAX_TRIES: Final = 3
 """A waiting write fails when so many processes have died before beginning it."""
@@ -289,10 +288,10 @@ class CheckpointProcess(BackgroundWriter):
     async def _end(self, last: Callable[[], Any]) -> None:
         self._lifetime.bind()
         await self._lifetime.end(
-            partial(self._lifetime.calls_ended, timeout=_CLOSING_S),
+            partial(self._lifetime.calls_ended, timeout=CLOSING_S),
             last,
             self._stager.close,
-            partial(self._bridge.aclose, timeout=_CLOSING_S),
+            partial(self._bridge.aclose, timeout=CLOSING_S),
         )
 
     async def _finish(self) -> None:

@@ -277,6 +277,12 @@ def _noting(template: Template | None) -> Iterator[list[bool]]:
         raise
 
 
+def options_of(**options: object) -> dict[str, Any]:
+    """Return the options that are not the defaults, of which an own reader may know."""
+    defaults: Any = CheckpointReader.read.__kwdefaults__
+    return {name: at for name, at in options.items() if at != defaults[name]}
+
+
 def own_read(reader: CheckpointReader) -> list[Callable[..., object]]:
     """Return the reader's ``read`` if it is the user's own; it gets more keywords."""
     is_ours = getattr(type(reader), "read", None) is CheckpointReader.read
@@ -337,7 +343,7 @@ def _choices(
 
 
 def _kept(rank: int | None, *, full: bool) -> Literal["full", "local", "mesh"]:
-    """Return what becomes of a distributed tensor without a place; see `Policy`."""
+    """Return what a distributed tensor becomes that the template lacks."""
     if rank is not None:
         return "local"
     return "full" if full or not is_initialized() else "mesh"

@@ -31,7 +31,7 @@ from typing import Any, Final
 
 import msgspec
 
-from aiockpt.checkpointers.config import RankInfo
+from aiockpt.checkpointers.config import CLOSING_S, RankInfo
 from aiockpt.checkpointers.ranks import default_rank_info
 from aiockpt.errors import (
     CheckpointNotFoundError,
@@ -52,7 +52,6 @@ from aiockpt.transport import Timeout, seconds
 
 logger = logging.getLogger("aiockpt")
 
-_CLOSING_S: Final = 5.0
 _POLL_S: Final = 1.0
 _MIN_TIMEOUT_S: Final = 1e-3  # a process that is there answers sooner
 
@@ -132,7 +131,7 @@ async def recover(
         try:
             taken = await bridge.run(take)
         finally:
-            await bridge.aclose(timeout=_CLOSING_S)
+            await bridge.aclose(timeout=CLOSING_S)
         holder.settimeout(0)
         with suppress(ConnectionError):  # a dead process keeps nothing either
             # After the last await: the caller gets the snapshot for certain.

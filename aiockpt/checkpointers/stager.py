@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Self
 
-from aiockpt.checkpointers.config import CheckpointStagerConfig
+from aiockpt.checkpointers.config import CLOSING_S, CheckpointStagerConfig
 from aiockpt.errors import LocalProtocolError
 from aiockpt.format.limits import FILE_LIMITS, OF_A_SAVE, advising
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE
@@ -27,7 +27,6 @@ from aiockpt.transfer.stager import Stager, StagerOptions
 from aiockpt.transport import exact_step
 
 _ARENAS: Final = 2  # one is written while the next save is staged into the other
-_CLOSING_S: Final = 5.0
 _LIMITS: Final = replace(FILE_LIMITS, max_header_bytes=1 << 40)
 
 
@@ -206,8 +205,8 @@ class DefaultStager(CheckpointStager):
         self._lifetime.bind()
         self._stager.close()
         await self._lifetime.end(
-            partial(self._lifetime.calls_ended, timeout=_CLOSING_S),
-            partial(self._bridge.aclose, timeout=_CLOSING_S),
+            partial(self._lifetime.calls_ended, timeout=CLOSING_S),
+            partial(self._bridge.aclose, timeout=CLOSING_S),
         )
 
 

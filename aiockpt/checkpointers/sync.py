@@ -14,7 +14,6 @@ from aiockpt.checkpointers.base import (
     CheckpointerStatistics,
     Written,
     committed_before,
-    options_of,
     path_for,
     step_for,
     template_of,
@@ -23,6 +22,7 @@ from aiockpt.checkpointers.config import ELSEWHERE
 from aiockpt.checkpointers.reader import (
     CheckpointReader,
     loads_of,
+    options_of,
     own_read,
     tell_if_own,
 )

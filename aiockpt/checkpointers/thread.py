@@ -6,10 +6,14 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from aiockpt.checkpointers.base import Written
-from aiockpt.checkpointers.config import CheckpointStagerConfig, SaveRanks
+from aiockpt.checkpointers.config import (
+    CLOSING_S,
+    CheckpointStagerConfig,
+    SaveRanks,
+)
 from aiockpt.checkpointers.handle import (
     BackgroundWriter,
     SaveHandle,
@@ -33,8 +37,6 @@ from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.runtime.system import failing_here
-
-_CLOSING_S: Final = 5.0
 
 
 class CheckpointThread(BackgroundWriter):
@@ -100,7 +102,7 @@ class CheckpointThread(BackgroundWriter):
     async def close(self) -> None:
         """Finish the submitted writes within the time limit, then end."""
         await self._lifetime.end(
-            partial(self._lifetime.calls_ended, timeout=_CLOSING_S), self._finish
+            partial(self._lifetime.calls_ended, timeout=CLOSING_S), self._finish
         )
 
     def _do(self, task: WriteJob | Forsake) -> None:
@@ -123,8 +125,8 @@ class CheckpointThread(BackgroundWriter):
         for job in hangs:
             await self._give_up(job)
         self._bridge.post(self.writers.close)
-        await self._bridge.aclose(timeout=0 if hangs else _CLOSING_S)
-        await self._helper.aclose(timeout=_CLOSING_S)
+        await self._bridge.aclose(timeout=0 if hangs else CLOSING_S)
+        await self._helper.aclose(timeout=CLOSING_S)
         await self._stager.close()
 
     async def _give_up(self, job: _ThreadJob) -> None:

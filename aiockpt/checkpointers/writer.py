@@ -371,7 +371,7 @@ class _Save:
         if self._barrier is not None:
             with suppress(TransportError):
                 meeting = replace(self._meeting, phase=phase)
-                self._barrier.meet(meeting, failure=reason)
+                self._barrier.report(meeting, reason)
 
     def meet(
         self, draft: Draft, rank: int, snapshot: str

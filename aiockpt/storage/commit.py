@@ -231,7 +231,7 @@ class Draft(AbstractContextManager["Draft"]):
             self._sync(each.parent)
 
     def _check_part(self, *, every_file: bool) -> None:
-        """Refuse to build in a place that holds something else.
+        """Refuse to build in a directory that holds something else.
 
         Raises:
             StorageError: it is no directory, or holds what no checkpointer wrote.

@@ -251,10 +251,10 @@ class Late(Wrapped):
         super().__init__(real)
         self.begun, self.proceed = threading.Event(), threading.Event()
 
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> dict[int, str]:
+    def meet(self, meeting: Meeting) -> dict[int, str]:
         self.begun.set()
         self.proceed.wait(LONG)
-        return super().meet(meeting, failure=failure)
+        return super().meet(meeting)
 
 
 class Deaf(Wrapped):
@@ -264,9 +264,9 @@ class Deaf(Wrapped):
         super().__init__(real)
         self._committed = committed
 
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> dict[int, str]:
+    def meet(self, meeting: Meeting) -> dict[int, str]:
         assert meeting.phase == "written", "it would wait for a new store"
-        super().meet(meeting, failure=failure)
+        super().meet(meeting)
         wait_until(self._committed, "the commit")
         raise TransportError("the store has died")
 
@@ -293,8 +293,8 @@ class Slow(Wrapped):
         super().__init__(real)
         self._until = until
 
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> dict[int, str]:
-        found = super().meet(meeting, failure=failure)
+    def meet(self, meeting: Meeting) -> dict[int, str]:
+        found = super().meet(meeting)
         if meeting.phase == "committed":
             wait_until(self._until, "the other rank")
         return found
@@ -435,7 +435,7 @@ class TestStore:
             waiting = pool.submit(first.meet, meeting(7, LONG))
             dead = pool.submit(second.meet, meeting(7, LONG))
             time.sleep(0.2)
-            successor.meet(meeting(7, LONG), failure="it died")
+            successor.report(meeting(7, LONG), "it died")
             for each in (waiting, dead):
                 assert "rank 1 gave up: it died" in str(each.exception(LONG / 2))
         for made in (successor, second, first):
@@ -450,7 +450,7 @@ class TestStore:
         if late:
             with pytest.raises(TimeoutError):
                 other.meet(meeting(1))
-        host.meet(meeting(2), failure="its disk is full")
+        host.report(meeting(2), "its disk is full")
         parting = threading.Thread(target=host.close)
         parting.start()
         parting.join(0.2)
@@ -471,8 +471,10 @@ class TestStore:
 
             def save(each: TCPStoreBarrier, step: int) -> None:
                 each.expect(meeting(step, LONG))
-                each.meet(meeting(step, LONG), failure="full" if failing else None)
-                if not failing:
+                if failing:
+                    each.report(meeting(step, LONG), "full")
+                else:
+                    each.meet(meeting(step, LONG))
                     each.meet(replace(meeting(step, LONG), phase="committed"))
 
             for step in range(60):
@@ -497,7 +499,7 @@ class TestStore:
             time.sleep(pause[1])
             try:
                 if life == "fails":
-                    each.meet(meeting(step, LONG), failure="on purpose")
+                    each.report(meeting(step, LONG), "on purpose")
                     return "told"
                 each.meet(meeting(step, LONG))
                 each.meet(replace(meeting(step, LONG), phase="committed"))
@@ -542,7 +544,7 @@ class TestStore:
             host.meet(meeting(1))
         host.close()
         host = one_of_two(0, free_port(), timeout_exit_secs=0.1)
-        host.meet(meeting(1), failure="its disk is full")
+        host.report(meeting(1), "its disk is full")
         host.close()
 
 

@@ -197,12 +197,12 @@ def die_between_meetings(mark: str) -> None:
 
     meet = TCPStoreBarrier.meet
 
-    def dying(self: Any, meeting: Any, *, failure: str | None = None) -> Any:
+    def dying(self: Any, meeting: Any) -> Any:
         second = (meeting.step, meeting.phase) == (2, "committed")
-        if second and failure is None and not os.path.exists(mark):
+        if second and not os.path.exists(mark):
             open(mark, "x").close()
             os.kill(os.getpid(), signal.SIGKILL)
-        return meet(self, meeting, failure=failure)
+        return meet(self, meeting)
 
     TCPStoreBarrier.meet = dying  # type: ignore[method-assign]
 
@@ -254,8 +254,11 @@ class Nobody(TCPStoreBarrier):
     def expect(self, meeting: Meeting) -> None:
         pass
 
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> dict[int, str]:
+    def meet(self, meeting: Meeting) -> dict[int, str]:
         return {0: meeting.snapshot, 1: self._other}
+
+    def report(self, meeting: Meeting, failure: str) -> None:
+        pass
 
 
 class Wrapped(TCPStoreBarrier):
@@ -267,8 +270,11 @@ class Wrapped(TCPStoreBarrier):
     def expect(self, meeting: Meeting) -> None:
         self._real.expect(meeting)
 
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> dict[int, str]:
-        return self._real.meet(meeting, failure=failure)
+    def meet(self, meeting: Meeting) -> dict[int, str]:
+        return self._real.meet(meeting)
+
+    def report(self, meeting: Meeting, failure: str) -> None:
+        self._real.report(meeting, failure)
 
     def close(self) -> None:
         pass
@@ -368,10 +374,10 @@ class Dead(Exception):  # noqa: N818 - no error, but the end of a rank
 class Dying(Wrapped):
     """Another barrier, whose rank dies before its second meeting."""
 
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> dict[int, str]:
+    def meet(self, meeting: Meeting) -> dict[int, str]:
         if meeting.phase == "committed":
             raise Dead
-        return super().meet(meeting, failure=failure)
+        return super().meet(meeting)
 
 
 def barrier(rank: int, world_size: int, port: int) -> TCPStoreBarrier:

@@ -101,12 +101,12 @@ class FatalBarrier(Wrapped):
         super().__init__(real)
         self._moment = moment
 
-    def meet(self, meeting: Meeting, *, failure: str | None = None) -> dict[int, str]:
+    def meet(self, meeting: Meeting) -> dict[int, str]:
         if self._moment == "committed" and meeting.phase == "committed":
             die()
         if self._moment == "at":
             threading.Timer(0.3, die).start()
-        snapshots = super().meet(meeting, failure=failure)
+        snapshots = super().meet(meeting)
         if self._moment == "at":
             threading.Event().wait()
         if self._moment == "after":
