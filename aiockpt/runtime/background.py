@@ -117,13 +117,10 @@ class Background(AbstractContextManager[Any], Generic[A]):
         except Exception as error:  # such as a failed save, with `raise_on_failure`
             if isinstance(error, ClosedError) and self._facade.is_closed:
                 return None  # an earlier call has ended it, or the interpreter's exit
-            self._end_thread()
+            self._facade.close(_nothing, wait=_CLOSING_S)
             raise
-        self._end_thread()
-        return found
-
-    def _end_thread(self) -> None:
         self._facade.close(_nothing, wait=_CLOSING_S)
+        return found
 
 
 class BlockingIterator(Iterator[R]):

@@ -15,6 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+CACHE_BLOCK_BYTES: Final = 2 << 20
+"""How much a thread works on between two releases of the interpreter lock.
+
+A block fits into the cache that cores share. Smaller blocks would release the lock more
+often, and beside a thread that computes in Python each release may take 5 ms.
+"""
+
 _SHORT_INTERVAL_S: Final = 0.0005  # in which memcpy moves 4 MB
 _NAP_S: Final = 0.0001  # in which a thread wakes up and takes the lock
 _ROUNDING_S: Final = 5e-7  # the interpreter rounds down to whole microseconds

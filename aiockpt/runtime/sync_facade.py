@@ -105,7 +105,8 @@ class SyncFacade:
                 work.result(limit)
             except BaseException as error:
                 if work.cancelled():
-                    raise self._cancelled() from None
+                    self._check_open()
+                    raise TransportError("the call was cancelled from within") from None
                 if isinstance(error, TimeoutError) and time.monotonic() >= until:
                     raise TransferTimeoutError(phase, timeout) from error
                 work.cancel()
@@ -157,11 +158,6 @@ class SyncFacade:
     def _check_open(self) -> None:
         if self.is_closed:
             raise ClosedError(self._what)
-
-    def _cancelled(self) -> AiockptError:
-        if self.is_closed:
-            return ClosedError(self._what)
-        return TransportError("the call was cancelled from within")
 
     def _check(self) -> None:
         if not self.is_ours:

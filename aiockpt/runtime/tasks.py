@@ -36,8 +36,10 @@ R = TypeVar("R")
 Over: TypeAlias = Callable[[], bool]
 """Returns whether the result is no longer needed; long work should ask it."""
 
-_TURN_S: Final = 0.05  # seconds that a thread works before it reports
-_MAX_RESULTS: Final = 200  # results in one report to the loop
+TURN_S: Final = 0.05
+"""How long a thread works before it reports to the loop."""
+
+_MAX_RESULTS: Final = 200  # in one report to the loop
 
 
 class Notifier:
@@ -149,7 +151,7 @@ async def map_in_threads(
     going = min(threads, len(left))
 
     def take_turn() -> None:
-        end = time.monotonic() + _TURN_S
+        end = time.monotonic() + TURN_S
         for item in islice(_taken(left), _MAX_RESULTS):
             done.append((item, work(item, ended.is_set)))
             if time.monotonic() >= end or bridge.statistics().waiting:

@@ -21,6 +21,7 @@ from functools import cache, partial
 from typing import Any, Final, TypeAlias
 
 from aiockpt.errors import MissingExtraError, RemoteProtocolError
+from aiockpt.runtime.switching import CACHE_BLOCK_BYTES
 
 SAME: Final = 0
 SPARSE: Final = 1
@@ -32,9 +33,6 @@ _COUNT: Final = struct.Struct("<I")
 _WORD_BYTES: Final = 2
 _NUMBER_BYTES: Final = 8  # are compared as one number
 _SHIFT: Final = 2  # 4 words in one number
-# A block is compared in the cache. Smaller blocks give up the interpreter lock too
-# often, which comes back only after 5 ms if another thread runs Python.
-_BLOCK_BYTES: Final = 2 << 20
 _MAX_GAP: Final = 0xFFFF
 _MAX_CHANGED: Final = 0.3  # of the words; beyond that, a delta saves too little
 _MAX_LENGTH: Final = 0.5  # of the chunk; a longer delta is not worth its memory
@@ -214,9 +212,9 @@ def _changes(np: Any, base: memoryview, target: memoryview) -> _Changes | None:
         return None
     most = _MAX_CHANGED * (base.nbytes // _WORD_BYTES)
     parts, count = [], 0
-    for at in range(0, base.nbytes, _BLOCK_BYTES):
+    for at in range(0, base.nbytes, CACHE_BLOCK_BYTES):
         old, new = (
-            _numbers(np, each[at : at + _BLOCK_BYTES]) for each in (base, target)
+            _numbers(np, each[at : at + CACHE_BLOCK_BYTES]) for each in (base, target)
         )
         found = np.flatnonzero(old != new)
         count += len(found)

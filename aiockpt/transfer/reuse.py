@@ -25,6 +25,7 @@ from aiockpt.memory.arena import Arena, Memory
 from aiockpt.memory.copies import Backings, CopyPlan
 from aiockpt.memory.device import Event, Fences, Marks, PortFor, completed, keep_until
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.switching import CACHE_BLOCK_BYTES
 from aiockpt.runtime.system import copying_threads
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Survey
@@ -39,9 +40,6 @@ OnReuse: TypeAlias = Callable[[int, int], None]
 
 # Enough that the switch to the thread costs nothing.
 _BYTES_PER_CALL: Final = 32 << 20
-# A block is patched in the cache. Smaller blocks give up the interpreter lock too
-# often, which comes back only after 5 ms if another thread runs Python.
-_BLOCK_BYTES: Final = 2 << 20
 
 
 class Held:
@@ -126,8 +124,8 @@ class Held:
             made = memoryview(bytearray(stop - start))
 
         def blocks() -> Iterator[memoryview]:
-            for at in range(0, made.nbytes, _BLOCK_BYTES):
-                block = made[at : at + _BLOCK_BYTES]
+            for at in range(0, made.nbytes, CACHE_BLOCK_BYTES):
+                block = made[at : at + CACHE_BLOCK_BYTES]
                 first = start + at
                 _copy([block], self._memory.buffers(first, first + block.nbytes))
                 change(at, block)
@@ -221,10 +219,10 @@ def _copy(destinations: Iterable[memoryview], sources: Iterable[memoryview]) -> 
             while not source.nbytes:
                 source = next(given)
             count = min(rest.nbytes, source.nbytes)
-            to, origin = _address_of(rest), _address_of(source)
-            if to != origin:
+            to, start = _address_of(rest), _address_of(source)
+            if to != start:
                 # A foreign function, which releases the interpreter lock.
-                ctypes.memmove(to, origin, count)
+                ctypes.memmove(to, start, count)
             rest, source = rest[count:], source[count:]
 
 

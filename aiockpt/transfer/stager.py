@@ -31,23 +31,14 @@ from aiockpt.memory.copies import CopyPlan, InPlace
 from aiockpt.memory.device import Event, Fences, Marks, PortFor, completed, port_for
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, obtain
-from aiockpt.runtime.switching import switching_often
+from aiockpt.runtime.switching import CACHE_BLOCK_BYTES, switching_often
 from aiockpt.runtime.system import failing_here
-from aiockpt.runtime.tasks import map_in_threads, run_all
+from aiockpt.runtime.tasks import TURN_S, run_all
 from aiockpt.state.flatten import Description, describe
 from aiockpt.transfer.remarks import Remarks
 
 # Of one copy without a digest: enough for a thread, and soon cancelled.
 _COPY_BYTES: Final = 64 << 20
-
-# A thread works so long before it returns to the loop. The return costs as much as to
-# copy a few megabytes.
-_TURN_S: Final = 0.05
-
-# The digest finds a block in the cache that cores share. Smaller blocks would release
-# the interpreter lock more often, and beside a thread that computes in Python each
-# release may take 5 ms.
-_BLOCK_BYTES: Final = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +121,7 @@ class _StagerCopy:
         """Copy a chunk block by block; yield each block."""
         [copy] = arena.buffers(start, stop)
         done = start
-        for at in self.plan.staged(start, stop, _BLOCK_BYTES):
+        for at in self.plan.staged(start, stop, CACHE_BLOCK_BYTES):
             yield copy[done - start : at - start]
             done = at
 
@@ -270,18 +261,14 @@ class Stager:
         if not self._options.seal:
             pieces = ChunkGrid(grid.segment_bytes, _COPY_BYTES)
 
-        def copy(piece: int, _: object = None) -> None:
+        def copy(piece: int) -> None:
             if self._options.seal:
                 digests[piece] = staging.copy_and_digest(*pieces.range(piece))
             else:
                 staging.copy_host(*pieces.range(piece))
 
-        if fences:
-            await completed(*dense)
-            await self._copy_behind(staging.plan, pieces, fences, copy)
-        else:
-            threads, items = self._options.threads, range(len(pieces))
-            await map_in_threads(self._bridge, threads, copy, items, lambda *_: None)
+        await completed(*dense)
+        await self._copy_behind(staging.plan, pieces, fences, copy)
         return digests
 
     async def _copy_behind(
@@ -291,29 +278,34 @@ class Stager:
         fences: Fences,
         copy: Callable[[int], None],
     ) -> None:
-        """Call ``copy`` for each piece in threads, after the devices have copied it."""
-        remaining = iter(range(len(pieces)))
-        bridge = self._bridge
+        """Call ``copy`` for each piece in threads, after the devices have copied it.
 
-        def ahead() -> tuple[int, list[Event]] | None:
-            if (piece := next(remaining, None)) is None:
-                return None
-            return piece, plan.stage_device(*pieces.range(piece), fences)
+        Each return to the loop costs as much as copying a few megabytes. So a thread
+        goes from piece to piece until a device or another call makes it wait.
+        """
+        remaining, bridge = iter(range(len(pieces))), self._bridge
 
-        def take_turn(piece: int) -> tuple[int, list[Event]] | None:
-            end = time.monotonic() + _TURN_S
+        def take_turn(piece: int | None) -> tuple[int, list[Event]] | None:
+            """Copy a piece and those after it; return the next one, and its events."""
+            end = time.monotonic() + TURN_S
             while True:
-                following = ahead()  # the device copies it during the rest
-                copy(piece)
-                if following is None or time.monotonic() >= end:
-                    return following
+                following = next(remaining, None)
+                events = list[Event]()
+                if following is not None:  # the devices copy it during the rest
+                    events = plan.stage_device(*pieces.range(following), fences)
+                is_over = False
+                if piece is not None:
+                    copy(piece)
+                    is_over = time.monotonic() >= end or bridge.statistics().waiting > 0
+                if following is None:
+                    return None
+                if is_over or not all(event.query() for event in events):
+                    return following, events
                 raise_if_cancelled()
-                piece, events = following
-                if bridge.statistics().waiting or not all(e.query() for e in events):
-                    return following
+                piece = following
 
         async def worker() -> None:
-            following = await bridge.run(ahead)
+            following = await bridge.run(take_turn, None)
             while following is not None:
                 piece, events = following
                 await completed(*events)

@@ -36,13 +36,13 @@ def bridge() -> Iterator[Bridge]:
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """End each turn with its first item."""
-    monkeypatch.setattr(_tasks, "_TURN", 0.0)
+    monkeypatch.setattr(_tasks, "TURN_S", 0.0)
 
 
 @pytest.fixture
 def long_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """End no turn but for want of items."""
-    monkeypatch.setattr(_tasks, "_TURN", LONG)
+    monkeypatch.setattr(_tasks, "TURN_S", LONG)
 
 
 def ignore(*_: object) -> None:
@@ -84,7 +84,7 @@ class TestResults:
         count: int,
     ) -> None:
         """All items of a turn are reported, however many it has."""
-        monkeypatch.setattr(_tasks, "_TURN", turn)
+        monkeypatch.setattr(_tasks, "TURN_S", turn)
         reports = Reports()
         await map_in_threads(bridge, 2, lambda item, _: 2 * item, range(count), reports)
         assert reports.found == {item: 2 * item for item in range(count)}
