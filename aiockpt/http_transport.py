@@ -33,7 +33,7 @@ from aiockpt.format.chunks import Algorithm
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.handlers import CheckpointService, ServerConfig
-from aiockpt.http.host import Front, Serving
+from aiockpt.http.host import Front
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import CURRENT_STEP_WAIT_S, Follower, chase
 from aiockpt.http.options import Auth, Receive, Server, Swarm
@@ -41,7 +41,7 @@ from aiockpt.http.peers import Peers, origins_of
 from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_metadata
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.source import AttachOptions, HttpSource
-from aiockpt.http.store import Failure, Publisher, Statistics
+from aiockpt.http.store import Failure, Publisher
 from aiockpt.local.attach import attach
 from aiockpt.local.lender import Lender
 from aiockpt.local.server_process import ServerProcess
@@ -54,7 +54,6 @@ from aiockpt.runtime.system import copying_threads
 from aiockpt.state.selection import Select, listed
 from aiockpt.swarm.endpoint import SwarmEndpoint
 from aiockpt.swarm.membership import Membership, RelayHost
-from aiockpt.swarm.neighbours import Neighbours
 from aiockpt.transfer.deltas import check_available
 from aiockpt.transfer.options import ReceiveOptions
 from aiockpt.transfer.prepared import Prepared
@@ -76,8 +75,8 @@ from aiockpt.transport import (
     seconds,
 )
 
-_DEFAULT_WAIT = 5.0  # seconds for which a server waits for a step
-_CLOSING = 5.0  # seconds for running calls to end, and then for the threads
+_DEFAULT_WAIT_S = 5.0  # for which a server waits for a step
+_SHUTDOWN_S = 5.0  # for running calls to end, and then for the threads
 
 ELSEWHERE: Final = {
     "num_chunks": "HTTPTransport(receive=Receive(connections=...)), the number of "
@@ -204,55 +203,53 @@ class HTTPTransport(CheckpointTransport[T]):
             auth.token, insecure=auth.insecure, env=os.environ
         )
         self._credentials.warn_if_short()
-        self._timeout, self._limits = seconds(timeout), receive.limits
-        self._same_host, lends = same_host, bool(same_host) and CAN_LEND
+        self._timeout, lends = seconds(timeout), bool(same_host) and CAN_LEND
         threads = copying_threads()
         self._bridge = Bridge(threads=threads, name="aiockpt")
         self._lifetime = Lifetime("the transport")
-        self._allow_pickle = allow_pickle
-        swarm_options = Swarm() if swarm is True else swarm or None
-        self._swarm = swarm_options
-        self._warm = None
-        if receive.keep_arena:
-            self._warm = ArenaPool(keep=1, staging=False)
+        self._attach = None if same_host is False else attach
+        self._defaults = ReceiveOptions(
+            limits=receive.limits,
+            allow_pickle=allow_pickle,
+            warm=ArenaPool(keep=1, staging=False) if receive.keep_arena else None,
+        )
+        joining = Swarm() if swarm is True else swarm or None
         tls, token = auth.ssl_context, self._credentials.token
-        self._endpoint = Endpoint(server, advertise=advertise, tls=tls is not None)
+        endpoint = Endpoint(server, advertise=advertise, tls=tls is not None)
         config = ServerConfig(
             options=server,
             token=token,
             insecure=token is None,
             stall_timeout=stall_timeout,
-            default_wait=min(self._timeout, _DEFAULT_WAIT),
-            max_wait=max(self._timeout, _DEFAULT_WAIT),
-            hosts=self._endpoint.hosts(),
+            default_wait=min(self._timeout, _DEFAULT_WAIT_S),
+            max_wait=max(self._timeout, _DEFAULT_WAIT_S),
+            hosts=endpoint.hosts(),
             manifest_key=auth.key,
             lends=lends,
             incarnation=secrets.token_hex(16),
-            swarm=None if swarm is False else swarm_options or Swarm(),
+            swarm=None if swarm is False else joining or Swarm(),
             peers=None if auth.peers is None else tuple(auth.peers),
         )
         _check_together(server, auth, zero_copy=zero_copy)
-        self._servers: list[Serving]
         self._store: Publisher
         self._front: Front
         extend = partial(SwarmEndpoint, config, self._bridge)
         if server.process:
-            apart = self._store = ServerProcess(config, self._bridge)
-            self._front = Front(self._endpoint, apart, self._bridge)
+            process = self._store = ServerProcess(config, self._bridge)
+            self._front = Front(endpoint, process, self._bridge)
             # A member serves from its own loop, at any free port.
             name = advertise if advertise and "://" not in advertise else None
             where = Endpoint(replace(server, port=0), advertise=name, tls=False)
             relays = CheckpointServer(config, extend=extend)
-            self._host = RelayHost(where, relays, self._bridge)
-            self._servers = [apart, relays]
+            self._host = RelayHost(where, relays, self._bridge, joining)
         else:
             lend = partial(Lender, config, self._bridge)
             local = CheckpointServer(config, ssl_context=tls, extend=extend, lend=lend)
-            self._store, self._servers = local.store, [local]
-            self._front = self._host = RelayHost(self._endpoint, local, self._bridge)
+            self._store = local.store
+            self._host = RelayHost(endpoint, local, self._bridge, joining)
+            self._front = self._host
         self._grace = server.grace
         self._turn = anyio.Lock()  # one send at a time
-        self._offered: Snapshot | None = None
         self._repeats = Repeats("publication")
         self._stager = Stager(
             self._bridge,
@@ -294,7 +291,9 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def statistics(self) -> TransportStatistics:
         """Return the published step, the counters and the state of the threads."""
-        now = sum((each.statistics() for each in self._servers), Statistics())
+        now = self._front.server.statistics()
+        if self._host is not self._front:
+            now += self._host.server.statistics()
         figures = msgspec.structs.asdict(now)
         return TransportStatistics(**figures, threads=self._bridge.statistics())
 
@@ -336,7 +335,7 @@ class HTTPTransport(CheckpointTransport[T]):
     def address(self) -> str:
         """Return the base URL without the token, for logs and people."""
         self._lifetime.check()
-        return self._endpoint.url()
+        return self._front.url()
 
     async def start(self) -> None:
         """Start to serve. Do nothing if the transport serves or is mounted in an app.
@@ -362,9 +361,7 @@ class HTTPTransport(CheckpointTransport[T]):
             ClosedError: after :meth:`shutdown`.
         """
         self._lifetime.check()
-        service = self._servers[0].mount()
-        self._endpoint.mount(prefix)
-        return service
+        return self._front.mount(prefix)
 
     @names_its_options
     async def send_checkpoint(
@@ -442,20 +439,19 @@ class HTTPTransport(CheckpointTransport[T]):
             step, before = exact_step(step), self._store.retractions
             async with self._turn:
                 self._check_offer(step, before)
-                offered = self._offered
-                if offered is None:
-                    raise StepNotFoundError(step)
-                await self._front.start()
-                if self._store.step is None:  # its server process has died
+                if self._store.published is not None:
+                    await self._front.start()
+                snapshot = self._store.published
+                if snapshot is None:  # perhaps its server process has died
                     raise StepNotFoundError(step)
                 self._check_offer(step, before)
-                if offered.manifest.step == step:
+                if snapshot.manifest.step == step:
                     return
-                offered.acquire()  # a withdrawal must not free it meanwhile
+                snapshot.acquire()  # a withdrawal must not free it meanwhile
                 try:
-                    renamed = await self._stager.relabel(offered, step=step)
+                    renamed = await self._stager.relabel(snapshot, step=step)
                 finally:
-                    offered.release()
+                    snapshot.release()
                 await self._publish(renamed, before)
 
     async def disallow_checkpoint(self) -> None:
@@ -469,18 +465,19 @@ class HTTPTransport(CheckpointTransport[T]):
         await self._withdraw(self._grace)
 
     async def _withdraw(self, grace: float) -> None:
-        offered, self._offered = self._offered, None
+        snapshot = self._store.published
+        step = None if snapshot is None else snapshot.manifest.step
+        del snapshot  # nobody may hold its memory while the store retracts it
         await self._store.retract(grace=grace)
         self._stager.trim()
-        if offered is not None:
-            emit(TransferEvent(stop="retract", step=offered.manifest.step))
+        if step is not None:
+            emit(TransferEvent(stop="retract", step=step))
 
     async def _publish(self, snapshot: Snapshot, before: int) -> None:
         """Publish a snapshot unless it was retracted meanwhile; release it."""
         try:
             self._check_offer(snapshot.manifest.step, before)
             await self._store.publish(snapshot, grace=self._grace)
-            self._offered = snapshot
         except StepNotFoundError:
             raise self._overtaken(snapshot.manifest.step) from None
         finally:
@@ -825,19 +822,19 @@ class HTTPTransport(CheckpointTransport[T]):
             self._front.stop,
             self._host.stop,
             self._client.aclose,
-            partial(self._lifetime.calls_ended, timeout=_CLOSING),
+            partial(self._lifetime.calls_ended, timeout=_SHUTDOWN_S),
             self._host.say_goodbye,
-            self._drop_warm,
-            partial(self._bridge.aclose, timeout=_CLOSING),
+            self._free_warm,
+            partial(self._bridge.aclose, timeout=_SHUTDOWN_S),
         )
 
     async def _keep_nothing(self, grace: float) -> None:
         self._stager.close()
         await self._withdraw(grace)
 
-    async def _drop_warm(self) -> None:
-        if self._warm is not None:
-            self._bridge.post(self._warm.close)
+    async def _free_warm(self) -> None:
+        if self._defaults.warm is not None:
+            self._bridge.post(self._defaults.warm.close)
 
     def _limit(self, timeout: Timeout | None) -> float:
         return self._timeout if timeout is None else seconds(timeout)
@@ -901,24 +898,27 @@ class HTTPTransport(CheckpointTransport[T]):
             raise ValueError("share=True returns new tensors: leave out into=")
         if share and have is not None:
             raise ValueError("share=True moves no bytes: leave out have=")
+        if have is True and into is None:
+            raise LocalProtocolError(
+                "have=True reuses the bytes of the template: pass into= as well"
+            )
+        if isinstance(have, bool):
+            have = into if have else None
         attaching = AttachOptions(
-            attach=None if self._same_host is False or have is not None else attach,
+            attach=self._attach if have is None else None,
             keep=share,
             through=into is not None and not (direct or hold or verify_shared),
             verify=verify_shared,
         )
-        options = ReceiveOptions(
-            limits=self._limits,
-            allow_pickle=self._allow_pickle,
+        options = replace(
+            self._defaults,
             into=into,
             direct=direct,
             hold=hold,
-            have=_known(have, into),
+            have=have,
             select=listed(select),
             progress=progress,
-            ports=port_for,
             marks=Marks.of_caller(port_for),
-            warm=self._warm,
         )
         return options, attaching
 
@@ -932,7 +932,7 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> T:
         """Receive ``step``, or the one served now, within ``limit`` seconds."""
         until = asyncio.get_running_loop().time() + limit
-        joins = self._swarm is not None
+        joins = self._host.options is not None
         lease = Lease.begin(until, receiver=self._client.name, joins=joins)
         leased = [replace(origin, lease=lease) for origin in origins]
         if step is None:
@@ -945,10 +945,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
         def attempt(step: int) -> Awaitable[Received]:
             deadline.what = f"step {step} from {peers.name}"
-            swarm = None
-            if self._swarm is not None:
-                member = Membership(self._client, self._swarm, self._host)
-                swarm = Neighbours(member)
+            swarm = Membership(self._client, self._host) if joins else None
             source = HttpSource(peers, self._bridge, attaching, swarm)
             return receive_from(source, step, options, self._bridge, deadline)
 
@@ -987,16 +984,3 @@ def _check_together(server: Server, auth: Auth, *, zero_copy: bool) -> None:
             "an ssl_context cannot be passed to the server process: leave out "
             "process=True, or let a proxy speak TLS"
         )
-
-
-def _known(have: object, into: object) -> object:
-    """Return the state dict that ``have`` stands for: itself or the template."""
-    if not isinstance(have, bool):
-        return have
-    if not have:
-        return None
-    if into is None:
-        raise LocalProtocolError(
-            "have=True reuses the bytes of the template: pass into= as well"
-        )
-    return into

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from aiockpt.cli.arguments import Address, UsageError
+from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.text import format_bytes
 from aiockpt.errors import (
     Advice,
@@ -43,7 +43,7 @@ from aiockpt.http.options import (
     Swarm,
 )
 from aiockpt.http.peers import Peers, distinct
-from aiockpt.http.protocol import Lease, Origin
+from aiockpt.http.protocol import Address, Lease, Origin
 from aiockpt.http.retry import poll
 from aiockpt.http.server import CheckpointServer
 from aiockpt.runtime.bridge import Bridge
@@ -51,9 +51,6 @@ from aiockpt.runtime.lifetime import Deadline
 from aiockpt.storage.files import open_regular
 from aiockpt.swarm.endpoint import SwarmEndpoint
 from aiockpt.swarm.membership import Membership, RelayHost
-from aiockpt.swarm.neighbours import Neighbours
-
-__all__ = ["FoundCheckpoint", "SenderClient", "open_peer"]
 
 V = TypeVar("V")
 
@@ -154,7 +151,7 @@ class SenderClient:
             extension = ReceiveExtension()
             if self.joins:
                 host = await stack.enter_async_context(aclosing(_host(self.bridge)))
-                extension = Neighbours(Membership(client, Swarm(), host))
+                extension = Membership(client, host)
             extension.receives(found.manifest, found.headers)
             stack.push_async_callback(extension.leave)
 
@@ -213,7 +210,8 @@ def _host(bridge: Bridge) -> RelayHost:
     )
     endpoint = Endpoint(Server(), advertise=None, tls=False)
     extend = partial(SwarmEndpoint, config, bridge)
-    return RelayHost(endpoint, CheckpointServer(config, extend=extend), bridge)
+    server = CheckpointServer(config, extend=extend)
+    return RelayHost(endpoint, server, bridge, Swarm())
 
 
 class _TooLargeError(LimitExceededError):

@@ -47,11 +47,21 @@ class Front:
     """
 
     def __init__(self, endpoint: Endpoint, server: Serving, bridge: Bridge) -> None:
-        self._endpoint, self._server, self._bridge = endpoint, server, bridge
+        self._endpoint, self.server, self._bridge = endpoint, server, bridge
 
     def url(self) -> str:
         """Return the base URL, without the token; see `Endpoint.url`."""
         return self._endpoint.url()
+
+    def mount(self, prefix: str) -> CheckpointService:
+        """Return the handlers for an application, which serves them below ``prefix``.
+
+        Raises:
+            LocalProtocolError: the server cannot serve in an application.
+        """
+        service = self.server.mount()
+        self._endpoint.mount(prefix)
+        return service
 
     async def start(self) -> None:
         """Serve, unless an application does. Idempotent.
@@ -64,12 +74,12 @@ class Front:
             await self._endpoint.prepare(self._bridge)
         self._endpoint.check()
         if not self._endpoint.is_mounted:
-            await self._server.start(self._endpoint.listen())
+            await self.server.start(self._endpoint.listen())
 
     async def stop(self) -> None:
         """Serve nothing, and listen no more. Idempotent."""
         self._endpoint.refuse()
         try:
-            await self._server.stop()
+            await self.server.stop()
         finally:
             self._endpoint.close()  # a hung process keeps copies of the sockets

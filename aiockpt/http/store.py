@@ -138,8 +138,8 @@ class Publisher(Protocol):
     retractions: int
 
     @property
-    def step(self) -> int | None:
-        """The step that is published now."""
+    def published(self) -> Snapshot | None:
+        """The snapshot that is published now."""
 
     async def publish(self, snapshot: Snapshot, *, grace: float) -> None:
         """Serve ``snapshot`` from now on, instead of what was served before.
@@ -477,6 +477,12 @@ class Store:
         self._waits = _Waits()
         self._expiry: asyncio.TimerHandle | None = None
         self._evicted = 0
+
+    @property
+    def published(self) -> Snapshot | None:
+        """The snapshot that is published now, if it is one of this process."""
+        found = None if self._current is None else self._current.servable
+        return found if isinstance(found, Snapshot) else None
 
     def base_of(self, publication: Publication) -> Publication | None:
         """Return the base of deltas to a publication, or None.

@@ -38,18 +38,18 @@ logger = logging.getLogger("aiockpt")
 T = TypeVar("T")
 Tell: TypeAlias = Callable[[FromServer], None]
 
-_TICK: Final = 0.1  # seconds between two looks at the counters
+_TICK_S: Final = 0.1  # between two looks at the counters
 
 
 def main(fd: int, trainer: int) -> None:
     """Serve what the trainer publishes, until its end; see `Parent`."""
+
+    async def serve() -> None:
+        await ServerMain(fd, trainer).run()
+
     leave_terminal()
     raise_descriptor_limit()
-    asyncio.run(_serve(fd, trainer))
-
-
-async def _serve(fd: int, trainer: int) -> None:
-    await ServerMain(fd, trainer).run()
+    asyncio.run(serve())
 
 
 class ServerMain:
@@ -72,7 +72,7 @@ class ServerMain:
         self._loop.add_signal_handler(signal.SIGTERM, self._ended.set)
 
     async def run(self) -> None:
-        """Serve until the trainer ends this process, or has gone."""
+        """Serve until the trainer ends this process, or has ended itself."""
         counting = self._loop.create_task(self._tell_statistics())
         try:
             await self._ended.wait()
@@ -85,7 +85,7 @@ class ServerMain:
                 for preparing in self._prepared.values():
                     preparing.add_done_callback(_release)
                 self._trainer.close()
-                await self._bridge.aclose(timeout=_TICK)
+                await self._bridge.aclose(timeout=_TICK_S)
 
     @property
     def _store(self) -> Store:
@@ -104,7 +104,7 @@ class ServerMain:
     async def _tell_statistics(self) -> None:
         told: Statistics | None = None
         while True:
-            await asyncio.sleep(_TICK)
+            await asyncio.sleep(_TICK_S)
             if self._server is None or self._trainer.full:
                 continue
             now = self._server.statistics()
@@ -207,7 +207,7 @@ class ServerMain:
         os.close(nowhere)
         until, seen = self._loop.time() + keep_last, 0
         while self._loop.time() < until:
-            await asyncio.sleep(min(_TICK, keep_last))
+            await asyncio.sleep(min(_TICK_S, keep_last))
             now = self._server.statistics()
             if now.readers or now.requests != seen:
                 seen, until = now.requests, self._loop.time() + keep_last
@@ -242,7 +242,7 @@ def _forward_logs(levels: Mapping[str, int], tell: Tell) -> None:
     add_hook(lambda event: tell(messages.Emit(event)))
 
 
-class TrainersSnapshot:
+class TrainersSnapshot(MappedSnapshot):
     """A snapshot in the trainer's memory, until its last reader has gone.
 
     It is `Lendable`, too: the trainer is told when another process keeps the memory.
@@ -257,11 +257,9 @@ class TrainersSnapshot:
     live = False
 
     def __init__(self, manifest: Manifest, fd: int, number: int, tell: Tell) -> None:
-        self.manifest = manifest
+        super().__init__(manifest, fd)
         self.have = (1 << len(manifest.grid)) - 1
-        self._mapped = MappedSnapshot(manifest, fd)
-        self.views = self._mapped.views
-        self.fd, self._lent, self._spent = fd, -1, False
+        self.fd, self._lent_fd, self._spent = fd, -1, False
         self._references = 1
         self._number, self._tell = number, tell
 
@@ -287,9 +285,9 @@ class TrainersSnapshot:
         Raises:
             OSError: the kernel cannot seal the memory.
         """
-        if self._lent < 0:
-            self._lent = sealed(self.fd)
-        return self._lent
+        if self._lent_fd < 0:
+            self._lent_fd = sealed(self.fd)
+        return self._lent_fd
 
     def acquire(self) -> None:
         """Keep the memory unchanged until :meth:`release`; calls are counted."""
@@ -299,7 +297,7 @@ class TrainersSnapshot:
         """Undo one :meth:`acquire`; after the last one the trainer may reuse it."""
         self._references -= 1
         if not self._references:
-            close_all(fd for fd in (self.fd, self._lent) if fd >= 0)
-            self.fd = self._lent = -1
-            self._mapped.close()
+            close_all(fd for fd in (self.fd, self._lent_fd) if fd >= 0)
+            self.fd = self._lent_fd = -1
+            self.close()
             self._tell(messages.Released(self._number))

@@ -39,13 +39,13 @@ if sys.platform == "linux":
 
 MAX_MESSAGE: Final = 4096
 RETURNED: Final = b"returned"
-"""What a receiver says that has nothing of the memory mapped any more."""
+"""A receiver says this when it has unmapped all of the memory."""
 
 _OFFER: Final = re.compile(r"([0-9a-f]{32})\.([A-Za-z0-9_-]{1,2000})")
 
-_ANSWER_TIMEOUT: Final = 5.0  # seconds in which the lender must answer
-_PIECE: Final = 1 << 20  # what is copied at once stays in the cache for its digest
-_LARGE: Final = 16 << 10  # bytes; a larger copy releases the interpreter lock
+_ANSWER_TIMEOUT_S: Final = 5.0  # in which the lender must answer
+_PIECE_BYTES: Final = 1 << 20  # copied at once, so that the digest finds them cached
+_UNLOCKED_BYTES: Final = 16 << 10  # a copy of so many releases the interpreter lock
 
 
 class AttachRequest(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class AttachReply(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Where to ask for the memory, and what to show there."""
+    """The name of the lender's socket, and a ticket to show there."""
 
     name: str
     ticket: str = field(repr=False)
@@ -123,10 +123,10 @@ class AttachedMemory:
         """
         hashed: list[HashedChunk] = []
         for view in views:
-            for at in range(0, view.nbytes, _PIECE):
-                piece = view[at : at + _PIECE]
+            for at in range(0, view.nbytes, _PIECE_BYTES):
+                piece = view[at : at + _PIECE_BYTES]
                 (source,) = self.arena.buffers(start, start + piece.nbytes)
-                if piece.nbytes < _LARGE:
+                if piece.nbytes < _UNLOCKED_BYTES:
                     piece[:] = source
                 else:
                     ctypes.memmove(_address(piece), _address(source), piece.nbytes)
@@ -152,7 +152,7 @@ def _address(view: memoryview) -> int:
 
 
 async def attach(offered: str, outline: Outline, *, keep: bool) -> AttachedMemory | str:
-    """Map the memory of an offer, or say why there is none; see `AttachRequest`.
+    """Map the memory of an offer, or return why that fails; see `AttachRequest`.
 
     If cancelled, nothing is left behind.
     """
@@ -175,7 +175,7 @@ async def attach(offered: str, outline: Outline, *, keep: bool) -> AttachedMemor
                 return "its process is another user's"
             allow_descriptors(lender, allow=True)
             lender.send(msgspec.json.encode(AttachRequest(offer.ticket, keep)))
-            async with asyncio.timeout(_ANSWER_TIMEOUT):
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 await arrival(lender)
             data, fds = receive(lender, MAX_MESSAGE, 1)
             try:
@@ -187,13 +187,13 @@ async def attach(offered: str, outline: Outline, *, keep: bool) -> AttachedMemor
             unless_attached.pop_all()
         return memory
     except TimeoutError:
-        return f"no answer for {_ANSWER_TIMEOUT:g} s"
+        return f"no answer for {_ANSWER_TIMEOUT_S:g} s"
     except OSError as error:  # also if the system has no addresses, or no memory
         return str(error)
 
 
 def _fault(data: bytes, fds: Sequence[int], outline: Outline) -> str:
-    """Return why an answer does not bring the memory of a checkpoint, or nothing."""
+    """Return what is wrong with an answer and its descriptors; "" if nothing is."""
     if not data:
         return "it was refused"
     size = outline.grid.segment_bytes
@@ -209,7 +209,7 @@ def _fault(data: bytes, fds: Sequence[int], outline: Outline) -> str:
 
 
 def _fault_of_memory(fd: int, nbytes: int) -> str:
-    """Return why it is not memory of that size that stays, and others cannot write."""
+    """Return why a descriptor is no sealed memory of that size; "" if it is."""
     if sys.platform != "linux":
         return "not on this system"
     try:

@@ -6,8 +6,8 @@ of another user gets nothing. A guest is a reader like any other: the store coun
 keeps the snapshot for it, and evicts it. It reads without a sign of life, so it has a
 deadline, too.
 
-A guest ends its visit by hanging up. However a visit ends, the memory stays mapped
-and valid in the guest. A guest that compares the digests of what it has copied may
+A guest ends its visit by hanging up. The memory stays mapped and valid in the guest,
+however the visit ends. A guest that compares the digests of what it has copied may
 find the bytes of a later checkpoint there. For a guest that reads without comparing
 (`AttachRequest.keep`), the memory never changes: the sender does not stage into it
 again, unless the guest has said that nothing of it is mapped any more.
@@ -48,17 +48,17 @@ from aiockpt.runtime.children import close_in_forks
 from aiockpt.runtime.ipc import allow_descriptors, arrival, is_ours, owner_of, receive
 from aiockpt.runtime.same_host import identity, is_probe_of
 
-_VALID: Final = 30.0  # seconds for which a ticket is valid
-_SLOWEST: Final = 256 << 20  # bytes per second that a guest reads at least
+_TICKET_LIFETIME_S: Final = 30.0
+_TICKET_TIMEOUT_S: Final = 5.0  # in which a guest must show its ticket
+_MIN_RATE: Final = 256 << 20  # bytes per second that a guest must read
 _MAC_BYTES: Final = 32
-_TICKET_TIMEOUT: Final = 5.0  # seconds in which a guest must show its ticket
-_PAUSE: Final = 1.0  # seconds until the next try to accept, if no descriptor is left
+_ACCEPT_PAUSE_S: Final = 1.0  # until the next try to accept, if no descriptor is left
 
 logger = logging.getLogger("aiockpt")
 
 
 class _Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """Which snapshot was offered to whom, until when; the MAC of a ticket covers it.
+    """The snapshot that was offered, to whom, and until when; a MAC covers this.
 
     ``lease`` keeps the snapshot for the receive, if it is superseded.
     """
@@ -117,7 +117,9 @@ class Lender:
         if self._closed or not self._listens():
             return None
         step, snapshot_id = publication.step, publication.snapshot_id
-        ticket = _Ticket(step, snapshot_id, receiver, _now() + _VALID, lease)
+        ticket = _Ticket(
+            step, snapshot_id, receiver, _now() + _TICKET_LIFETIME_S, lease
+        )
         said = msgspec.msgpack.encode(ticket)
         text = base64.urlsafe_b64encode(self._mac(said) + said).rstrip(b"=").decode()
         return format_offer(Offer(self._name, text))
@@ -174,7 +176,7 @@ class Lender:
                 continue
             except OSError as error:  # no descriptor: it would come again at once
                 self._warn("a process of this host has to wait", error)
-                await asyncio.sleep(_PAUSE)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             if not is_ours(guest):
                 await self._turn_away(guest)
@@ -202,7 +204,7 @@ class Lender:
 
     async def _receive(self, guest: socket.socket) -> None:
         with suppress(OSError, msgspec.MsgspecError, AiockptError):
-            async with asyncio.timeout(_TICKET_TIMEOUT):
+            async with asyncio.timeout(_TICKET_TIMEOUT_S):
                 said = await _heard(guest)
             request = msgspec.json.decode(said, type=AttachRequest)
             ticket = self._read(request.ticket)
@@ -239,7 +241,7 @@ class Lender:
             return
         arena, nbytes = offered.servable.arena, offered.servable.manifest.segment_bytes
         assert arena is not None, "what was offered has an arena"
-        left = self._stall_timeout + nbytes / _SLOWEST
+        left = self._stall_timeout + nbytes / _MIN_RATE
         if lease is not None:
             left = min(left, lease.until - _now())
         event = TransferEvent(
@@ -257,7 +259,19 @@ class Lender:
                 socket.send_fds(guest, [msgspec.json.encode(reply)], [fd])
                 said = b""
                 try:
-                    self._note(event, ticket.receiver)
+                    self.count += 1
+                    self._auditor.note(
+                        Access(
+                            peer=event.peer,
+                            receiver=ticket.receiver,
+                            method="LEND",
+                            path="",
+                            step=event.step,
+                            status=200,
+                            nbytes=nbytes,
+                            outcome="lent",
+                        )
+                    )
                     emit(replace(event, detail="kept" if keep else ""))
                     said = await _heard(guest)
                 finally:
@@ -269,28 +283,12 @@ class Lender:
             level = logging.WARNING if self._log_limit.passes("evict") else logging.INFO
             emit(replace(event, stop="evict", detail="the loan has ended", level=level))
 
-    def _note(self, event: TransferEvent, receiver: str) -> None:
-        """Count and audit what was lent."""
-        self.count += 1
-        self._auditor.note(
-            Access(
-                peer=event.peer,
-                receiver=receiver,
-                method="LEND",
-                path="",
-                step=event.step,
-                status=200,
-                nbytes=event.nbytes,
-                outcome="lent",
-            )
-        )
-
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
 async def _heard(guest: socket.socket) -> bytes:
-    """Return the next packet; nothing at the end. Descriptors in it are refused."""
+    """Return the next packet, or no bytes at the end; refuse descriptors."""
     await arrival(guest)
     return receive(guest, MAX_MESSAGE, 0)[0]

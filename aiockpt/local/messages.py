@@ -27,28 +27,27 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     config: ServerConfig
 
 
-class Prepare(msgspec.Struct, tag=True, frozen=True):
+class _Numbered(msgspec.Struct, frozen=True):
+    """A message about a snapshot or a request, which the trainer has numbered."""
+
+    number: int
+
+
+class Prepare(_Numbered, tag=True, frozen=True):
     """Prepare to serve a snapshot; its header and its arena travel with the message."""
 
-    number: int
 
-
-class Publish(msgspec.Struct, tag=True, frozen=True):
+class Publish(_Numbered, tag=True, frozen=True):
     """Serve a prepared snapshot at once, instead of the last one."""
 
-    number: int
 
-
-class Forget(msgspec.Struct, tag=True, frozen=True):
+class Forget(_Numbered, tag=True, frozen=True):
     """Release a snapshot that was to be prepared."""
 
-    number: int
 
-
-class Retract(msgspec.Struct, tag=True, frozen=True):
+class Retract(_Numbered, tag=True, frozen=True):
     """Serve nothing; readers get ``grace`` seconds."""
 
-    number: int
     grace: float
 
 
@@ -62,22 +61,16 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The server accepts connections."""
 
 
-class Obeyed(msgspec.Struct, tag=True, frozen=True):
-    """What a `Prepare` or a `Retract` asked for is done."""
-
-    number: int
+class Obeyed(_Numbered, tag=True, frozen=True):
+    """The server has done what a `Prepare` or a `Retract` asked for."""
 
 
-class Released(msgspec.Struct, tag=True, frozen=True):
+class Released(_Numbered, tag=True, frozen=True):
     """The server neither reads the memory of a snapshot any more, nor will."""
 
-    number: int
 
-
-class Spent(msgspec.Struct, tag=True, frozen=True):
+class Spent(_Numbered, tag=True, frozen=True):
     """Another process keeps the memory of a snapshot: never stage into it again."""
-
-    number: int
 
 
 class Emit(msgspec.Struct, tag=True, frozen=True):

@@ -22,8 +22,9 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from socket import SHUT_RDWR, socket
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -48,12 +49,37 @@ logger = logging.getLogger("aiockpt")
 
 _LOGGERS: Final = ("aiockpt", "aiockpt.runtime.bridge", "aiockpt.audit", "aiockpt.http")
 
-_STARTING: Final = 60.0  # seconds until a new process must serve, on a busy machine
-_TRIES: Final = 3  # processes in a row that may die before they serve
+_START_TIMEOUT: Final = 60.0  # seconds in which a process must serve
+_MAX_FAILED_STARTS: Final = 3  # processes in a row that may die before they serve
 _LOOK_INTERVAL: Final = 5.0  # seconds between two looks at whether a process is stopped
-_HUNG: Final = 60.0  # seconds until a process that runs and does not answer is killed
-_MARGIN: Final = 0.15  # seconds beyond the grace to answer a retraction,
-_ENDING: Final = 0.1  # and then to end, if it is killed
+_ANSWER_TIMEOUT: Final = 60.0  # seconds in which a process must answer
+_RETRACT_MARGIN: Final = 0.15  # seconds beyond the grace to answer a retraction
+_KILL_TIMEOUT: Final = 0.1  # seconds for which a retraction waits for a killed process
+
+
+@dataclass(slots=True)
+class _ServingChild:
+    """One process, until it is certainly gone.
+
+    Attributes:
+        child: The process.
+        is_killed: Whether this side has killed it because it did not answer.
+        statistics: Its figures; they may be 0.1 s old.
+        unanswered: The messages that it has to answer, by number.
+    """
+
+    child: Child
+    is_killed: bool = False
+    statistics: Statistics = Statistics()  # noqa: RUF009 - frozen
+    unanswered: dict[int, asyncio.Event] = field(default_factory=dict)
+
+
+class _Life(NamedTuple):
+    """How a process has ended, and whether it has served."""
+
+    how: str
+    served: bool = False
+    was_killed: bool = False
 
 
 class ServerProcess:
@@ -77,36 +103,38 @@ class ServerProcess:
         self.retractions = 0
         self._bridge = bridge
         self._config = config
-        self._pauses = Pauses()
-        self._began = 0.0  # when the process was started
-        self._is_killed = False  # by this side, so another one is started at once
         self._closed = False
         self._error: WorkerError | None = None  # why it has given up
-        self._settled = asyncio.Event()  # it serves, has given up, or is closed
-        self._child: Child | None = None
+        self._started = asyncio.Event()  # a process serves, or none will
+        self._running: _ServingChild | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._numbers = itertools.count(1)
-        self._given: dict[int, Snapshot] = {}  # the server may read these
-        self._current = 0  # the number of what is published; 0: nothing
+        self._given: dict[int, Snapshot] = {}  # the process may read these
+        self._current = 0  # the number of the published snapshot; 0: none
         self._failure: Failure | None = None
-        self._unanswered: dict[int, asyncio.Event] = {}
-        self._last = Statistics()  # of the process that runs
-        self._before = Statistics()  # the sum of those that have ended
+        self._before = Statistics()  # the sum of those of the processes that ended
 
     @property
     def pid(self) -> int | None:
         """The id of the process that serves, until it is certainly gone."""
-        return self._child.pid if self._child else None
+        return self._running.child.pid if self._running else None
+
+    @property
+    def published(self) -> Snapshot | None:
+        """The snapshot that is published now."""
+        return self._given.get(self._current)
 
     @property
     def step(self) -> int | None:
         """The step that is published now."""
-        current = self._given.get(self._current)
-        return current.manifest.step if current else None
+        return self.published.manifest.step if self.published else None
 
     def statistics(self) -> Statistics:
         """Return the figures of all processes; the last ones may be 0.1 s old."""
-        return msgspec.structs.replace(self._before + self._last, step=self.step)
+        found = self._before
+        if self._running is not None:
+            found += self._running.statistics
+        return msgspec.structs.replace(found, step=self.step)
 
     def mount(self) -> CheckpointService:
         """Refuse: the handlers of an application run in its own process.
@@ -131,7 +159,7 @@ class ServerProcess:
         """
         if not self._closed and (self._supervisor is None or self._error):
             self._error = None
-            self._settled.clear()
+            self._started.clear()
             self._supervisor = asyncio.create_task(self._supervise(sockets))
         await self._serves()
 
@@ -141,11 +169,11 @@ class ServerProcess:
         If cancelled, the process ends nevertheless.
         """
         self._closed = True
-        self._settled.set()
+        self._started.set()
         self.retractions += 1
         self._current = 0
-        if self._child is not None:
-            self._child.kill()  # it has nothing that could get lost
+        if self._running is not None:
+            self._running.child.kill()  # it has nothing that could get lost
         if self._supervisor is not None:
             await asyncio.wait({self._supervisor})
         self._take_back(*self._given)
@@ -153,7 +181,7 @@ class ServerProcess:
     async def _serves(self) -> None:
         """Wait until a process serves; raise if none will."""
         assert self._supervisor or self._closed, "a transport starts it first"
-        await self._settled.wait()
+        await self._started.wait()
         self._check()
 
     def _check(self) -> None:
@@ -164,97 +192,82 @@ class ServerProcess:
 
     async def _supervise(self, sockets: Sequence[socket]) -> None:
         """Launch processes until this is closed, or too many die at once."""
-        tries, how, cause = 0, "", None
-        while not self._closed and tries < _TRIES:
-            served = False
+        loop, pauses, failures = asyncio.get_running_loop(), Pauses(), 0
+        cause: BaseException | None = None
+        while not self._closed and failures < _MAX_FAILED_STARTS:
+            began = loop.time()
             try:
-                served, how = await self._live(sockets)
-                cause = None
+                life, cause = await self._live(sockets), None
             except ClosedError:  # the bridge: the transport shuts down, and stops this
                 break
             except (OSError, AiockptError) as error:
-                how, cause = str(error), kept(error)
-            tries = 0 if served else tries + 1
-            if self._is_killed or not self._closed:  # killed by a retraction
-                self._tell_end(f"the server process has ended: {how}")
+                life, cause = _Life(str(error)), kept(error)
+            failures = 0 if life.served else failures + 1
+            if life.was_killed or not self._closed:  # killed by a retraction
+                self._emit_end(f"the server process has ended: {life.how}")
                 self.restarts += 1
-                if served and not self._is_killed:
-                    await self._rest()
-        if tries >= _TRIES and not self._closed:
-            self._error = WorkerError(f"no server process can be started: {how}")
+            if life.served and not life.was_killed:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pauses.next(loop.time() - began)):
+                        await self._started.wait()  # it is closed meanwhile
+        if failures >= _MAX_FAILED_STARTS and not self._closed:
+            self._error = WorkerError(f"no server process can be started: {life.how}")
             self._error.__cause__ = cause
-            self._tell_end(str(self._error), logging.ERROR)
+            self._emit_end(str(self._error), logging.ERROR)
             self._current = 0
             self._take_back(*self._given)
-            self._settled.set()
+            self._started.set()
         for each in sockets:  # or a receiver that connects would wait for nothing
             with suppress(OSError):
                 each.shutdown(SHUT_RDWR)
 
-    def _tell_end(self, detail: str, level: int = logging.WARNING) -> None:
+    def _emit_end(self, detail: str, level: int = logging.WARNING) -> None:
         emit(TransferEvent(stop="restart", step=self.step, detail=detail, level=level))
 
-    async def _rest(self) -> None:
-        """Wait before the next process, longer after each short life."""
-        pause = self._pauses.next(asyncio.get_running_loop().time() - self._began)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(pause):
-                await self._settled.wait()  # it is closed meanwhile
-
-    async def _live(self, sockets: Sequence[socket]) -> tuple[bool, str]:
-        """Launch a process, tell it everything, and wait for its end.
-
-        Returns whether it served, and how it ended.
-        """
+    async def _live(self, sockets: Sequence[socket]) -> _Life:
+        """Launch a process, tell it everything, and wait for its end."""
         child = await obtain(self._bridge, _launched, _abandon)
-        loop = asyncio.get_running_loop()
-        self._began, self._is_killed = loop.time(), False
-        self._late = loop.call_later(_STARTING, self._kill_if_starting, child)
+        running = _ServingChild(child)
+        starting = asyncio.create_task(self._kill_if_starting(child))
         try:
             if not self._closed:
                 # Nothing is awaited from here until the process has been told all.
+                self._running = running
                 child.listen(self._hear)
-                self._child = child
                 levels = {n: logging.getLogger(n).getEffectiveLevel() for n in _LOGGERS}
                 fds = [each.fileno() for each in sockets]
                 self._tell(messages.Setup(levels, self._config), fds)
                 if self._failure is not None:
                     self._tell(messages.Fail(self._failure))
-                if (now := self._given.get(self._current)) is not None:
+                if (now := self.published) is not None:
                     self._tell_prepare(self._current, now, pack(now.manifest.header))
                     self._tell(messages.Publish(self._current))
                 await child.gone.wait()
         finally:
-            self._late.cancel()
-            served = self._settled.is_set()
+            starting.cancel()
+            served = self._started.is_set()
             if not self._closed:
-                self._settled.clear()
+                self._started.clear()
             code = await _end_of(child)
-            self._child = None
-            self._clean_up()
-        return served, f"exit code {code}"
+            self._before = self.statistics().counters()
+            self._running = None
+            if self._config.lends:  # it may have died before it said what it had lent
+                for number in self._given:
+                    self._spend(number)
+            self._take_back(*self._given.keys() - {self._current})
+            for answer in running.unanswered.values():
+                answer.set()  # nobody waits for an answer any more
+        return _Life(f"exit code {code}", served, running.is_killed)
 
-    def _kill_if_starting(self, child: Child) -> None:
-        if self._settled.is_set():
-            return
+    async def _kill_if_starting(self, child: Child) -> None:
+        """Kill a process that does not serve in time; waits for a core do not count."""
         loop = asyncio.get_running_loop()
-        # Time without a core is not the process's.
-        left = self._began + _STARTING + child.starved - loop.time()
-        if left > 0:
-            self._late = loop.call_later(left, self._kill_if_starting, child)
-        else:
-            child.kill()
-
-    def _clean_up(self) -> None:
-        """Take back what a dead process had; nobody waits for its answers any more."""
-        self._before = self.statistics().counters()
-        self._last = Statistics()
-        if self._config.lends:  # it may have died before it said what it had lent
-            for number in self._given:
-                self._spend(number)
-        self._take_back(*self._given.keys() - {self._current})
-        for answer in self._unanswered.values():
-            answer.set()
+        until = loop.time() + _START_TIMEOUT
+        while (left := until + child.starved - loop.time()) > 0:
+            await asyncio.sleep(left)
+            if self._started.is_set():
+                return
+        child.kill()
 
     # ------------------------------------------------------ publish and retract
 
@@ -284,11 +297,11 @@ class ServerProcess:
             self._check()
         except BaseException:
             self._tell(messages.Forget(number))
-            if self._child is None:  # no process gives it back
+            if self._running is None:  # no process gives it back
                 self._take_back(number)
             raise
-        # Nothing is awaited from here on: what a dying process does not hear, the
-        # next one is told.
+        # Nothing is awaited from here on. A dying process may not hear the message;
+        # the next process gets the published snapshot at its start.
         if number not in self._given:  # it has died, and the next one may run by now
             self._give(number, snapshot, pack(header))
         self._current, self._failure = number, None
@@ -310,14 +323,14 @@ class ServerProcess:
         """
         self.retractions += 1
         self._current = 0
-        if self.pid is None:  # no process gives anything back
+        if self._running is None:  # no process gives anything back
             self._take_back(*self._given)
         elif self._given:
             number = next(self._numbers)
             self._tell(messages.Retract(number, grace))
-            if not await self._answered(number, grace + _MARGIN):
+            if not await self._answered(number, grace + _RETRACT_MARGIN):
                 self._kill()
-                await self._answered(number, _ENDING)
+                await self._answered(number, _KILL_TIMEOUT)
 
     # ---------------------------------------------------------------- snapshots
 
@@ -342,35 +355,37 @@ class ServerProcess:
     async def _prepared(self, number: int) -> None:
         """Wait for the process to answer or to be gone; kill one that hangs."""
         loop = asyncio.get_running_loop()
-        hung = loop.time() + _HUNG
+        until = loop.time() + _ANSWER_TIMEOUT
         while not await self._answered(number, _LOOK_INTERVAL):
-            if loop.time() >= hung or (self._child and self._child.is_stopped):
+            is_late, running = loop.time() >= until, self._running
+            if is_late or (running and running.child.is_stopped):
                 self._kill()
 
     async def _answered(self, number: int, wait: float) -> bool:
         """Return whether the process answers a message in time, or is gone."""
-        if self.pid is None:
+        if self._running is None:
             return True
-        answer = self._unanswered[number] = asyncio.Event()
+        unanswered = self._running.unanswered
+        answer = unanswered[number] = asyncio.Event()
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await answer.wait()
         finally:
-            del self._unanswered[number]
+            del unanswered[number]
         return answer.is_set()  # it may have come together with the timer
 
     def _kill(self) -> None:
-        if self._child is not None:
+        if self._running is not None:
             logger.warning("the server process does not answer, and is killed")
-            self._is_killed = True
-            self._child.kill()
+            self._running.is_killed = True
+            self._running.child.kill()
 
     # ---------------------------------------------------------------- messages
 
     def _tell(self, message: object, fds: Sequence[int] = ()) -> None:
-        if self._child is not None:
-            self._child.send(message, fds)
+        if self._running is not None:
+            self._running.child.send(message, fds)
 
     def _tell_prepare(self, number: int, snapshot: Snapshot, parcel: int) -> None:
         """Send a snapshot; ``parcel`` has its header, and is closed."""
@@ -381,19 +396,20 @@ class ServerProcess:
             os.close(parcel)
 
     def _hear(self, data: bytes) -> None:
+        assert self._running is not None, "it is heard until it is gone"
         message = messages.decode_from_server(data)
         if isinstance(message, messages.Ready):
-            self._settled.set()
+            self._started.set()
         elif isinstance(message, messages.Obeyed):
-            if message.number in self._unanswered:
-                self._unanswered[message.number].set()
+            if answer := self._running.unanswered.get(message.number):
+                answer.set()
         elif isinstance(message, messages.Released):
             if message.number != self._current:  # else it ends; the next one gets it
                 self._take_back(message.number)
         elif isinstance(message, messages.Spent):
             self._spend(message.number)
         elif isinstance(message, Statistics):
-            self._last = message
+            self._running.statistics = message
         elif isinstance(message, messages.Emit):
             emit(message.event)
         else:

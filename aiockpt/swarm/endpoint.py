@@ -57,21 +57,24 @@ from aiockpt.swarm.tracker import Tracker
 _MEMBERS: Final = http.ResourceKind.MEMBERS.value
 _HAVE: Final = http.ResourceKind.HAVE.value
 
-_RETRY_AFTER: Final = 1.0  # seconds
-_KEEP_ALIVE: Final = 2.0  # seconds
-_SHORTEST: Final = 0.1  # seconds between two signs of life
-_INTERRUPTS: Final = 1.0  # seconds between two of the same receive
-_MOST_WATCHERS: Final = 128  # members that are told of new chunks
-_MOST_WATCHERS_OF_HOST: Final = 32  # at an IPv4 address; it may have IPv6, too
-_MOST_OF_SLOT: Final = 2  # chunks in a body that holds a slot
-_UNSENT: Final = 4  # the kernel may hold a fourth of such a body,
-_LEAST_UNSENT: Final = 32 << 10  # and at least so many bytes
-_MOST_SHOWN: Final = 200  # members on the status page
-_MAX_ANNOUNCEMENT: Final = 8 << 10  # bytes
+_RETRY_AFTER_S: Final = 1.0
+_KEEP_ALIVE_S: Final = 2.0  # between two signs of life of a stream, unless asked for
+_MIN_KEEP_ALIVE_S: Final = 0.1
+_BATCH_CHUNKS: Final = 3  # that a stream announces together, on average
+_MIN_BATCH_S: Final = 0.02  # for which a stream collects chunks
+_MAX_BATCH_S: Final = 0.5
+_INTERRUPT_S: Final = 1.0  # between two interruptions of the same receive
+_MAX_WATCHERS: Final = 128  # members that are told of new chunks
+_MAX_WATCHERS_OF_HOST: Final = 32  # at an IPv4 address; it may have IPv6, too
+_MAX_SLOT_CHUNKS: Final = 2  # in a body that holds a slot
+_UNSENT_PART: Final = 4  # the kernel may hold a fourth of such a body
+_MIN_UNSENT_BYTES: Final = 32 << 10  # that the kernel may hold in any case
+_MAX_MEMBERS_SHOWN: Final = 200  # on the status page
+_MAX_ANNOUNCEMENT_BYTES: Final = 8 << 10
 
 
 class SwarmEndpoint(ServiceExtension):
-    """Answers who is in a swarm and who has what, and limits what members are sent.
+    """Serves the routes of a swarm, and limits what its members are sent.
 
     Args:
         config: How it is served. Without ``swarm`` in it, nobody is invited, and nobody
@@ -94,10 +97,10 @@ class SwarmEndpoint(ServiceExtension):
         self._joining: dict[BodySender, tuple[Publication, str]] = {}
         self._interrupted: dict[str, float] = {}  # ids of leases, and when
         self._watchers = Counter[str]()  # streams of what a relay has, by host
-        self._has_told = False  # of members that others cannot reach
+        self._has_told = False  # that others cannot reach a member
 
     def tracker(self, publication: Publication) -> Tracker:
-        """Return who is in the swarm of a publication."""
+        """Return the tracker of a publication; make it at the first call."""
         found = self._trackers.get(publication)
         if found is None:
             found = Tracker(len(publication.servable.manifest.grid))
@@ -115,10 +118,10 @@ class SwarmEndpoint(ServiceExtension):
         if self._config.swarm is None:
             return None
         tracker = self.tracker(publication)
-        members = tracker.statistics(_MOST_SHOWN)
+        members = tracker.statistics(_MAX_MEMBERS_SHOWN)
         return ShownSwarm(
             chunks=len(publication.servable.manifest.grid),
-            given=tracker.given,
+            given=tracker.promises.given,
             members=members,
             more=max(len(tracker) - len(members), 0),
         )
@@ -138,10 +141,10 @@ class SwarmEndpoint(ServiceExtension):
                 return {}
             return self._invitation(asked, asked.lease, chunks)
         is_sent = reply.status != HTTPStatus.NOT_MODIFIED
-        if is_sent and len(chunks) > _MOST_OF_SLOT:
+        if is_sent and len(chunks) > _MAX_SLOT_CHUNKS:
             raise RefusedError(
                 HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
-                f"a member sends at most {_MOST_OF_SLOT} chunks at a time",
+                f"a member sends at most {_MAX_SLOT_CHUNKS} chunks at a time",
             )
         is_manifest = asked.resource.kind is http.ResourceKind.METADATA
         return relay.headers if is_manifest else {}
@@ -157,7 +160,7 @@ class SwarmEndpoint(ServiceExtension):
         tracker = self.tracker(publication)
         has_others = self._has_others(publication, lease)
         if not (publication.has_lease(lease) or has_others):
-            tracker.renew()  # a receive begins, and is the only one
+            tracker.promises.reset()  # a receive begins, and is the only one
         if not lease.joins or self._config.swarm is None:
             return {}
         chunk = tracker.promise(lease.id, chunks)
@@ -191,7 +194,7 @@ class SwarmEndpoint(ServiceExtension):
     async def sending(
         self, asked: Asked, reply: Reply, body: BodySender
     ) -> AsyncIterator[BodyLimits]:
-        """Admit a body once a slot is free, if it is for a member or for one to be.
+        """Admit a body once a slot is free, if it is for a member or a future member.
 
         A body holds its slot until almost all of it has left.
 
@@ -202,16 +205,16 @@ class SwarmEndpoint(ServiceExtension):
         relay = asked.publication.servable
         chunks = chunks_of(reply, relay.manifest)
         nbytes, wait = reply.stop - reply.start, asked.wait(self._config.max_wait)
-        unsent = max(nbytes // _UNSENT, _LEAST_UNSENT)
+        unsent = max(nbytes // _UNSENT_PART, _MIN_UNSENT_BYTES)
         if isinstance(relay, Relay):
-            least = nbytes / relay.pace if relay.pace else 0.0
-            async with relay.slots.take(nbytes, wait=wait, least=least) as sent:
+            async with relay.slots.take(nbytes, wait=wait) as sent:
                 copy = None
                 if chunks and relay.is_lent:
                     copy = await self._copy(asked.publication, relay, chunks)
                 if relay.ended:
                     raise StepNotFoundError(asked.publication.step)
-                yield BodyLimits(unsent, relay.pace, is_quiet=True, copy=copy)
+                rate = relay.slots.body_rate
+                yield BodyLimits(unsent, rate, is_quiet=True, copy=copy)
                 if body.outcome is Outcome.SENT:
                     sent()
         elif self._needs_slot(asked, chunks):
@@ -225,7 +228,7 @@ class SwarmEndpoint(ServiceExtension):
                 yield UNLIMITED
 
     def _needs_slot(self, asked: Asked, chunks: range) -> bool:
-        """Return whether a body is for a member of a swarm, or for one to be.
+        """Return whether a body is for a member of a swarm, or for a future member.
 
         Long ranges are for receivers that do without others. They need no slot, since
         they would keep it for long.
@@ -233,14 +236,14 @@ class SwarmEndpoint(ServiceExtension):
         publication, lease = asked.publication, asked.lease
         if lease is None or self._config.swarm is None:
             return False
-        if not 0 < len(chunks) <= _MOST_OF_SLOT:
+        if not 0 < len(chunks) <= _MAX_SLOT_CHUNKS:
             return False
         is_next = lease.joins and self._has_others(publication, lease)
         return is_next or self.tracker(publication).has(lease.id)
 
     @contextmanager
     def _giving(self, asked: Asked, reply: Reply, body: BodySender) -> Iterator[None]:
-        """Note which chunks a receiver gets that can join the swarm."""
+        """Tell the tracker which chunks a receiver gets, if it can join the swarm."""
         publication, lease = asked.publication, asked.lease
         if lease is None or not lease.joins:
             yield
@@ -252,7 +255,7 @@ class SwarmEndpoint(ServiceExtension):
             del self._joining[body]
             manifest = publication.servable.manifest
             given = _chunks_within(manifest, reply.start, body.arrived)
-            self.tracker(publication).give(given)
+            self.tracker(publication).promises.give(given)
 
     async def _copy(
         self, publication: Publication, relay: Relay, chunks: range
@@ -330,13 +333,13 @@ class SwarmEndpoint(ServiceExtension):
         )
 
     def _interrupt(self, publication: Publication) -> None:
-        """Have the receivers of long ranges ask again, so that they join the swarm.
+        """Interrupt the bodies of long ranges, so that their receivers join the swarm.
 
         This happens to a receive at most once a second, whoever comes and goes.
         """
         now = asyncio.get_running_loop().time()
         for lease, since in [*self._interrupted.items()]:
-            if now - since > _INTERRUPTS:
+            if now - since > _INTERRUPT_S:
                 del self._interrupted[lease]
         short, again = publication.servable.manifest.chunk_bytes, {*self._interrupted}
         for body, (of, lease) in tuple(self._joining.items()):
@@ -369,11 +372,15 @@ class SwarmEndpoint(ServiceExtension):
 
     @contextmanager
     def _watching(self, host: str) -> Iterator[None]:
-        """Count a stream of what a relay has, unless there are the most of them."""
+        """Count a stream of a relay's chunks for as long as the block runs.
+
+        Raises:
+            PeerBusy: there are too many streams, to this host or at all.
+        """
         watchers = self._watchers
-        is_full = watchers[host] >= _MOST_WATCHERS_OF_HOST
-        if is_full or watchers.total() >= _MOST_WATCHERS:
-            raise PeerBusy(retry_after=_RETRY_AFTER)
+        is_full = watchers[host] >= _MAX_WATCHERS_OF_HOST
+        if is_full or watchers.total() >= _MAX_WATCHERS:
+            raise PeerBusy(retry_after=_RETRY_AFTER_S)
         watchers[host] += 1
         try:
             yield
@@ -386,11 +393,13 @@ class SwarmEndpoint(ServiceExtension):
         self, request: web.Request, response: web.StreamResponse, relay: Relay
     ) -> None:
         asked = http.parse_prefer_wait(request.headers.get("Prefer"))
-        every = max(asked or _KEEP_ALIVE, _SHORTEST)
+        every = max(asked or _KEEP_ALIVE_S, _MIN_KEEP_ALIVE_S)
         count = len(relay.manifest.grid)
+        loop = asyncio.get_running_loop()
         try:
             await response.prepare(request)
-            seen = len(relay.order)
+            first = seen = len(relay.order)
+            began = loop.time()
             data = messages.format_have(relay.have, count)
             while True:
                 async with asyncio.timeout(self._config.stall_timeout):
@@ -399,7 +408,11 @@ class SwarmEndpoint(ServiceExtension):
                     break
                 if seen == len(relay.order):
                     await relay.news.wait(every)
-                await asyncio.sleep(relay.batch())  # more may arrive
+                # A chunk that is announced late is served late. But an announcement
+                # costs as much as a few hundred kilobytes, and goes to many members.
+                new_chunks = max(len(relay.order) - first, 1)
+                batch = _BATCH_CHUNKS * (loop.time() - began) / new_chunks
+                await asyncio.sleep(min(max(batch, _MIN_BATCH_S), _MAX_BATCH_S))
                 transport_of(request)
                 new = relay.order[seen:]
                 seen += len(new)
@@ -429,7 +442,7 @@ def _local_address(request: web.Request) -> str:
 async def _read_announcement(
     request: web.Request, *, timeout: float
 ) -> messages.Announcement:
-    """Return what a member says.
+    """Return the announcement in a member's request.
 
     Raises:
         RemoteProtocolError: it is too long, or malformed, or does not come.
@@ -439,7 +452,7 @@ async def _read_announcement(
         async with asyncio.timeout(timeout):
             while piece := await request.content.readany():
                 data += piece
-                if len(data) > _MAX_ANNOUNCEMENT:
+                if len(data) > _MAX_ANNOUNCEMENT_BYTES:
                     raise RemoteProtocolError("the announcement is too long")
         return msgspec.json.decode(data, type=messages.Announcement)
     except TimeoutError:

@@ -1,9 +1,9 @@
 """A receive as a member of a swarm: it joins, announces itself, and serves what it has.
 
 Nothing is sent before the source has said that others receive the same snapshot. From
-then on, one task announces the receive and learns who else is there. `Neighbours` has
-the download fetch chunks from these members, and marks each verified chunk in the
-relay, which this process serves to the others.
+then on, one task announces the receive and learns which other members there are.
+`Membership` adds these members to the download, and watches which chunks they have. It
+marks each verified chunk in the relay, which this process serves to the others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Final, NamedTuple
@@ -25,6 +25,7 @@ from aiohttp import hdrs
 from aiockpt.errors import (
     Advice,
     AiockptError,
+    ClosedError,
     RemoteProtocolError,
     StepNotFoundError,
     advice,
@@ -33,6 +34,7 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http import protocol as http
 from aiockpt.http.client import CheckedResponse, CheckpointClient, Request
+from aiockpt.http.download import Download, ReceiveExtension
 from aiockpt.http.host import Front
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.options import Swarm
@@ -42,33 +44,35 @@ from aiockpt.http.server import CheckpointServer
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.same_host import format_mark, identity
 from aiockpt.runtime.secrets import Token
+from aiockpt.runtime.tasks import task_group
 from aiockpt.swarm import messages
 from aiockpt.swarm.policy import FIRST, LEASE
-from aiockpt.swarm.relay import Relay
+from aiockpt.swarm.relay import Relay, Slots
 from aiockpt.transfer.source import ChunkDestination
 
-_MOST: Final = 24  # members that are asked at a time; the tracker names no more
-_LONGEST: Final = 64 << 10  # bytes of an answer to an announcement
-_LONGEST_LIST: Final = 64  # ids in an announcement
-_MOST_BAD: Final = 16  # ids of members that sent wrong bytes, in an announcement
-_MOST_AVOIDED: Final = 6  # of those that failed: the source names the fewer others
-_HOPE: Final = 1.0  # seconds for which a receive waits to hear of others
-_AWAY: Final = 10.0  # seconds for which a member that failed once is not asked
-_MOST_TIMES: Final = 6  # further failures, each of which doubles them
-_AGAIN: Final = 10.0  # seconds until the next announcement, if none was answered yet
-_SHORTEST_LEASE: Final = 3.0  # seconds
-_LONGEST_LEASE: Final = 3600.0
-_REPORT: Final = 1.0  # seconds between an announcement and one with a complaint
-_MOST_NEW: Final = 24.0  # members that a receive may get to know at once, and
-_NEW_PER_SECOND: Final = 2.0  # then on average
-_FAREWELL: Final = 1.0  # seconds in which the source hears that a member leaves
-_RECORD: Final = 4  # bytes of a chunk's number
-_NOTHINGS: Final = 100  # records without a chunk that a member may send, and
-_NOTHINGS_PER_SECOND: Final = 20.0
+_MAX_MEMBERS: Final = 24  # that are asked for chunks; the tracker names no more
+_MAX_ANSWER_BYTES: Final = 64 << 10  # of an answer to an announcement
+_MAX_KNOWN_IDS: Final = 64  # of members, in an announcement
+_MAX_BAD_IDS: Final = 16  # of members that sent wrong bytes, in an announcement
+_MAX_AVOIDED_IDS: Final = 6  # of members that failed; each hides one from the source
+_HOPE_S: Final = 1.0  # for which a receive waits to hear of others
+_AWAY_S: Final = 10.0  # for which a member that failed once is not asked
+_MAX_AWAY_DOUBLINGS: Final = 6  # of that time, one for each further failure
+_FIRST_LEASE_S: Final = 10.0  # until an announcement was answered
+_MIN_LEASE_S: Final = 3.0
+_MAX_LEASE_S: Final = 3600.0
+_REPORT_S: Final = 1.0  # from an announcement to one with a complaint
+_NEW_AT_ONCE: Final = 24.0  # members that a receive may get to know at once
+_NEW_PER_S: Final = 2.0  # members that it may get to know on average
+_FAREWELL_S: Final = 1.0  # in which the source hears that a member leaves
+_LOOK_S: Final = 0.1  # between two looks at which members are known
+_RECORD_BYTES: Final = 4  # of a chunk's number
+_EMPTY_RECORDS: Final = 100  # records without a chunk that a member may send at once
+_EMPTY_RECORDS_PER_S: Final = 20.0  # that it may send on average
 
 
 class _Joined(NamedTuple):
-    """Where a receive joined a swarm, and what it serves there, since when."""
+    """The source whose swarm a receive has joined, its relay, and the loop time."""
 
     source: Peer
     relay: Relay
@@ -108,7 +112,7 @@ class _Joined(NamedTuple):
         )
 
     def fault_of(self, url: str) -> str | None:
-        """Return why a member that the source names is not asked; None if it may be."""
+        """Return why a member that the source names is not asked, or None."""
         if fault := http.member_fault(url):
             return fault
         scope = scope_of(urlsplit(url).hostname or "")
@@ -129,8 +133,8 @@ class _Joined(NamedTuple):
         )
 
 
-class _Known:
-    """The other members that a receive knows.
+class KnownMembers:
+    """The other members of the swarm that a receive knows.
 
     Attributes:
         members: Those that may be asked for chunks.
@@ -143,34 +147,34 @@ class _Known:
         # Those that failed: their endpoints, until when, how often, and their ids. The
         # one that failed last is the last.
         self._avoided: dict[tuple[str, int], tuple[float, int, str]] = {}
-        self._credit, self._since = _MOST_NEW, _now()  # for members that are new
+        self._credit, self._since = _NEW_AT_ONCE, _now()  # for members that are new
         self._has_refused = False
 
-    def learn(self, place: _Joined, named: tuple[messages.MemberInfo, ...]) -> None:
-        """Take the members that are not known yet, as far as more are needed.
+    def learn(self, joined: _Joined, named: tuple[messages.MemberInfo, ...]) -> None:
+        """Add members that are not known yet, until there are enough of them.
 
         A source that has started again has new ids for those that are known. However
         many a source names, a receive gets to know a bounded number of them per second.
         """
         known, now = {each.origin.base_url: each for each in self.members}, _now()
-        self._credit += (now - self._since) * _NEW_PER_SECOND
-        self._credit, self._since = min(self._credit, _MOST_NEW), now
+        self._credit += (now - self._since) * _NEW_PER_S
+        self._credit, self._since = min(self._credit, _NEW_AT_ONCE), now
         for info in named:
             url = info.url
             if url in known:
                 known[url].member = info.id
                 continue
-            if len(self.members) >= _MOST or self._credit < 1:
+            if len(self.members) >= _MAX_MEMBERS or self._credit < 1:
                 continue
-            if fault := place.fault_of(url):
+            if fault := joined.fault_of(url):
                 if not self._has_refused:
-                    place.tell(f"does not ask the member at {url!r}: {fault}")
+                    joined.tell(f"does not ask the member at {url!r}: {fault}")
                 self._has_refused = True
                 continue
             until, *_ = self._avoided.get(endpoint(url), (0.0, 0, ""))
             if until <= now:
                 self._credit -= 1
-                origin = http.Origin(url, place.relay.token, within=place.scope)
+                origin = http.Origin(url, joined.relay.tokens[0], within=joined.scope)
                 known[url] = Peer(origin, have=0, member=info.id)
                 self.members.append(known[url])
 
@@ -181,7 +185,7 @@ class _Known:
         lied = Advice.WRONG in advice(error)
         at = endpoint(member.origin.base_url)
         until, times, _ = self._avoided.pop(at, (0.0, 0, ""))
-        away = math.inf if lied else _AWAY * 2 ** min(times, _MOST_TIMES)
+        away = math.inf if lied else _AWAY_S * 2 ** min(times, _MAX_AWAY_DOUBLINGS)
         self._avoided[at] = (max(until, _now() + away), times + 1, member.member)
         if lied:
             self.complaints.append(member.member)
@@ -191,28 +195,34 @@ class _Known:
         now = _now()
         avoided = [name for until, _, name in self._avoided.values() if until > now]
         members = (each.member for each in self.members)
-        return [*avoided[-_MOST_AVOIDED:], *members][-_LONGEST_LIST:]
+        return [*avoided[-_MAX_AVOIDED_IDS:], *members][-_MAX_KNOWN_IDS:]
 
 
 class RelayHost(Front):
-    """Serves what is received, too, always from its own loop.
+    """An address at which this process also serves what it receives.
 
     Args:
         endpoint: The address.
         server: Serves there once `start` was called, or an application does.
         bridge: Resolves a host that is a name.
+        options: How to serve what is received; None: receives join no swarm.
 
     Attributes:
+        store: What the server serves.
         members: The receives that are in a swarm, until their sources know that they
             left it. Some of them have returned.
         has_warned: Whether it is known that others cannot reach this address.
     """
 
     def __init__(
-        self, endpoint: Endpoint, server: CheckpointServer, bridge: Bridge
+        self,
+        endpoint: Endpoint,
+        server: CheckpointServer,
+        bridge: Bridge,
+        options: Swarm | None,
     ) -> None:
         super().__init__(endpoint, server, bridge)
-        self._store = server.store
+        self.store, self.options = server.store, options
         self.members: set[Membership] = set()
         self.has_warned = False
 
@@ -225,7 +235,7 @@ class RelayHost(Front):
             AiockptError, OSError: the server cannot start.
         """
         await self.start()
-        self._store.share(relay)
+        self.store.share(relay)
         return self.url()
 
     async def mark(self, snapshot_id: str) -> str:
@@ -236,66 +246,51 @@ class RelayHost(Front):
         known = await self._bridge.run(identity)
         return "" if known is None else format_mark(known, snapshot_id)
 
-    async def lend(self, relay: Relay) -> None:
-        """Serve copies only; once this returns, the memory may be changed."""
-        async with self._store.unread(relay):
-            relay.lend()
-
-    async def leave(self, relay: Relay) -> None:
-        """Serve a relay no more, also if `enter` failed or was cancelled."""
-        await self._store.unshare(relay)
-
     async def end_lingering(self) -> None:
-        """Serve no receive that has returned; nothing reads its memory any more."""
+        """End the relays of receives that have returned; nothing reads their memory."""
         for each in tuple(self.members):
             if each.is_lingering:
-                await each.aclose()
+                await each.leave()
 
     async def say_goodbye(self) -> None:
-        """End what lingers; return when the sources of all that left know it."""
+        """End the lingering relays; wait until all sources know which members left."""
         await self.end_lingering()
         for each in tuple(self.members):
             await each.said_goodbye()
 
     async def aclose(self) -> None:
-        """Serve nothing any more, and wait until the sources know it. Idempotent."""
+        """Stop serving, and wait until the sources know it. Idempotent."""
         await self.say_goodbye()
         await self.stop()
 
 
-class Membership:
+class Membership(ReceiveExtension):
     """The part of one receive in a swarm.
 
     Args:
         client: Announces the receive.
-        options: How to serve.
         host: Serves what is received.
     """
 
-    def __init__(
-        self, client: CheckpointClient, options: Swarm, host: RelayHost
-    ) -> None:
-        self._client, self._options, self._host = client, options, host
-        self._known = _Known()
+    def __init__(self, client: CheckpointClient, host: RelayHost) -> None:
+        assert host.options is not None, "receives may join a swarm"
+        self._client, self._options, self._host = client, host.options, host
+        self.known = KnownMembers()
         self._relay: Relay | None = None  # None before the manifest, and at the end
-        self._place: _Joined | None = None  # None before the join
+        self._joined: _Joined | None = None  # None before the join
+        self._download: Download | None = None  # the last one that has begun
         self._task: asyncio.Task[None] | None = None  # from the join on
         self._mark = ""  # of this host, if the source is at a loopback address
-        self._lingers = self._leaves = False
+        self._lingers = self._leaves = self._has_explained = False
         self._until = math.inf  # when to leave
         self._gone = asyncio.Event()  # nothing is served, or will be
 
-    @property
-    def members(self) -> list[Peer]:
-        """Those that may be asked for chunks."""
-        return self._known.members
+    # ------------------------------------------------------------------- the receive
 
-    # ------------------------------------------------------- what the receive says
-
-    def begin(self, manifest: Manifest, headers: Mapping[str, str]) -> None:
+    def receives(self, manifest: Manifest, headers: Mapping[str, str]) -> None:
         """Learn what is received; ``headers`` authenticate the manifest."""
-        options = self._options
-        self._relay = Relay(manifest, headers, slots=options.slots, rate=options.rate)
+        slots = Slots(self._options.slots, self._options.rate)
+        self._relay = Relay(manifest, headers, slots)
 
     def fill(self, destination: ChunkDestination) -> None:
         """Learn where the chunks go that are verified from now on.
@@ -312,86 +307,124 @@ class Membership:
             relay.end()
             self._relay = None
 
-    def add(self, chunk: int) -> None:
-        """Serve a chunk that was verified."""
-        if self._relay is not None:
-            self._relay.add(chunk)
-
-    def hear(self, source: Peer, answer: CheckedResponse) -> None:
-        """Join the swarm if the source's answer has an invitation."""
-        source.line, headers = answer.line or source.line, answer.headers
-        named = http.parse_next_chunk(headers.get(http.NEXT_CHUNK_HEADER))
-        source.next = source.next if named is None else named
-        token = http.parse_invitation(headers.get(http.SWARM_HEADER))
-        if token is not None:
-            source.invitation = token
-            self.join(source, token)
-
     def join(self, source: Peer, token: Token) -> None:
         """Begin to serve, and to announce that. Only the first call counts."""
-        if self._place is not None or self._relay is None:
+        if self._joined is not None or self._relay is None:
             return
-        self._relay.token = token
-        self._place = _Joined(source, self._relay, _now())
-        self._task = asyncio.get_running_loop().create_task(self._run(self._place))
+        self._relay.tokens = (token,)
+        self._joined = _Joined(source, self._relay, _now())
+        self._task = asyncio.get_running_loop().create_task(self._run(self._joined))
         self._task.add_done_callback(self._end)
         self._host.members.add(self)
 
-    def drop(self, member: Peer, error: AiockptError) -> None:
+    # ------------------------------------------------------------------ each download
+
+    def begin(self, download: Download) -> None:
+        """Take part in a download, which begins now."""
+        self._download, self._has_explained = download, False
+        download.planner.may_share = True
+        for peer in download.sources:
+            if peer.invitation is not None:
+                self.join(peer, peer.invitation)
+        download.planner.members.hope_until = self._hope_until
+
+    async def gather(self) -> None:
+        """Add the members that the source names, and watch what they have."""
+        assert self._download is not None, "it has begun"
+        download, added = self._download, set[Peer]()
+        async with task_group() as tasks:
+            while True:
+                download.planner.members.hope_until = self._hope_until
+                # Deltas of the sources are shorter than the chunks of members.
+                deltas = download.planner.gets_deltas
+                for peer in () if deltas else tuple(self.known.members):
+                    if peer not in added:
+                        added.add(peer)
+                        peer.joined = False
+                        download.add(peer, reconnect_timeout=0.0)
+                        tasks.start_soon(_learn_chunks, download, peer)
+                await anyio.sleep(_LOOK_S)
+
+    def hear(self, peer: Peer, answer: CheckedResponse) -> None:
+        """Join the swarm if a source's answer has an invitation."""
+        if peer.member or self._download is None:
+            return
+        peer.line, headers = answer.line or peer.line, answer.headers
+        named = http.parse_next_chunk(headers.get(http.NEXT_CHUNK_HEADER))
+        peer.next = peer.next if named is None else named
+        token = http.parse_invitation(headers.get(http.SWARM_HEADER))
+        if token is not None:
+            peer.invitation = token
+            self.join(peer, token)
+        self._download.planner.members.hope_until = self._hope_until
+
+    def verified(self, chunk: int) -> None:
+        """Serve a chunk to the others."""
+        if self._relay is not None:
+            self._relay.add(chunk)
+
+    def drop(self, peer: Peer, error: AiockptError) -> None:
         """Ask a member no more, or not for a while; complain about wrong bytes."""
-        self._known.drop(member, error)
-        if self._known.complaints and self._place is not None:
-            self._place.relay.changes.notify()
+        if not peer.member:
+            return
+        self.known.drop(peer, error)
+        if self.known.complaints and self._joined is not None:
+            self._joined.relay.changes.notify()
+
+    def explain(self, error: AiockptError) -> None:
+        """Add how many chunks no member of the swarm has."""
+        if self._joined is not None and not self._has_explained:
+            assert self._download is not None, "it has begun"
+            self._has_explained = True
+            count = self._download.planner.unknown.bit_count()
+            error.add_note(f"no member of the swarm has {count} of the chunks")
+
+    @property
+    def _hope_until(self) -> float:
+        """The loop time until which the receive waits to hear of other members."""
+        if self._joined is None or self._gone.is_set():
+            return -math.inf
+        return self._joined.since + _HOPE_S
 
     # ---------------------------------------------------------------- its end
 
     @property
-    def hope_until(self) -> float:
-        """Until when the receive may be about to hear of others, in loop time."""
-        if self._place is None or self._gone.is_set():
-            return -math.inf
-        return self._place.since + _HOPE
-
-    @property
-    def has_joined(self) -> bool:
-        """Whether the source has invited the receive to a swarm."""
-        return self._place is not None
-
-    @property
     def can_linger(self) -> bool:
         """Whether `linger` may be called: the caller gets the memory itself."""
-        if self._place is None or self._gone.is_set() or self._relay is None:
+        if self._joined is None or self._gone.is_set() or self._relay is None:
             return False
         return self._options.linger > 0 and self._relay.kept is not None
 
     async def linger(self) -> None:
-        """Serve for a while without the receive, whose caller gets the memory.
+        """Serve copies for a while without the receive, whose caller gets the memory.
 
         If cancelled, it serves no more.
         """
-        assert self._relay is not None, "it can linger"
+        relay = self._relay
+        assert relay is not None, "it can linger"
         self._lingers, self._until = True, _now() + self._options.linger
-        self.members.clear()
+        self.known.members.clear()
         try:
-            await self._host.lend(self._relay)
+            async with self._host.store.unread(relay):
+                relay.lend()  # the caller may change the memory from now on
         except BaseException:
-            await self.aclose()
+            await self.leave()
             raise
 
     @property
     def is_lingering(self) -> bool:
-        """Whether it serves, or says goodbye, without the receive."""
+        """Whether the receive has returned, and its relay is served or says goodbye."""
         return self._lingers
 
-    async def aclose(self) -> None:
-        """Serve no more; once this returns, nothing reads the memory. Idempotent.
+    async def leave(self, goodbye_s: float = 0.0) -> None:
+        """Stop serving; once this returns, nothing reads the memory. Idempotent.
 
-        The source hears of it within a second, in the background; see
-        :meth:`said_goodbye`. Only a server process that does not answer for 5 s may
-        read on. If cancelled, it serves no more either, but bodies may end a moment
-        later.
+        Wait for at most ``goodbye_s`` seconds until the source knows it. It normally
+        hears of it within a second. Only a server process that does not answer for 5 s
+        may read on. If cancelled, it stops serving all the same, but bodies may end a
+        moment later.
         """
-        self.members.clear()
+        self.known.members.clear()
         relay, self._relay = self._relay, None
         if relay is not None:
             relay.let_go()  # so bodies end at their next slice
@@ -401,73 +434,77 @@ class Membership:
                 self._task.cancel()
             with anyio.CancelScope(shield=True):
                 await self._gone.wait()
+        if goodbye_s > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(goodbye_s):
+                    await self.said_goodbye()
 
     async def said_goodbye(self) -> None:
-        """Return at once if it serves, or else once the source knows that it left."""
+        """Wait until the source knows that the member left, if it has left."""
         if self._task is not None and self._gone.is_set():
             await asyncio.wait({self._task})
 
     # ----------------------------------------------------------------- the task
 
-    async def _run(self, place: _Joined) -> None:
+    async def _run(self, joined: _Joined) -> None:
         """Serve and announce the relay, until the time to linger has passed."""
-        relay, url = place.relay, None
+        relay, url = joined.relay, None
         try:
             url = await self._host.enter(relay)
-            if place.scope is Scope.HOST:
+            if joined.scope is Scope.HOST:
                 self._mark = await self._host.mark(relay.manifest.snapshot_id)
-            if why := _why_not(place, url):
-                place.tell(f"in no swarm: {why}", level=logging.WARNING)
+            if why := _why_not(joined, url):
+                joined.tell(f"in no swarm: {why}", level=logging.WARNING)
             else:
-                await self._announce_always(place, url)
+                await self._announce_always(joined, url)
         except (AiockptError, OSError) as error:
-            place.tell(f"in no swarm: {error}", level=logging.WARNING)
+            joined.tell(f"in no swarm: {error}", level=logging.WARNING)
         finally:
             self._leaves = True
             relay.let_go()
-            await self._host.leave(relay)
+            await self._host.store.unshare(relay)
             self._gone.set()
             if url is not None:
-                await self._say_goodbye(place, url)
+                await self._say_goodbye(joined, url)
 
     def _end(self, task: asyncio.Task[None]) -> None:
         self._gone.set()  # also if it was cancelled before it began
         self._host.members.discard(self)
         error = None if task.cancelled() else task.exception()
-        if error is not None and self._place is not None:
-            self._place.tell(f"in no swarm: {error!r}", level=logging.ERROR)
+        if error is not None and self._joined is not None:
+            self._joined.tell(f"in no swarm: {error!r}", level=logging.ERROR)
 
-    async def _announce_always(self, place: _Joined, url: str) -> None:
-        part, lease, knows, relay = FIRST, _AGAIN, True, place.relay
-        place.tell(f"serves the swarm at {url}")
+    async def _announce_always(self, joined: _Joined, url: str) -> None:
+        part, lease, knows, relay = FIRST, _FIRST_LEASE_S, True, joined.relay
+        joined.tell(f"serves the swarm at {url}")
         while self._until > _now() and not relay.ended:
             began = _now()
             if knows:
                 try:
-                    lease = await self._announce(place, url)
+                    lease = await self._announce(joined, url)
                 except AiockptError as error:
                     # The members that are known are enough to go on.
                     knows = Advice.LATER in advice(error)
                     how = "cannot announce itself"
                     if not knows:
                         how = "announces itself no more"
-                    place.tell(f"{how}: {error}")
+                    joined.tell(f"{how}: {error}")
             pause = part * lease / LEASE if knows else math.inf
             part = min(2 * part, 1.0)
-            if _now() < self.hope_until and not self.members:
-                pause = min(pause, _HOPE / 2)  # soon it would do without others
+            if _now() < self._hope_until and not self.known.members:
+                pause = min(pause, _HOPE_S / 2)  # soon it would do without others
             while not relay.ended:
-                if knows and self._known.complaints:
-                    pause = min(pause, _REPORT)
+                if knows and self.known.complaints:
+                    pause = min(pause, _REPORT_S)
                 left = min(began + pause, self._until) - _now()
                 if left <= 0:
                     break
                 await relay.changes.wait(left if left < math.inf else None)
 
-    async def _announce(self, place: _Joined, url: str) -> float:
+    async def _announce(self, joined: _Joined, url: str) -> float:
         """Tell the source what is served; return the seconds of the lease."""
-        known, relay, line = self._known, place.relay, place.source.line
-        bad = tuple(known.complaints[:_MOST_BAD])
+        known, relay, line = self.known, joined.relay, joined.source.line
+        bad = tuple(known.complaints[:_MAX_BAD_IDS])
         said = messages.Announcement(
             url=url,
             zone=self._options.zone,
@@ -477,49 +514,49 @@ class Membership:
             local=line.local,
             host=self._mark,
         )
-        request = place.request(
+        request = joined.request(
             "POST", body=msgspec.json.encode(said), status=HTTPStatus.OK
         )
         async with self._client.request(request) as answer:
-            place.source.line = answer.line or line
-            body = await answer.read(_LONGEST, "an answer")
+            joined.source.line = answer.line or line
+            body = await answer.read(_MAX_ANSWER_BYTES, "an answer")
         del known.complaints[: len(bad)]
         try:
             found = messages.parse_announce_response(body)
         except RemoteProtocolError as error:
             raise RemoteProtocolError(f"{request.url} {error}") from None
         if found.tokens:
-            relay.token, relay.other = (*found.tokens, Token(""))[:2]
+            relay.tokens = found.tokens
             for member in known.members:
-                member.origin = replace(member.origin, token=relay.token)
+                member.origin = replace(member.origin, token=found.tokens[0])
         # Another connection, as to another address of a name, has another end.
-        is_new = line == place.source.line and not self._host.has_warned
+        is_new = line == joined.source.line and not self._host.has_warned
         if found.seen is not None and is_new:
             self._host.has_warned = True
             why = messages.why_hidden(said, found.seen)
-            place.tell(f"nobody is told of it: {why}", level=logging.WARNING)
+            joined.tell(f"nobody is told of it: {why}", level=logging.WARNING)
         if not relay.is_lent:
-            known.learn(place, found.members)
-        source = place.source
+            known.learn(joined, found.members)
+        source = joined.source
         if source.next is None or relay.have >> source.next & 1:
             source.next = found.next
-        return min(max(found.lease, _SHORTEST_LEASE), _LONGEST_LEASE)
+        return min(max(found.lease, _MIN_LEASE_S), _MAX_LEASE_S)
 
-    async def _say_goodbye(self, place: _Joined, url: str) -> None:
-        """Tell the source what it does not know yet, and that the member leaves."""
-        request = place.request("DELETE", status=HTTPStatus.NO_CONTENT)
+    async def _say_goodbye(self, joined: _Joined, url: str) -> None:
+        """Send the source the last complaints, and tell it that the member leaves."""
+        request = joined.request("DELETE", status=HTTPStatus.NO_CONTENT)
         with suppress(AiockptError, TimeoutError):
-            async with asyncio.timeout(_FAREWELL / 2):
-                if self._known.complaints:
-                    await self._announce(place, url)
+            async with asyncio.timeout(_FAREWELL_S / 2):
+                if self.known.complaints:
+                    await self._announce(joined, url)
         with suppress(AiockptError, TimeoutError):
-            async with asyncio.timeout(_FAREWELL / 2), self._client.request(request):
+            async with asyncio.timeout(_FAREWELL_S / 2), self._client.request(request):
                 pass
 
 
-def _why_not(place: _Joined, url: str) -> str | None:
+def _why_not(joined: _Joined, url: str) -> str | None:
     """Return why a receiver that serves at this URL joins no swarm."""
-    if not place.is_private(url):
+    if not joined.is_private(url):
         return "the source speaks TLS, and this receiver does not"
     if urlsplit(url).path == http.MEMBER_PATH:
         return None
@@ -527,6 +564,21 @@ def _why_not(place: _Joined, url: str) -> str | None:
         f"it serves at {url}, and members serve at {http.MEMBER_PATH}; mount it there, "
         "and pass a host without a path as advertise="
     )
+
+
+async def _learn_chunks(download: Download, peer: Peer) -> None:
+    """Learn which chunks a member has; drop it from the download if that fails."""
+    try:
+        async with aclosing(watch(download.client, peer, download.outline)) as news:
+            async for new in news:
+                peer.have |= new
+                if not peer.joined or new & download.planner.fresh:
+                    peer.joined = True
+                    download.news.notify()
+    except ClosedError:
+        raise  # not the member's fault
+    except AiockptError as error:
+        download.drop(peer, error)
 
 
 async def watch(
@@ -552,12 +604,16 @@ async def watch(
         step=outline.step,
         snapshot_id=outline.snapshot_id,
     )
-    have, data, most = None, bytearray(), first + _RECORD * (count + _NOTHINGS)
+    have, data, most = (
+        None,
+        bytearray(),
+        first + _RECORD_BYTES * (count + _EMPTY_RECORDS),
+    )
     async with client.request(request) as answer:
         async for piece in answer.pieces():
             data += piece
             most -= len(piece)
-            if most + _RECORD * _NOTHINGS_PER_SECOND * (_now() - began) < 0:
+            if most + _RECORD_BYTES * _EMPTY_RECORDS_PER_S * (_now() - began) < 0:
                 raise RemoteProtocolError(f"{request.url} sends without end")
             if have is None and len(data) < first:
                 continue
@@ -567,7 +623,7 @@ async def watch(
                     new = have = messages.parse_have(bytes(data[:first]), count)
                     del data[:first]
                 # The first records may have come together with the bitmap.
-                whole = len(data) - len(data) % _RECORD
+                whole = len(data) - len(data) % _RECORD_BYTES
                 more = messages.parse_chunks(bytes(data[:whole]), count)
                 del data[:whole]
                 if more & have:

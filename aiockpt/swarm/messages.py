@@ -1,4 +1,4 @@
-"""What members of a swarm and their source say: announcements, and who has which chunk.
+"""The messages of a swarm: announcements, and which chunks a member has.
 
 Everything here is pure. Parsers of what a peer sent raise `RemoteProtocolError`.
 """
@@ -16,17 +16,17 @@ from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.protocol import parse_invitation
 from aiockpt.runtime.secrets import Token, discreet
 
-LONGEST_URL = 512
+MAX_URL_CHARACTERS = 512
 """Characters of a member's URL."""
 
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=16)]
-_Url = Annotated[str, msgspec.Meta(max_length=LONGEST_URL)]
+_Url = Annotated[str, msgspec.Meta(max_length=MAX_URL_CHARACTERS)]
 _Address = Annotated[str, msgspec.Meta(max_length=64)]
 _Mark = Annotated[str, msgspec.Meta(max_length=32)]
 
 
 class Announcement(msgspec.Struct, omit_defaults=True):
-    """What a member tells the source, at least once per lease.
+    """A member sends this to the source at least once per lease.
 
     Attributes:
         url: Where it serves; the path counts as `MEMBER_PATH`.

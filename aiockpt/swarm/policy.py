@@ -19,10 +19,10 @@ FIRST = 1 / 8
 Each further one takes twice as long as the one before, up to the usual time.
 """
 
-_ENOUGH = 12  # more neighbours cost requests, and no longer make a swarm faster
-_MORE = 4  # members that one with enough neighbours is told of at a time
-_PERIOD = 2.0  # seconds between two heartbeats of a member, at least
-_BUSIEST = 60.0  # heartbeats per second, at most; each takes about a millisecond
+_NEIGHBOURS = 12  # more of them cost requests, and no longer make a swarm faster
+_MORE_NEIGHBOURS = 4  # that a member with enough of them is told of at a time
+_MIN_HEARTBEAT_S = 2.0  # between two heartbeats of a member
+_MAX_HEARTBEATS_PER_S = 60.0  # each takes the tracker about a millisecond
 
 
 class Candidate(NamedTuple):
@@ -40,11 +40,11 @@ class Candidate(NamedTuple):
 
 
 def heartbeat(members: int) -> float:
-    """Return the seconds between two heartbeats of one of so many members.
+    """Return the seconds between two heartbeats of each of so many members.
 
     A heartbeat is an announcement at the tracker, whose work is bounded.
     """
-    return max(_PERIOD, members / _BUSIEST)
+    return max(_MIN_HEARTBEAT_S, members / _MAX_HEARTBEATS_PER_S)
 
 
 def neighbours(
@@ -78,10 +78,10 @@ def neighbours(
     if chance is not None:
         chance.shuffle(order)
     order.sort(key=lambda at: others[at].named)
-    most = _ENOUGH - known
+    most = _NEIGHBOURS - known
     if most < 1:
-        order = [at for at in order if others[at].named < _ENOUGH]
-        most = max(min(_MORE, 2 * _ENOUGH - known), 0)
+        order = [at for at in order if others[at].named < _NEIGHBOURS]
+        most = max(min(_MORE_NEIGHBOURS, 2 * _NEIGHBOURS - known), 0)
     near = [at for at in order if others[at].zone == asker.zone]
     far = [at for at in order if others[at].zone != asker.zone]
     of_near = max(min(len(near), most // 2), most - len(far))

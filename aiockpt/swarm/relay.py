@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final, NamedTuple
 
@@ -20,13 +20,11 @@ from aiockpt.memory.arena import Memory
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.tasks import Notifier
 
-_BATCH: Final = 3  # chunks that are announced together, on average
-_SOON, _LATE = 0.02, 0.5  # seconds
-_RETRY_AFTER: Final = 0.0  # seconds; the request has waited already,
-_LATER: Final = 1.0  # or it has not
-_MOST_WAITING: Final = 1000  # requests for a slot
-_SLOW_BODY: Final = SlowAfter(times=5.0, slack_s=1.0, unknown_s=10.0)  # counts no more
-_SLOWEST: Final = 512 << 10  # bytes per second; what is slower is never usual
+_BUSY_RETRY_S: Final = 0.0  # a request that has waited may come again at once
+_FULL_RETRY_S: Final = 1.0  # for a request that was not allowed to wait
+_MAX_WAITING: Final = 1000  # requests for a slot
+_SLOW_BODY: Final = SlowAfter(times=5.0, slack_s=1.0, unknown_s=10.0)
+_MIN_USUAL_RATE: Final = 512 << 10  # bytes per second; a slower rate is never usual
 
 
 class Slots:
@@ -35,29 +33,36 @@ class Slots:
     A body that takes much longer than usual no longer counts, so that slow readers
     cannot hold all slots. If all bodies become slower, that becomes usual, down to a
     fixed rate per body.
+
+    Args:
+        most: How many bodies are sent at a time.
+        rate: Bytes per second that all bodies together may take; None: no limit.
+
+    Attributes:
+        body_rate: The bytes per second of each body; None: no limit.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, rate: float | None = None) -> None:
+        self.body_rate = None if rate is None else max(int(rate / most), 1)
         self._free = asyncio.Semaphore(most)
         self._waiting = 0
         self._usual = Usual()
 
     @asynccontextmanager
     async def take(
-        self, nbytes: int, *, wait: float, least: float = 0.0
+        self, nbytes: int, *, wait: float
     ) -> AsyncIterator[Callable[[], None]]:
         """Hold a slot during the block, which calls the result once a body was sent.
 
         Args:
             nbytes: The length of the body.
             wait: Seconds to wait for a slot.
-            least: Seconds that the body should take at least.
 
         Raises:
             PeerBusy: no slot was free within ``wait`` seconds, or too many wait.
         """
-        if self._waiting >= _MOST_WAITING:
-            raise PeerBusy(retry_after=_LATER)
+        if self._waiting >= _MAX_WAITING:
+            raise PeerBusy(retry_after=_FULL_RETRY_S)
         taken = False
         self._waiting += 1
         try:
@@ -67,46 +72,33 @@ class Slots:
         finally:
             self._waiting -= 1
         if not taken:
-            raise PeerBusy(retry_after=_RETRY_AFTER)
-        usual = max(min(self._usual.seconds() or 0.0, nbytes / _SLOWEST), least)
-        slot = _Slot(self, _SLOW_BODY.seconds(usual or None))
+            raise PeerBusy(retry_after=_BUSY_RETRY_S)
+        usual = min(self._usual.seconds() or 0.0, nbytes / _MIN_USUAL_RATE)
+        if self.body_rate is not None:
+            usual = max(usual, nbytes / self.body_rate)
+        loop, is_held = asyncio.get_running_loop(), True
+        began = loop.time()
+
+        def learn() -> None:
+            if is_held:
+                self._usual.learn(1, loop.time() - began)
+
+        def free() -> None:
+            nonlocal is_held
+            if is_held:
+                is_held = False
+                self._free.release()
+
+        def give_up() -> None:
+            learn()
+            free()
+
+        timer = loop.call_later(_SLOW_BODY.seconds(usual or None), give_up)
         try:
-            yield slot.learn
+            yield learn
         finally:
-            slot.free()
-
-    def learn(self, seconds: float) -> None:
-        """Note how long a body took."""
-        self._usual.learn(1, seconds)
-
-    def put_back(self) -> None:
-        """Admit another body."""
-        self._free.release()
-
-
-class _Slot:
-    """A slot that a body holds, for ``longest`` seconds at most."""
-
-    def __init__(self, of: Slots, longest: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._of, self._began, self._is_held = of, loop.time(), True
-        self._timer = loop.call_later(longest, self._give_up)
-
-    def learn(self) -> None:
-        """Note how long the body took. After the longest time, that is known."""
-        if self._is_held:
-            self._of.learn(asyncio.get_running_loop().time() - self._began)
-
-    def free(self) -> None:
-        """Put the slot back. Idempotent."""
-        self._timer.cancel()
-        if self._is_held:
-            self._is_held = False
-            self._of.put_back()
-
-    def _give_up(self) -> None:
-        self.learn()
-        self.free()
+            timer.cancel()
+            free()
 
 
 class Copy(NamedTuple):
@@ -126,14 +118,13 @@ class Relay:
     Args:
         manifest: The manifest of the whole checkpoint.
         headers: The headers of the source that authenticate the manifest.
-        slots: How many bodies are sent at a time.
-        rate: Bytes per second that all bodies together may take; None: no limit.
+        slots: Bounds what is sent at a time.
 
     Attributes:
         memory: The data segment; None if nothing may be read any more.
         kept: What keeps that memory after the receive; None if it is not the caller's.
-        token: What a member must send to read from it, and what it sends itself.
-        other: Another token that a member may send, while the swarm changes its token.
+        tokens: The tokens that members may send to read from it. This member sends the
+            first one to others. There are two while the swarm changes its token.
         have: The verified chunks: bit i is chunk i. Bits are only added.
         order: The verified chunks, in the order in which they were verified.
         news: Wakes those that wait for another chunk.
@@ -151,21 +142,16 @@ class Relay:
         self,
         manifest: Manifest,
         headers: Mapping[str, str],
-        *,
-        slots: int,
-        rate: float | None = None,
+        slots: Slots,
     ) -> None:
-        self.manifest, self.headers = manifest, headers
+        self.manifest, self.headers, self.slots = manifest, headers, slots
         self.memory: Memory | None = None
         self.kept: object = None
-        self.token = self.other = Token("")
-        self._began = asyncio.get_running_loop().time()
+        self.tokens: Sequence[Token] = ()
         self.have = 0
         self.order: list[int] = []
         self.news, self.changes = Notifier(), Notifier()
         self.ended = self.is_lent = False
-        self.slots = Slots(slots)
-        self.pace = None if rate is None else max(int(rate / slots), 1)
 
     def add(self, chunk: int) -> None:
         """Serve a chunk that was verified."""
@@ -174,23 +160,12 @@ class Relay:
             self.order.append(chunk)
             self.news.notify()
 
-    def batch(self) -> float:
-        """Return for how many seconds chunks are announced together.
-
-        A chunk that is announced late is served late. But each announcement costs as
-        much as a few hundred kilobytes, at both ends, and goes to many members.
-        """
-        age = asyncio.get_running_loop().time() - self._began
-        return min(max(_BATCH * age / max(len(self.order), 1), _SOON), _LATE)
-
     def opens(self, offered: str) -> bool:
         """Return whether a request with this token may read it."""
         # As bytes: compare_digest takes only ASCII text.
         given = offered.encode("utf-8", "surrogateescape")
-        tokens = () if self.ended else (self.token, self.other)
-        return any(
-            token and hmac.compare_digest(given, token.encode()) for token in tokens
-        )
+        tokens = () if self.ended else self.tokens
+        return any(hmac.compare_digest(given, token.encode()) for token in tokens)
 
     def copied(self, chunks: range) -> Copy | None:
         """Return a copy of chunks; None if one has changed. For a thread.
@@ -216,7 +191,7 @@ class Relay:
             ConnectionResetError: nothing may be read any more.
         """
         if self.is_lent:
-            raise PeerBusy(retry_after=_RETRY_AFTER)
+            raise PeerBusy(retry_after=_BUSY_RETRY_S)
         return self._buffers(start, stop)
 
     def _buffers(self, start: int, stop: int) -> list[memoryview]:
@@ -225,19 +200,19 @@ class Relay:
         return self.memory.buffers(start, stop)
 
     def lend(self) -> None:
-        """Learn that the memory is about to belong to the caller of the receive."""
+        """Send only copies from now on: the memory is about to be the caller's."""
         self.is_lent = True
         self.news.notify()
         self.changes.notify()
 
     def end(self) -> None:
-        """Serve nothing any more."""
+        """Serve nothing from now on."""
         self.ended = True
         self.news.notify()
         self.changes.notify()
 
     def let_go(self) -> None:
-        """Read the memory no more; bodies end at their next slice."""
+        """Stop reading the memory; bodies end at their next slice."""
         self.memory = self.kept = None
 
     def acquire(self) -> None:

@@ -35,30 +35,30 @@ from aiockpt.http.status import ShownMember
 from aiockpt.http.tuning import SlowAfter, Usual
 from aiockpt.runtime.deadlines import Deadlines
 from aiockpt.swarm.messages import (
-    LONGEST_URL,
+    MAX_URL_CHARACTERS,
     Announcement,
     AnnounceResponse,
     MemberInfo,
 )
 from aiockpt.swarm.policy import LEASE, Candidate, heartbeat, neighbours
 
-_SAMPLE: Final = 64  # members of which some are named
-_MOST: Final = 16_384  # members
-_MOST_OF_HOST: Final = 64  # members; a host has a few receivers
-_BUCKETS: Final = 1 << 14  # of hosts, whose members are counted together
-_ENOUGH: Final = 2  # hosts that complained, after which a member is not named
-_MOST_COMPLAINTS: Final = 64  # of one host, and about one server
-_MOST_ACCUSED: Final = 512
-_DIGITS: Final = 8  # of a member's number, at most
-_RETRY_AFTER: Final = 2.0
-_SOONEST: Final = 0.1  # seconds after which a promise may lapse, if others were kept
+_SAMPLED_MEMBERS: Final = 64  # members of which the tracker names some
+_MAX_MEMBERS: Final = 16_384
+_MAX_MEMBERS_OF_HOST: Final = 64  # a host has a few receivers
+_HOST_BUCKETS: Final = 1 << 14  # members of all hosts in a bucket are counted together
+_COMPLAINTS_TO_HIDE: Final = 2  # hosts whose complaints hide a member
+_MAX_COMPLAINTS: Final = 64  # of one host, and about one server
+_MAX_ACCUSED: Final = 512  # members that were complained about
+_MAX_DIGITS: Final = 8  # of a member's number
+_RETRY_AFTER_S: Final = 2.0
+_MIN_LAPSE_S: Final = 0.1  # a promise may lapse after so long, if others were kept
 _PROMISE_LAPSES: Final = SlowAfter(times=3.0, unknown_s=5.0)
 _NOTHING: Final = -1
 _NOBODY: Final = "-"  # sees a member, or is where a member is
 
 
 class _Member(msgspec.Struct, array_like=True):
-    """A member; the tracker keeps it packed, since there may be thousands.
+    """A member. The tracker keeps it packed, because there may be thousands.
 
     It is named to all members, or only to those that are ``at`` its ``within``.
     ``promised`` is the chunk that it should request next, since the period ``turn``.
@@ -87,6 +87,7 @@ class Tracker:
     """
 
     def __init__(self, chunks: int) -> None:
+        self.promises = Promises(chunks)
         self._chunks = chunks
         self._members: dict[int, bytes] = {}  # by lease; those that came first, first
         self._ends = Deadlines[int]()  # of the leases
@@ -94,14 +95,8 @@ class Tracker:
         # Another start of the source numbers its members anew, and they meet these.
         self._suffix = f"-{secrets.token_hex(3)}"
         self._complaints = _Complaints()
-        self._crowds = bytearray(_BUCKETS)  # members, by the hash of their host
+        self._crowds = bytearray(_HOST_BUCKETS)  # members, by the hash of their host
         self._numbers = 0
-        self._new = self._unpromised = (1 << chunks) - 1
-        # Chunks promised or requested in this period, and in the one before it.
-        self._recent = self._older = 0
-        self._turns, self._turned = 0, _now()
-        self._sample: tuple[int, float] | None = None  # a chunk, and its promise
-        self._usual = Usual()  # from a promise until the chunk is given
         self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
         self._tokens = _Tokens()
 
@@ -171,7 +166,7 @@ class Tracker:
         )
 
     def tokens(self, lapses: float, *, now: float) -> tuple[int, ...]:
-        """Return the generations of the swarm's token that count, for one that is told.
+        """Return the valid generations of the swarm's token, to tell them a receiver.
 
         Members send the first one, and accept all of them.
 
@@ -196,20 +191,141 @@ class Tracker:
             lease: The id of the receive's lease.
             taken: The chunks that it requests now.
         """
+        self.promises.request(taken)
+        packed = self._members.get(int(lease, 16))
+        if packed is None:
+            return None
+        member = _unpack(packed)
+        chunk = self.promises.renew(member, taken)
+        self._members[int(lease, 16)] = _pack(member)
+        return chunk
+
+    def statistics(self, most: int = _MAX_MEMBERS) -> list[ShownMember]:
+        """Return the first ``most`` members, in the order in which they came."""
+        self._forget_expired()
+        members = map(_unpack, self._members.values())
+        return [
+            ShownMember(
+                f"m{each.number}",
+                each.url,
+                each.zone,
+                each.have,
+                len(self._complaints.about(each)),
+            )
+            for each in islice(members, most)
+        ]
+
+    def _name(self, asker: _Member, known: Sequence[str]) -> tuple[MemberInfo, ...]:
+        numbers = {self._number(each) for each in known} | {asker.number}
+        leases = (
+            [*self._members] if len(self._members) <= _SAMPLED_MEMBERS else self._some()
+        )
+        others = dict[int, _Member]()
+        for lease in leases:
+            each = _unpack(self._members[lease])
+            is_new = each.number not in numbers and each.is_for(asker)
+            if is_new and self._complaints.votes(each) < _COMPLAINTS_TO_HIDE:
+                others[lease] = each
+        leases = [*others]  # those that may be named
+        seen = [*map(_seen, others.values())]
+        found = []
+        for at in neighbours(_seen(asker), seen, known=len(known), chance=self._chance):
+            each = others[leases[at]]
+            each.named += 1
+            self._members[leases[at]] = _pack(each)
+            found.append(MemberInfo(self._id(each), each.url, each.zone, each.have))
+        return tuple(found)
+
+    def _some(self) -> list[int]:
+        """Return the leases of a random sample of members."""
+        count = min(2 * _SAMPLED_MEMBERS, len(self._leases))
+        drawn = self._chance.sample(self._leases, count)
+        found = (lease for lease in dict.fromkeys(drawn) if lease in self._members)
+        return [*islice(found, _SAMPLED_MEMBERS)]
+
+    def _admit(self, url: str) -> None:
+        """Count another member at the host of this URL.
+
+        A host may share its count with another one. Then a few of its receivers may
+        have to do without the swarm, but no join has to look at all members for it.
+        """
+        bucket = _bucket(url)
+        is_full = self._crowds[bucket] >= _MAX_MEMBERS_OF_HOST
+        if is_full or len(self._members) >= _MAX_MEMBERS:
+            raise PeerBusy(retry_after=_RETRY_AFTER_S)
+        self._crowds[bucket] += 1
+
+    def _forget(self, lease: int) -> None:
+        """Remove a member, and take back its promise; complaints about it stay."""
+        packed = self._members.pop(lease, None)
+        if packed is None:
+            return
+        self._ends.forget(lease)
+        if len(self._leases) > 2 * len(self._members) + _SAMPLED_MEMBERS:
+            self._leases = [*self._members]
+        member = _unpack(packed)
+        self.promises.take_back(member)
+        self._complaints.about(member)  # so that they are filed by its server
+        self._crowds[_bucket(member.url)] -= 1
+
+    def _forget_expired(self) -> None:
+        for lease in self._ends.expired(_now()):
+            self._forget(lease)
+
+    def _id(self, member: _Member) -> str:
+        return f"m{member.number}{self._suffix}"
+
+    def _number(self, name: str) -> int:
+        """Return the number of the member that an id names; 0 if it names none."""
+        digits = name.removeprefix("m").removesuffix(self._suffix)
+        is_ours = name.endswith(self._suffix) and digits.isdecimal()
+        number = int(digits) if is_ours and len(digits) <= _MAX_DIGITS else 0
+        return number if number <= self._numbers else 0
+
+
+class Promises:
+    """Which chunk each member should request from the source next.
+
+    Each chunk that the source has not given yet is promised to one member. The member
+    keeps the promise until it requests a chunk, or until the promise lapses.
+
+    Args:
+        chunks: How many chunks the snapshot has.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self._chunks = chunks
+        self._new = self._unpromised = (1 << chunks) - 1
+        # Chunks promised or requested in this period, and in the one before it.
+        self._recent = self._older = 0
+        self._turns, self._turned = 0, _now()
+        self._sample: tuple[int, float] | None = None  # a chunk, and its promise
+        self._usual = Usual()  # seconds from a promise until the chunk is given
+        self._chance = random.Random()  # noqa: S311 - spreads load, guards nothing
+
+    @property
+    def given(self) -> int:
+        """How many chunks the source has given at least once."""
+        return self._chunks - self._new.bit_count()
+
+    def request(self, taken: range) -> None:
+        """Note which chunks a receiver requests now."""
         self._turn_over()
         if len(taken) == 1:  # more are a long run, which the members will share
             bit = 1 << taken.start
             self._unpromised &= ~bit
             self._older &= ~bit
             self._recent |= bit
-        packed = self._members.get(int(lease, 16))
-        if packed is None:
-            return None
-        member = _unpack(packed)
+
+    def renew(self, member: _Member, taken: range) -> int | None:
+        """Promise a chunk to a member; return it, or None if there is none.
+
+        A member that requests nothing now keeps the chunk that it was promised.
+        """
         if not taken and self._holds(member):
             return member.promised
         if member.promised not in taken:
-            self._take_back(member)  # perhaps it has that chunk
+            self.take_back(member)  # perhaps it has that chunk
         chosen = next_chunk(self._new & self._unpromised, (), self._chance)
         if chosen is not None:
             self._unpromised &= ~(1 << chosen)
@@ -217,32 +333,9 @@ class Tracker:
             self._sample = self._sample or (chosen, _now())
         member.promised = _NOTHING if chosen is None else chosen
         member.turn = self._turns
-        self._members[int(lease, 16)] = _pack(member)
         return chosen
 
-    def _turn_over(self) -> None:
-        """Let promises lapse that were not kept in a whole period."""
-        now = _now()
-        usual = self._usual.seconds()
-        least = 0.0 if usual is None else _SOONEST
-        if now - self._turned <= max(_PROMISE_LAPSES.seconds(usual), least):
-            return
-        self._unpromised |= self._older & self._new
-        if self._sample is not None:
-            chunk, since = self._sample
-            self._usual.learn(1, max(now - since, usual or 0.0))
-            if self._older >> chunk & 1:
-                self._sample = None
-        self._recent, self._older = 0, self._recent
-        self._turns, self._turned = self._turns + 1, now
-
-    def _holds(self, member: _Member) -> bool:
-        """Return whether what a member was promised is still its own."""
-        if member.promised == _NOTHING or self._turns - member.turn > 1:
-            return False
-        return bool(self._new & ~self._unpromised & 1 << member.promised)
-
-    def _take_back(self, member: _Member) -> None:
+    def take_back(self, member: _Member) -> None:
         """Let the chunk that a member was promised be promised again."""
         if not self._holds(member):
             return
@@ -260,100 +353,37 @@ class Tracker:
             self._usual.learn(1, _now() - self._sample[1])
             self._sample = None
 
-    def renew(self) -> None:
-        """Give all chunks anew, because those that got them are gone."""
+    def reset(self) -> None:
+        """Give all chunks again, because the receivers that got them are gone."""
         self._new = self._unpromised = (1 << self._chunks) - 1
         self._recent = self._older = 0
         self._sample = None
 
-    @property
-    def given(self) -> int:
-        """How many chunks the source has given at least once."""
-        return self._chunks - self._new.bit_count()
-
-    def statistics(self, most: int = _MOST) -> list[ShownMember]:
-        """Return the first ``most`` members, in the order in which they came."""
-        self._forget_expired()
-        members = map(_unpack, self._members.values())
-        return [
-            ShownMember(
-                f"m{each.number}",
-                each.url,
-                each.zone,
-                each.have,
-                len(self._complaints.about(each)),
-            )
-            for each in islice(members, most)
-        ]
-
-    def _name(self, asker: _Member, known: Sequence[str]) -> tuple[MemberInfo, ...]:
-        numbers = {self._number(each) for each in known} | {asker.number}
-        leases = [*self._members] if len(self._members) <= _SAMPLE else self._some()
-        others = dict[int, _Member]()
-        for lease in leases:
-            each = _unpack(self._members[lease])
-            is_new = each.number not in numbers and each.is_for(asker)
-            if is_new and self._complaints.votes(each) < _ENOUGH:
-                others[lease] = each
-        leases = [*others]  # those that may be named
-        seen = [*map(_seen, others.values())]
-        found = []
-        for at in neighbours(_seen(asker), seen, known=len(known), chance=self._chance):
-            each = others[leases[at]]
-            each.named += 1
-            self._members[leases[at]] = _pack(each)
-            found.append(MemberInfo(self._id(each), each.url, each.zone, each.have))
-        return tuple(found)
-
-    def _some(self) -> list[int]:
-        """Return the leases of some members; about as many as a sample."""
-        count = min(2 * _SAMPLE, len(self._leases))
-        drawn = self._chance.sample(self._leases, count)
-        found = (lease for lease in dict.fromkeys(drawn) if lease in self._members)
-        return [*islice(found, _SAMPLE)]
-
-    def _admit(self, url: str) -> None:
-        """Count another member at the host of this URL, or raise if there is no room.
-
-        A host may share its count with another one. Then a few of its receivers may
-        have to do without the swarm, but no join has to look at all members for it.
-        """
-        bucket = _bucket(url)
-        is_full = self._crowds[bucket] >= _MOST_OF_HOST
-        if is_full or len(self._members) >= _MOST:
-            raise PeerBusy(retry_after=_RETRY_AFTER)
-        self._crowds[bucket] += 1
-
-    def _forget(self, lease: int) -> None:
-        """Undo what a member that leaves has taken; complaints outlive it."""
-        packed = self._members.pop(lease, None)
-        if packed is None:
+    def _turn_over(self) -> None:
+        """Let promises lapse that were not kept in a whole period."""
+        now = _now()
+        usual = self._usual.seconds()
+        least = 0.0 if usual is None else _MIN_LAPSE_S
+        if now - self._turned <= max(_PROMISE_LAPSES.seconds(usual), least):
             return
-        self._ends.forget(lease)
-        if len(self._leases) > 2 * len(self._members) + _SAMPLE:
-            self._leases = [*self._members]
-        member = _unpack(packed)
-        self._take_back(member)
-        self._complaints.about(member)  # so that they are filed by its server
-        self._crowds[_bucket(member.url)] -= 1
+        self._unpromised |= self._older & self._new
+        if self._sample is not None:
+            chunk, since = self._sample
+            self._usual.learn(1, max(now - since, usual or 0.0))
+            if self._older >> chunk & 1:
+                self._sample = None
+        self._recent, self._older = 0, self._recent
+        self._turns, self._turned = self._turns + 1, now
 
-    def _forget_expired(self) -> None:
-        for lease in self._ends.expired(_now()):
-            self._forget(lease)
-
-    def _id(self, member: _Member) -> str:
-        return f"m{member.number}{self._suffix}"
-
-    def _number(self, name: str) -> int:
-        """Return the number of the member that an id names; 0 if it names none."""
-        digits = name.removeprefix("m").removesuffix(self._suffix)
-        is_ours = name.endswith(self._suffix) and digits.isdecimal()
-        number = int(digits) if is_ours and len(digits) <= _DIGITS else 0
-        return number if number <= self._numbers else 0
+    def _holds(self, member: _Member) -> bool:
+        """Return whether what a member was promised is still its own."""
+        if member.promised == _NOTHING or self._turns - member.turn > 1:
+            return False
+        return bool(self._new & ~self._unpromised & 1 << member.promised)
 
 
 class _Tokens:
-    """Which tokens members accept of each other; a grant that lapses makes another one.
+    """The tokens that members accept of each other. A grant that lapses renews them.
 
     All members hear of a new token within a lease. In the first lease they accept it,
     and send the old one. In the second lease they send it, and accept the old one. Then
@@ -369,7 +399,7 @@ class _Tokens:
     def told(
         self, lapses: float, wall: float, now: float, lease: float
     ) -> tuple[int, ...]:
-        """Return the generations that count now, the one to send first."""
+        """Return the valid generations; members send the first one."""
         self._lease = max(self._lease, lease)
         if self._since is not None and now - self._since > 2 * self._lease:
             self._since = None
@@ -383,7 +413,7 @@ class _Tokens:
 
 
 class _Voter(NamedTuple):
-    """Who complains: a host of a kind, as `voter_of` says, and the name of its grant.
+    """A host that complains, as `voter_of` names it, and the name of its grant.
 
     The address tells receivers of this host apart; it does not make two hosts of one.
     """
@@ -416,16 +446,16 @@ class _Complaints:
     def add(self, voter: _Voter, numbers: Sequence[int]) -> None:
         """Note the complaints of a host; it counts once, with all its members."""
         made = max(self._made[each] for each in voter.counted_as)
-        for number in numbers[: max(_MOST_COMPLAINTS - made, 0)]:
+        for number in numbers[: max(_MAX_COMPLAINTS - made, 0)]:
             voters = self._new.setdefault(number, set())
-            if len(voters) < _MOST_COMPLAINTS and not _has_voted(voter, voters):
+            if len(voters) < _MAX_COMPLAINTS and not _has_voted(voter, voters):
                 voters.add(voter)
                 self._count({voter}, 1)
-            if len(self._new) > _MOST_ACCUSED:  # some are about members that left
+            if len(self._new) > _MAX_ACCUSED:  # some are about members that left
                 self._count(self._new.pop(next(iter(self._new))), -1)
 
     def about(self, member: _Member) -> set[_Voter]:
-        """Return those, at other addresses than its own, that complained about it."""
+        """Return the voters at other addresses that complained about a member."""
         if not (self._new or self._filed):
             return set()
         server = endpoint(member.url)
@@ -436,10 +466,10 @@ class _Complaints:
             for each in new
             if each.address != server[0] and not _has_voted(each, found)
         }
-        if new and len(found) < _MOST_COMPLAINTS:
+        if new and len(found) < _MAX_COMPLAINTS:
             found = self._filed[server] = found | new
             self._count(new, 1)
-            if len(self._filed) > _MOST_ACCUSED:
+            if len(self._filed) > _MAX_ACCUSED:
                 self._count(self._filed.pop(next(iter(self._filed))), -1)
         return found
 
@@ -450,7 +480,7 @@ class _Complaints:
                 del self._made[key]
 
     def votes(self, member: _Member) -> int:
-        """Return how many hosts, its own one apart, complained about a member for sure.
+        """Return how many other hosts certainly complained about a member.
 
         A host may have complained once from an address of each kind.
         """
@@ -462,7 +492,7 @@ class _Complaints:
 
 
 def _has_voted(voter: _Voter, voters: set[_Voter]) -> bool:
-    """Return whether this host, or this grant, is among those that complained."""
+    """Return whether the voter's host, or its grant, has complained already."""
     return any(
         voter[:2] == each[:2] or (voter.grant and voter.grant == each.grant)
         for each in voters
@@ -478,13 +508,13 @@ def _seen(member: _Member) -> Candidate:
 
 
 def _bucket(url: str) -> int:
-    return hash(network_of(endpoint(url)[0])) % _BUCKETS
+    return hash(network_of(endpoint(url)[0])) % _HOST_BUCKETS
 
 
 def _placed(
     said: Announcement, address: str, link: str, *, trusts_url: bool
 ) -> tuple[str, str, str]:
-    """Return a member's URL, where the member is, and where others must be to see it.
+    """Return a member's URL, its location, and the location of members that see it.
 
     The place is "" if it does not matter. The member chooses no more of the URL than
     its scheme and its port, and the host if the source lists that.
@@ -513,7 +543,7 @@ def _placed(
     name = f"[{host}]" if ":" in host else host
     place = name if parts.port is None else f"{name}:{parts.port}"
     url = f"{parts.scheme}://{place}{MEMBER_PATH}"
-    if len(url) > LONGEST_URL:
+    if len(url) > MAX_URL_CHARACTERS:
         raise RemoteProtocolError(
             f"the URL of the member is bad: it has {len(url)} characters"
         )

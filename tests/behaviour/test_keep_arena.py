@@ -75,7 +75,7 @@ async def test_a_template_is_filled_by_way_of_it(have: bool | None) -> None:
     """Without `direct`, the bytes pass through memory that is kept, too."""
     async with pair(keep_arena=True) as (sender, receiver):
         template = state(0)
-        warm: ArenaPool = receiver._warm  # type: ignore[assignment]
+        warm: ArenaPool = receiver._defaults.warm  # type: ignore[assignment]
         used = set()
         gc.collect()
         gc.disable()
@@ -100,7 +100,7 @@ async def test_what_a_failed_receive_had_is_not_used_again() -> None:
             with pytest.raises(TransportError):
                 await receiver.recv_checkpoint(0, through(proxy, sender), 1, timeout=2)
         gc.collect()
-        warm: ArenaPool = receiver._warm  # type: ignore[assignment]
+        warm: ArenaPool = receiver._defaults.warm  # type: ignore[assignment]
         assert not warm.free
         assert_same(await receive(sender, receiver), state(1))
 
@@ -127,7 +127,7 @@ async def test_the_end_keeps_nothing_but_what_is_used() -> None:
         received = await receive(sender, receiver)
         await receiver.shutdown()
         assert_same(received, state(1))
-        warm: ArenaPool = receiver._warm  # type: ignore[assignment]
+        warm: ArenaPool = receiver._defaults.warm  # type: ignore[assignment]
         del received
         assert not warm.free
 

@@ -303,7 +303,7 @@ class TestCopy:
             for step in range(1, 6):
                 state = weights(float(step))
                 await sender.send_checkpoint([1], step, state)
-                arenas.add(id(sender._offered.arena))
+                arenas.add(id(sender._store.published.arena))
                 options: dict[str, Any] = {}
                 if direct is not None:
                     options["into"] = like(state)
@@ -311,7 +311,7 @@ class TestCopy:
                     sender, receiver, step, direct=bool(direct), **options
                 )
                 assert_same(got, state)
-                assert not sender._offered.arena.spent
+                assert not sender._store.published.arena.spent
         assert len(arenas) <= 3
 
     @pytest.mark.parametrize("into", [False, True])
@@ -506,7 +506,7 @@ def held_up(monkeypatch):
 
 def arena_of(sender):
     """Return the memory of what a sender serves."""
-    return sender._offered.arena
+    return sender._store.published.arena
 
 
 # -------------------------------------------------------------------------- who is lent
@@ -654,7 +654,7 @@ class TestWho:
     async def test_a_ticket_is_for_its_checkpoint(self, end, monkeypatch):
         """An old ticket does not open what was replaced or retracted."""
         if end == "old":
-            monkeypatch.setattr(lender, "_VALID", -1.0)
+            monkeypatch.setattr(lender, "_TICKET_LIFETIME_S", -1.0)
         async with lending() as sender:
             offer = await offered(sender)
             if end == "replaced":
@@ -665,7 +665,7 @@ class TestWho:
 
     async def test_guests_that_say_nothing_are_let_go(self, monkeypatch):
         """They cost a descriptor for a moment, and never more than there may be."""
-        monkeypatch.setattr(lender, "_TICKET_TIMEOUT", 0.1)
+        monkeypatch.setattr(lender, "_TICKET_TIMEOUT_S", 0.1)
         async with lending(readers=2) as sender:
             offer = await offered(sender)
             for guest in [guest_at(offer) for _ in range(3)]:
@@ -809,7 +809,7 @@ class TestForged:
 
     async def test_other_answers(self, forger, monkeypatch):
         """Nonsense, another snapshot, too much, silence, nobody, and a path."""
-        monkeypatch.setattr(attaching, "_ANSWER_TIMEOUT", 0.1)
+        monkeypatch.setattr(attaching, "_ANSWER_TIMEOUT_S", 0.1)
         another = msgspec.json.encode(AttachReply("another", MIB))
         for said in (b"nonsense", b"[]", another, b"x" * 5000, None):
             async with forger.answering(lambda _, said=said: said, FORGED["short"]):

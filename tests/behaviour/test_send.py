@@ -79,7 +79,7 @@ def held_up(sender, step, monkeypatch):
 
 def arena_of(sender):
     """Return the memory of what is offered."""
-    return sender._offered.arena
+    return sender._store.published.arena
 
 
 @asynccontextmanager

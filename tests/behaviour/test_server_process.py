@@ -71,7 +71,7 @@ def process_of(sender) -> Any:
 
 def arena_of(sender) -> Any:
     """Return the memory of what is offered."""
-    return sender._offered.arena
+    return sender._store.published.arena
 
 
 async def kill(sender, number=signal.SIGKILL):
@@ -233,12 +233,12 @@ class TestServing:
     ):
         """It is the trainer's loop that stood still, and not the process."""
         monkeypatch.setattr("aiockpt.local.server_process._LOOK_INTERVAL", 1.0)
-        monkeypatch.setattr("aiockpt.local.server_process._HUNG", 3.0)
+        monkeypatch.setattr("aiockpt.local.server_process._ANSWER_TIMEOUT", 3.0)
         async with apart() as sender:
             await sender.start()
             os.kill(process_of(sender).pid, signal.SIGSTOP)
             sending = asyncio.create_task(sender.send_checkpoint([], 1, STATE))
-            await settle(lambda: process_of(sender)._unanswered)
+            await settle(lambda: process_of(sender)._running.unanswered)
             os.kill(process_of(sender).pid, signal.SIGCONT)
             time.sleep(1.5)  # noqa: ASYNC251 - that is the point
             await sending

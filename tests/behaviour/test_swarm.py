@@ -40,7 +40,7 @@ from aiockpt.runtime.same_host import format_mark, identity
 from aiockpt.runtime.secrets import Token
 from aiockpt.swarm.membership import Membership, watch
 from aiockpt.swarm.messages import Announcement
-from aiockpt.swarm.relay import Relay
+from aiockpt.swarm.relay import Relay, Slots
 from aiockpt.testing import Drip, Fault, assert_same
 from aiockpt.testing.faults import Pipe
 from tests.support.proofs import proves
@@ -233,7 +233,7 @@ async def test_a_member_with_a_server_process_serves_from_its_own_loop(
         ]
         await settle(lambda: relayed(members) > 0)
         for each in members:
-            server = each._servers[0]
+            server = each._front.server
             assert isinstance(server, ServerProcess)
             assert server.pid is not None
             assert server.statistics().requests == 0
@@ -311,9 +311,9 @@ async def test_the_rate_limits_only_what_a_member_sends() -> None:
     memory = Memory(1 << 20, step=7)
     wanted = {"Range": "bytes=0-99999"}
     async with serving(memory, swarm=Swarm()) as site, site.peer() as peer:
-        relay = Relay(memory.manifest, {}, slots=2, rate=40e6)
+        relay = Relay(memory.manifest, {}, Slots(2, rate=40e6))
         with closing(Arena(len(memory.data))) as relay.memory:
-            relay.token = Token("of-members")
+            relay.tokens = [Token("of-members")]
             for chunk in range(len(memory.manifest.grid)):
                 relay.add(chunk)
             site.store.share(relay)
@@ -403,7 +403,7 @@ async def test_what_the_caller_has_changed_is_not_sent() -> None:
             assert each.detail == f"{each.peer} has left the swarm"
             assert each.level == logging.INFO
         await settle(
-            lambda: len(tracker_of(sender._servers[0])) == len(members) - len(asked)
+            lambda: len(tracker_of(sender._front.server)) == len(members) - len(asked)
         )
     assert not any("digest" in each.detail for each in events)
 
@@ -425,7 +425,7 @@ async def test_a_receive_does_not_wait_until_a_silent_sender_knows_the_last_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The goodbye of what lingered goes on beside it."""
-    monkeypatch.setattr("aiockpt.swarm.membership._FAREWELL", 600.0)
+    monkeypatch.setattr("aiockpt.swarm.membership._FAREWELL_S", 600.0)
     mute = Mute()
     async with (
         sending() as sender,
@@ -443,14 +443,14 @@ async def test_a_receive_does_not_wait_until_a_silent_sender_knows_the_last_end(
         mute.speaks.set()
         await member.said_goodbye()
         assert not receiver._host.members
-        assert len(tracker_of(sender._servers[0])) == 0
+        assert len(tracker_of(sender._front.server)) == 0
 
 
 async def test_a_receive_that_has_everything_does_not_wait_for_a_silent_sender(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It says goodbye only for a part of the time that it has left."""
-    monkeypatch.setattr("aiockpt.swarm.membership._FAREWELL", 600.0)
+    monkeypatch.setattr("aiockpt.swarm.membership._FAREWELL_S", 600.0)
     mute = Mute()
 
     def fall_silent(progress: Progress) -> None:
@@ -492,7 +492,7 @@ async def test_members_give_what_was_reserved_for_a_source_that_has_gone(
         monkeypatch.setattr(Download, "__init__", reserve)
         sources = [url, empty.metadata()]
         task = asyncio.create_task(receiver.recv_checkpoint(0, sources, 1))
-        await settle(lambda: any(each.members for each in receiver._host.members))
+        await settle(lambda: any(each.known.members for each in receiver._host.members))
         assert relayed(whole) == 0
         await sender.shutdown(wait=False)
         assert_same(await task, STATE)
@@ -727,8 +727,8 @@ async def membership_of(
 
     The announcements go to ``tracker``, or to the sender.
     """
-    found = Membership(receiver._client, Swarm(), receiver._host)
-    found.begin(latest(sender).servable.manifest, {})
+    found = Membership(receiver._client, receiver._host)
+    found.receives(latest(sender).servable.manifest, {})
     lease = Lease.begin(asyncio.get_running_loop().time() + 60, joins=True)
     origin = replace(parse_metadata(sender.metadata()), lease=lease)
     if tracker:
@@ -737,7 +737,7 @@ async def membership_of(
     try:
         yield found
     finally:
-        await found.aclose()
+        await found.leave()
 
 
 def latest(sender: Transport) -> Publication:
@@ -749,7 +749,7 @@ def latest(sender: Transport) -> Publication:
 
 def complaints(sender: Transport) -> list[int]:
     """Return how many hosts complained about each member."""
-    return [each.complaints for each in tracker_of(sender._servers[0]).statistics()]
+    return [each.complaints for each in tracker_of(sender._front.server).statistics()]
 
 
 @proves("threat T10")
@@ -779,7 +779,7 @@ async def test_a_lie_is_reported_by_a_receiver_that_ends(
     async with sending() as sender, receivers(1) as (receiver,):
         name = await announce(sender.metadata(), 15, url, host)
         async with membership_of(sender, receiver) as membership:
-            await settle(lambda: len(tracker_of(sender._servers[0])) == 2)
+            await settle(lambda: len(tracker_of(sender._front.server)) == 2)
             liar = Peer(Origin(url, "token"), member=name)
             membership.drop(liar, RemoteProtocolError("it lies"))
         await membership.said_goodbye()
@@ -844,8 +844,10 @@ async def test_a_source_that_starts_again_hears_complaints() -> None:
         receivers(1) as (receiver,),
         membership_of(sender, receiver, f"http://127.0.0.1:{host.port}/") as membership,
     ):
-        await settle(lambda: any(each.member == "m1-3" for each in membership.members))
-        (liar,) = membership.members
+        await settle(
+            lambda: any(each.member == "m1-3" for each in membership.known.members)
+        )
+        (liar,) = membership.known.members
         membership.drop(liar, RemoteProtocolError("it lies"))
         await settle(lambda: any(each.get("bad") == ["m1-3"] for each in said))
 
@@ -877,21 +879,21 @@ async def test_a_liar_comes_back_under_no_other_path() -> None:
         bad, good = "http://127.0.0.2:9/", "http://127.0.0.3:9/checkpoint/"
         name = await announce(metadata, 15, bad, "127.0.0.2")
         async with membership_of(sender, receiver) as membership:
-            await settle(lambda: membership.members)
-            (liar,) = membership.members
+            await settle(lambda: membership.known.members)
+            (liar,) = membership.known.members
             assert liar.member == name
             membership.drop(liar, RemoteProtocolError("it lies"))
             assert await announce(metadata, 16, f"{bad}more/", "127.0.0.2") != name
             await announce(metadata, 17, good, "127.0.0.3")
-            await settle(lambda: membership.members)
-            assert [each.origin.base_url for each in membership.members] == [good]
+            await settle(lambda: membership.known.members)
+            assert [each.origin.base_url for each in membership.known.members] == [good]
 
 
 async def test_members_that_failed_leave_room_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The source need not name a few of them; of the rest it may name each again."""
-    monkeypatch.setattr("aiockpt.swarm.membership._AWAY", 600.0)
+    monkeypatch.setattr("aiockpt.swarm.membership._AWAY_S", 600.0)
     request, known = CheckpointClient.request, list[int]()
 
     def record(self: CheckpointClient, said: Request, *args: Any) -> Any:
@@ -905,13 +907,13 @@ async def test_members_that_failed_leave_room_for_others(
             url, host = f"http://127.0.0.{each}:9/", f"127.0.0.{each}"
             await announce(sender.metadata(), each, url, host)
         async with membership_of(sender, receiver) as membership:
-            await settle(lambda: len(membership.members) >= 12)
-            for member in tuple(membership.members):
+            await settle(lambda: len(membership.known.members) >= 12)
+            for member in tuple(membership.known.members):
                 membership.drop(member, TransportError("gone"))
             before = len(known)
             await settle(lambda: len(known) > before, patience=30)
             assert known[before] == 6
-            await settle(lambda: membership.members, patience=30)
+            await settle(lambda: membership.known.members, patience=30)
 
 
 async def test_a_member_leaves_though_its_complaint_is_lost(
@@ -927,12 +929,12 @@ async def test_a_member_leaves_though_its_complaint_is_lost(
 
     async with sending() as sender, receivers(1) as (receiver,):
         async with membership_of(sender, receiver) as membership:
-            await settle(lambda: len(tracker_of(sender._servers[0])) == 1)
+            await settle(lambda: len(tracker_of(sender._front.server)) == 1)
             monkeypatch.setattr(CheckpointClient, "request", fail)
             liar = Peer(Origin("http://127.0.0.2:9/", "token"), member="m9")
             membership.drop(liar, RemoteProtocolError("it lies"))
         await membership.said_goodbye()
-        assert len(tracker_of(sender._servers[0])) == 0
+        assert len(tracker_of(sender._front.server)) == 0
 
 
 async def test_a_member_that_had_no_descriptor_announces_itself_later(
@@ -953,7 +955,7 @@ async def test_a_member_that_had_no_descriptor_announces_itself_later(
         receivers(1) as (receiver,),
         membership_of(sender, receiver),
     ):
-        await settle(lambda: len(tracker_of(sender._servers[0])) == 1, patience=60)
+        await settle(lambda: len(tracker_of(sender._front.server)) == 1, patience=60)
     assert failures == [1]
 
 

@@ -140,7 +140,7 @@ async def test_a_grant_that_lapses_loses_the_token_of_the_swarm(
     """Members refuse it soon, and go on serving each other."""
     monkeypatch.setattr("aiockpt.http.tokens.CLOCK_SKEW", 0.0)
     monkeypatch.setattr("aiockpt.swarm.tracker.heartbeat", lambda _: 0.5)
-    monkeypatch.setattr("aiockpt.swarm.membership._SHORTEST_LEASE", 0.3)
+    monkeypatch.setattr("aiockpt.swarm.membership._MIN_LEASE_S", 0.3)
     async with (
         transport() as sender,
         transport(**JOINING) as one,

@@ -110,7 +110,7 @@ async def test_the_tracker_is_killed(record: Record) -> None:
         async with swarming(3, process=True) as (sender, members, url):
             tasks = fetching(members, url)
             await settle(lambda: relayed(members) > 0)
-            server = sender._servers[0]
+            server = sender._front.server
             assert isinstance(server, ServerProcess)
             assert server.pid is not None
             os.kill(server.pid, signal.SIGKILL)
@@ -121,8 +121,8 @@ async def test_the_tracker_is_killed(record: Record) -> None:
 
 def relays(members: list[Transport]) -> list[Relay]:
     """Return what the members serve of what they receive."""
-    places = [member._place for each in members for member in each._host.members]
-    return [place.relay for place in places if place is not None]
+    joined = [member._joined for each in members for member in each._host.members]
+    return [each.relay for each in joined if each is not None]
 
 
 def held(relays: list[Relay]) -> int:
@@ -298,7 +298,7 @@ async def test_the_owner_of_a_lingering_member_changes_its_tensors(
                         if isinstance(tensor, torch.Tensor):
                             tensor.fill_(-1.0)
                 assert_same(await task, STATE)
-            accused = tracker_of(sender._servers[0]).statistics()
+            accused = tracker_of(sender._front.server).statistics()
             assert not any(each.complaints for each in accused)
             assert not any("digest" in each.detail for each in events)
             record.ran()

@@ -50,8 +50,8 @@ async def test_a_body_may_take_as_long_as_its_rate_says(
 ) -> None:
     """Else more bodies would be sent than the rate of all is divided by."""
     monkeypatch.setattr(relay, "_SLOW_BODY", SlowAfter(5.0, 1.0, unknown_s=0.1))
-    slots = Slots(1)
-    async with slots.take(NBYTES, wait=0, least=60):
+    slots = Slots(1, rate=NBYTES / 60)
+    async with slots.take(NBYTES, wait=0):
         assert not await is_free(slots, wait=0.5)
     assert await is_free(slots, wait=0)
 

@@ -15,7 +15,7 @@ from aiockpt.errors import (
 )
 from aiockpt.http.store import Failure, Statistics, Store
 from aiockpt.runtime.secrets import Token
-from aiockpt.swarm.relay import Relay
+from aiockpt.swarm.relay import Relay, Slots
 from tests.support.proofs import proves
 from tests.support.servers import Memory, settle
 
@@ -96,8 +96,8 @@ async def test_of_a_server_that_has_ended_only_the_counters_stay():
 
 async def test_a_body_of_a_relay_is_a_reader():
     """A member of a swarm counts whom it serves, as a sender does."""
-    store, relay = Store(), Relay(Memory().manifest, {}, slots=2)
-    relay.token = Token("of-members")
+    store, relay = Store(), Relay(Memory().manifest, {}, Slots(2))
+    relay.tokens = [Token("of-members")]
     store.share(relay)
     publication = store.shared("of-members")
     assert publication is not None
@@ -108,10 +108,10 @@ async def test_a_body_of_a_relay_is_a_reader():
 
 async def test_a_share_is_found_by_its_tokens_until_it_ends():
     """Then nobody reads it, and a closed store accepts no other share."""
-    store, relay = Store(), Relay(Memory().manifest, {}, slots=2)
+    store, relay = Store(), Relay(Memory().manifest, {}, Slots(2))
     store.share(relay)
     assert store.shared("") is None  # it has no token yet
-    relay.token, relay.other = Token("one"), Token("other")
+    relay.tokens = Token("one"), Token("other")
     share = store.shared("one")
     assert share is not None
     assert share is store.shared("other")

@@ -113,7 +113,7 @@ async def test_all_hosts_together_have_a_bounded_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Further members have to wait."""
-    monkeypatch.setattr(module, "_MOST", 3)
+    monkeypatch.setattr(module, "_MAX_MEMBERS", 3)
     tracker = Tracker(8)
     for number in range(3):
         announce(tracker, number)
@@ -443,18 +443,18 @@ async def test_each_chunk_is_promised_to_one_member(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The promise holds until the chunk is given or the member leaves."""
-    monkeypatch.setattr(module, "_SOONEST", 60.0)
+    monkeypatch.setattr(module, "_MIN_LAPSE_S", 60.0)
     tracker = Tracker(8)
     promised = [announce(tracker, number).next for number in range(10)]
     assert sorted(each for each in promised[:8] if each is not None) == [*range(8)]
     assert promised[8:] == [None, None]
-    tracker.give(range(3))
-    tracker.give(range(5, 8))
-    assert tracker.given == 6
+    tracker.promises.give(range(3))
+    tracker.promises.give(range(5, 8))
+    assert tracker.promises.given == 6
     assert [announce(tracker, number).next for number in (8, 9)] == [None, None]
     tracker.leave(lease_of(promised.index(3)))
     assert announce(tracker, 9).next == 3
-    tracker.give(range(3, 5))
+    tracker.promises.give(range(3, 5))
     assert [announce(tracker, number).next for number in range(10)] == [None] * 10
 
 
@@ -503,10 +503,10 @@ async def test_a_promise_that_has_lapsed_stays_so(
     tracker = Tracker(1)
     assert announce(tracker, 1).next == 0
     monkeypatch.setattr(module, "_PROMISE_LAPSES", SlowAfter(3.0, unknown_s=0.05))
-    tracker._usual = Usual()
+    tracker.promises._usual = Usual()
     await settle(lambda: announce(tracker, 2).next == 0)
     monkeypatch.setattr(module, "_PROMISE_LAPSES", SlowAfter(3.0, unknown_s=60.0))
-    monkeypatch.setattr(module, "_SOONEST", 60.0)
+    monkeypatch.setattr(module, "_MIN_LAPSE_S", 60.0)
     assert announce(tracker, 1).next is None
     tracker.leave(lease_of(1))
     assert announce(tracker, 3).next is None
@@ -518,14 +518,14 @@ async def test_a_promise_that_is_in_vain_is_made_to_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tracker waits a few times as long as such a chunk usually takes."""
-    monkeypatch.setattr(module, "_SOONEST", 60.0)
+    monkeypatch.setattr(module, "_MIN_LAPSE_S", 60.0)
     tracker = Tracker(2)
     first = announce(tracker, 1).next
     assert first is not None
-    tracker.give(range(first, first + 1))
+    tracker.promises.give(range(first, first + 1))
     second = announce(tracker, 2).next
     assert announce(tracker, 3).next is None
-    monkeypatch.setattr(module, "_SOONEST", 0.1)
+    monkeypatch.setattr(module, "_MIN_LAPSE_S", 0.1)
     await settle(lambda: announce(tracker, 3).next == second)
 
 

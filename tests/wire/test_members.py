@@ -15,7 +15,7 @@ from aiockpt.http.options import Swarm
 from aiockpt.http.tokens import swarm_token
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.secrets import Token
-from aiockpt.swarm.relay import Relay
+from aiockpt.swarm.relay import Relay, Slots
 from tests.support.proofs import proves
 from tests.support.servers import TOKEN, Answer, Memory, Site, serving, settle
 
@@ -248,14 +248,14 @@ async def test_a_server_that_nothing_extends_knows_no_swarm() -> None:
 async def relaying(site: Site, chunks: Iterable[int]) -> AsyncIterator[dict[str, str]]:
     """Serve these chunks of a receive; give the headers of a request to it."""
     held = memory()
-    relay = Relay(held.manifest, {}, slots=2)
-    relay.token = Token("of-members")
+    relay = Relay(held.manifest, {}, Slots(2))
+    relay.tokens = [Token("of-members")]
     with closing(Arena(len(held.data))) as relay.memory:
         for chunk in chunks:
             relay.add(chunk)
         site.store.share(relay)
         try:
-            yield {"Authorization": f"Bearer {relay.token}"}
+            yield {"Authorization": f"Bearer {relay.tokens[0]}"}
         finally:
             await site.store.unshare(relay)
 
@@ -282,8 +282,8 @@ async def lending(
 ) -> AsyncIterator[tuple[Memory, Relay, memoryview, Any]]:
     """Serve a receive of two large chunks; give its memory, and a slow reader."""
     held = Memory(16 << 20, chunk_bytes=8 << 20)
-    relay = Relay(held.manifest, {}, slots=2)
-    relay.token = Token("of-members")
+    relay = Relay(held.manifest, {}, Slots(2))
+    relay.tokens = [Token("of-members")]
     with closing(Arena(len(held.data))) as relay.memory:
         (memory,) = relay.memory.buffers(0, len(held.data))
         memory[:] = held.data
@@ -291,7 +291,7 @@ async def lending(
             relay.add(chunk)
         site.store.share(relay)
         try:
-            async with site.peer(receive_buffer=4096, token=relay.token) as peer:
+            async with site.peer(receive_buffer=4096, token=relay.tokens[0]) as peer:
                 yield held, relay, memory, peer
         finally:
             memory.release()
@@ -336,7 +336,7 @@ async def test_a_request_that_waits_while_the_memory_is_lent_asks_again() -> Non
     """It was let in before; the next one gets a copy."""
     async with serving(swarm=SWARM) as site, lending(site) as found:
         held, relay, memory, peer = found
-        share = site.store.shared(relay.token)
+        share = site.store.shared(relay.tokens[0])
         assert share is not None
         async with site.store.unread(relay):
             await peer.request("/checkpoint/7/0")

@@ -108,7 +108,7 @@ async def test_the_members() -> None:
 
 async def test_many_members_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first ones are shown."""
-    monkeypatch.setattr("aiockpt.swarm.endpoint._MOST_SHOWN", 2)
+    monkeypatch.setattr("aiockpt.swarm.endpoint._MAX_MEMBERS_SHOWN", 2)
     async with serving(memory(), swarm=SWARM) as site:
         for digit in "abcde":
             await post(site, f"{digit * 32}; ttl=60", SAID)

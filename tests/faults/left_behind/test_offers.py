@@ -179,7 +179,9 @@ async def _cancelled_send(
     task = asyncio.create_task(call)
     store = sender._store
     if isinstance(store, ServerProcess):
-        await settle(lambda: store._unanswered)  # the process has it
+        await settle(
+            lambda: store._running and store._running.unanswered
+        )  # the process has it
     else:
         await asyncio.sleep(0)  # it stages
     task.cancel()
