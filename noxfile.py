@@ -287,7 +287,7 @@ def gpu_wheels(session: nox.Session) -> None:
 @shared
 def demo(session: nox.Session) -> None:
     """Move a real model's training state to another process, through a failure."""
-    run(session, "aiockpt", "demo", *session.posargs)
+    run(session, "python", "examples/demo.py", *session.posargs)
 
 
 # -------------------------------------------------------------------- the built wheel

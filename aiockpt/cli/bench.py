@@ -15,7 +15,9 @@ import json
 import math
 import os
 import socket
+import sys
 import time
+from asyncio.subprocess import PIPE
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -27,33 +29,30 @@ from urllib.parse import urlsplit
 
 import torch
 
-from aiockpt.cli.arguments import Address
-from aiockpt.cli.child import answer, run_child
 from aiockpt.cli.doctor import describe_machine
-from aiockpt.errors import PeerUnreachableError
+from aiockpt.errors import PeerUnreachableError, WorkerError
 from aiockpt.events import Progress
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.options import Server
-from aiockpt.http.protocol import format_metadata
+from aiockpt.http.protocol import Address, format_metadata
 from aiockpt.http.sockets import begin_classic
 from aiockpt.http_transport import HTTPTransport
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 
-__all__ = ["run", "send"]
-
 _MIB = 1 << 20
-_SECONDS = 20.0  # in which rounds begin; the first one is always made
-_MOMENT = 0.5  # seconds of an idle loop
-_PERIOD = 0.005  # seconds between the ticks that show how late a loop is
+_ROUNDS_S = 20.0  # in which rounds begin; the first one is always made
+_IDLE_S = 0.5  # for which an idle loop is measured
+_TICK_S = 0.005  # between the ticks that show how late a loop is
 _SENDS = 3  # the last one has memory that earlier ones used
-_PIECE = 4 << 20
-_TIMEOUT = 600.0
-_PATIENCE = 5.0  # seconds to find another host in
+_PIECE_BYTES = 4 << 20
+_TIMEOUT_S = 600.0
+_FIND_S = 5.0  # in which another host must answer
+_MAX_ANSWER_BYTES = 1 << 26
 
-_OF_RAW_IN_PLACE, _OF_RAW_FRESH, _OF_MEMCPY = 0.75, 0.9, 0.85
-_MAX_LAG = 5.0  # ms
-_FILLS, _SLOWER = 1.3, 0.8  # of a plain GET's speed
+_MIN_OF_RAW_IN_PLACE, _MIN_OF_RAW_FRESH, _MIN_OF_MEMCPY = 0.75, 0.9, 0.85
+_MAX_LAG_MS = 5.0
+_FASTER_THAN_GET, _SLOWER_THAN_GET = 1.3, 0.8  # parts of a plain GET's speed
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -99,7 +98,7 @@ class _Samples:
         self, repeat: int, candidates: _Candidates, late: _Late
     ) -> None:
         """Time the candidates in rounds, so that a busy moment hits all of them."""
-        until = time.monotonic() + _SECONDS
+        until = time.monotonic() + _ROUNDS_S
         for turn in range(repeat + 1):
             if turn > 1 and time.monotonic() >= until:
                 return
@@ -121,8 +120,8 @@ async def _ticking() -> AsyncIterator[_Late]:
 
     async def tick() -> None:
         while True:
-            due = time.monotonic() + _PERIOD
-            await asyncio.sleep(_PERIOD)
+            due = time.monotonic() + _TICK_S
+            await asyncio.sleep(_TICK_S)
             lags.append(time.monotonic() - due)
 
     async def late() -> list[float]:
@@ -158,11 +157,9 @@ async def _measure_machine(nbytes: int, repeat: int) -> _Samples:
     found = _Samples(nbytes)
     touched = memoryview(bytearray(b"\1") * nbytes)
     bridge = Bridge(threads=1, name="bench")
-    transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT)
+    transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT_S)
     try:
-        async with run_child(f"{__name__}:send", nbytes) as ask:
-            offer = await ask("offer")
-
+        async with _sending(nbytes) as (offer, late):
             receive = partial(_receive, transport, offer["metadata"], _SENDS)
 
             def raw(memory: Callable[[], memoryview]) -> Callable[[], Awaitable[None]]:
@@ -170,18 +167,53 @@ async def _measure_machine(nbytes: int, repeat: int) -> _Samples:
 
             template = await receive()  # connections and threads are no part of it
             candidates: _Candidates = {
-                "idle": lambda: asyncio.sleep(_MOMENT),
+                "idle": lambda: asyncio.sleep(_IDLE_S),
                 "raw socket, in place": raw(lambda: touched),
                 "receive in place": lambda: receive(template),
                 "raw socket, fresh": raw(lambda: Arena(nbytes).buffer),
                 "receive, fresh": receive,
             }
-            await found.take_turns(repeat, candidates, lambda: ask("late"))
+            await found.take_turns(repeat, candidates, late)
             found.seconds |= {name: offer[name] for name in ("stage", "memcpy")}
     finally:
         await transport.shutdown()
         bridge.close()
     return found
+
+
+@asynccontextmanager
+async def _sending(nbytes: int) -> AsyncIterator[tuple[dict[str, Any], _Late]]:
+    """Run `_send` in another process, which ends with the block.
+
+    Give what it offers, and what asks how late its loop was.
+
+    Raises:
+        WorkerError: the process has ended when it is asked.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", __name__, str(nbytes)),
+        stdin=PIPE,
+        stdout=PIPE,
+        limit=_MAX_ANSWER_BYTES,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    questions, answers = process.stdin, process.stdout
+
+    async def ask() -> Any:
+        with suppress(ConnectionError):
+            questions.write(b"\n")
+            await questions.drain()
+        if line := await answers.readline():
+            return json.loads(line)
+        code = await process.wait()
+        raise WorkerError("the sending process has ended", exitcode=code)
+
+    try:
+        yield await ask(), ask
+    finally:
+        questions.close()
+        await process.wait()
 
 
 def _conclude_machine(found: _Samples, machine: dict[str, str]) -> list[str]:
@@ -190,10 +222,10 @@ def _conclude_machine(found: _Samples, machine: dict[str, str]) -> list[str]:
     staged, copied = (1e3 * median(found.seconds[name]) for name in ("stage", "memcpy"))
     lag, idle = found.lag("receive in place"), found.lag("idle")
     targets = {
-        "receive in place": in_place >= _OF_RAW_IN_PLACE * raw[0],
-        "receive into new memory": fresh >= _OF_RAW_FRESH * raw[1],
-        "staging": copied >= _OF_MEMCPY * staged,
-        "the sender's loop": lag <= max(_MAX_LAG, idle),
+        "receive in place": in_place >= _MIN_OF_RAW_IN_PLACE * raw[0],
+        "receive into new memory": fresh >= _MIN_OF_RAW_FRESH * raw[1],
+        "staging": copied >= _MIN_OF_MEMCPY * staged,
+        "the sender's loop": lag <= max(_MAX_LAG_MS, idle),
     }
     missed = [what for what, is_met in targets.items() if not is_met]
     cores, load = int(machine["cores"]), float(machine["load average"].split()[0])
@@ -224,15 +256,14 @@ def _conclude_machine(found: _Samples, machine: dict[str, str]) -> list[str]:
 def _receive_raw(port: int, memory: memoryview) -> None:
     with socket.create_connection(("127.0.0.1", port)) as sock:
         while memory.nbytes:
-            count = sock.recv_into(memory[:_PIECE])
+            count = sock.recv_into(memory[:_PIECE_BYTES])
             if not count:
                 raise ConnectionResetError("the sending process closed the connection")
             memory = memory[count:]
 
 
-async def send(size: str) -> None:
-    """Send ``size`` bytes, in every way, until the parent is done."""
-    nbytes = int(size)
+async def _send(nbytes: int) -> None:
+    """Send so many bytes, in every way, until the parent is done or gone."""
     state = {f"layers.{i}": torch.ones(_MIB // 4) for i in range(nbytes // _MIB)}
     memory, other = (memoryview(bytearray(b"\1") * nbytes) for _ in range(2))
     bridge = Bridge(threads=1, name="bench")
@@ -240,7 +271,7 @@ async def send(size: str) -> None:
     begin_classic(listener)  # as those that serve a receive on the same host
     sending = asyncio.create_task(bridge.run(_send_raw, listener, memory))
     here = Server(host="127.0.0.1")
-    serving = HTTPTransport[object](_TIMEOUT, server=here)
+    serving = HTTPTransport[object](_TIMEOUT_S, server=here)
     async with serving as transport, _ticking() as late:
         for step in range(1, _SENDS + 1):
             for tensor in state.values():
@@ -251,19 +282,23 @@ async def send(size: str) -> None:
             await transport.send_checkpoint(step=step, state_dict=state)
             staged = time.perf_counter()
 
-        async def offer() -> dict[str, Any]:
-            return {
-                "metadata": transport.metadata(),
-                "port": listener.getsockname()[1],
-                "stage": [staged - copied],
-                "memcpy": [copied - started],
-            }
-
-        await answer({"offer": offer, "late": late})
+        offer = {
+            "metadata": transport.metadata(),
+            "port": listener.getsockname()[1],
+            "stage": [staged - copied],
+            "memcpy": [copied - started],
+        }
+        questions = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(questions), sys.stdin
+        )
+        async for _ in questions:
+            print(json.dumps(offer or await late()), flush=True)
+            offer = {}
     listener.shutdown(socket.SHUT_RDWR)  # which ends the thread's accept
     await sending
     listener.close()
-    await bridge.aclose(timeout=_PATIENCE)
+    await bridge.aclose(timeout=_FIND_S)
 
 
 def _send_raw(listener: socket.socket, memory: memoryview) -> None:
@@ -282,19 +317,19 @@ async def _measure_line(peer: Address, repeat: int) -> _Samples:
     source, bridge = peer.origin, Bridge(threads=1, name="bench")
     known = find_credentials(None, insecure=False, env=os.environ)
     metadata = format_metadata(source.base_url, source.token)
-    transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT)
+    transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT_S)
     seen: list[Progress] = []
     try:
         step = peer.step
         if step is None:
-            step = await anext(transport.steps(metadata, reconnect_timeout=_PATIENCE))
+            step = await anext(transport.steps(metadata, reconnect_timeout=_FIND_S))
 
         receive = partial(_receive, transport, metadata, step, progress=seen.append)
         template = await receive()
         found = _Samples(seen[-1].bytes_total)
         url, token = f"{source.base_url}{step}/full", source.token or known.to_send
         candidates: _Candidates = {
-            "idle": lambda: asyncio.sleep(_MOMENT),
+            "idle": lambda: asyncio.sleep(_IDLE_S),
             "plain GET": lambda: bridge.run(_get, url, token, found.nbytes),
             "receive, fresh": receive,
             "receive in place": lambda: receive(template),
@@ -303,7 +338,7 @@ async def _measure_line(peer: Address, repeat: int) -> _Samples:
             await found.take_turns(repeat, candidates, late)
     finally:
         await transport.shutdown()
-        await bridge.aclose(timeout=_PATIENCE)
+        await bridge.aclose(timeout=_FIND_S)
     return found
 
 
@@ -317,7 +352,7 @@ def _get(url: str, token: str | None, nbytes: int) -> None:
     kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
     peer = kind(parts.netloc)
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    memory, got = bytearray(_PIECE), 0
+    memory, got = bytearray(_PIECE_BYTES), 0
     try:
         peer.request("GET", parts.path, headers=headers)
         answer = peer.getresponse()
@@ -336,9 +371,9 @@ def _conclude_line(found: _Samples, peer: Address) -> list[str]:
     in_place, fresh = found.speed("receive in place"), found.speed("receive, fresh")
     plain = found.speed("plain GET")
     lag, idle = found.lag("receive in place"), found.lag("idle")
-    if in_place > _FILLS * plain:
+    if in_place > _FASTER_THAN_GET * plain:
         advice = "one connection does not fill the line; those of a receive do better."
-    elif in_place >= _SLOWER * plain:
+    elif in_place >= _SLOWER_THAN_GET * plain:
         advice = "the line, or the sender, is the limit, and not this receiver."
     else:
         advice = (
@@ -351,3 +386,7 @@ def _conclude_line(found: _Samples, peer: Address) -> list[str]:
     )
     loop = f"Loop: late by {lag:.1f} ms while it receives (p99; {idle:.1f} ms idle)."
     return [receive, loop, f"Conclusion: {advice}"]
+
+
+if __name__ == "__main__":
+    asyncio.run(_send(int(sys.argv[1])))

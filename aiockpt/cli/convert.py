@@ -13,7 +13,7 @@ import io
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from aiockpt.cli import huggingface
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.paths import for_a_command, holds_shards, pointing_below
 from aiockpt.cli.tensors import TensorToWrite, has_code, is_name
-from aiockpt.cli.text import command_line, printable
 from aiockpt.errors import (
     RankValuesError,
     StateDictError,
@@ -37,6 +36,7 @@ from aiockpt.errors import (
 from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.entries import Bytes
 from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.runtime.words import command_line, printable
 from aiockpt.state.equality import assert_same
 from aiockpt.state.flatten import describe
 from aiockpt.state.leaves import DTYPE_NAMES
@@ -47,11 +47,8 @@ from aiockpt.storage.files import in_place, named, rename_to_new, sync_directory
 from aiockpt.storage.lock import SaveLock
 from aiockpt.storage.partfile import TAKEN, check_target
 
-__all__ = ["run"]
-
 _ALONE = RankInfo(0, 1)
-_MAX_SHARD_BYTES = 5 * 1000**3  # as of transformers
-_SHOWN = 5
+_MAX_PATHS_SHOWN = 5
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,15 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: an option means nothing here.
     """
     target: Path = arguments.target
-    write = _FORMS.get(target.suffix.lower())
-    _check_options(arguments, is_file=write is not None)
+    is_file = target.suffix.lower() in (".pt", ".safetensors")
+    _check_options(arguments, is_file=is_file)
     if arguments.hf:
         with _joining(arguments.source):
-            huggingface.export(arguments.source, target, _export(arguments))
-    elif write is None:
-        _to_directory(arguments)
+            huggingface.export(arguments, _rank_values(arguments))
+    elif is_file:
+        _to_file(arguments)
     else:
-        _to_file(arguments, write)
+        _to_directory(arguments)
     print(f"wrote {printable(str(target))}", file=sys.stderr)
     return 0
 
@@ -122,10 +119,8 @@ def _check_directory(target: Path, *, replace: bool) -> None:
         raise StorageError(str(target), detail)
 
 
-def _to_file(
-    arguments: argparse.Namespace, write: Callable[[Path, int, Any], None]
-) -> None:
-    """Write a file.
+def _to_file(arguments: argparse.Namespace) -> None:
+    """Write a file under another name, and rename it when it is found to be exact.
 
     Raises:
         StateDictError: it cannot hold the state dict; the message has the command that
@@ -134,10 +129,20 @@ def _to_file(
     source, target, replace = arguments.source, arguments.target, arguments.overwrite
     file = check_target(target, replace=replace)
     state = _load(arguments)
+    is_plain = target.suffix.lower() == ".safetensors"
     try:
-        if write is _write_plain:
+        if is_plain:
             state = _logical(state)
-        _write_file(file, state, write, replace=replace)
+        with named(file), SaveLock(file, wait=0) as lock, _made(lock.temporary) as fd:
+            if is_plain:
+                _write_plain(file, fd, state)
+            else:
+                _write_torch(file, fd, state)
+                _compare(lock.temporary, state)
+                os.fsync(fd)
+            (os.replace if replace else rename_to_new)(lock.temporary, file)
+            with in_place(file):
+                sync_directory(file.parent)
     except StateDictError as error:
         place = target.with_suffix("")
         if os.path.lexists(place):
@@ -160,18 +165,6 @@ def _again(arguments: argparse.Namespace) -> list[str]:
     return found
 
 
-def _export(arguments: argparse.Namespace) -> huggingface.Export:
-    return huggingface.Export(
-        max_shard_bytes=arguments.max_shard_size or _MAX_SHARD_BYTES,
-        dtype=arguments.dtype,
-        select=arguments.select,
-        rename=arguments.rename or (),
-        rank=arguments.rank,
-        rank_values=_rank_values(arguments),
-        overwrite=arguments.overwrite,
-    )
-
-
 def _rank_values(arguments: argparse.Namespace) -> RankValues:
     chosen: int | None = arguments.rank_values
     return "error" if chosen is None else chosen
@@ -191,10 +184,6 @@ def _load(arguments: argparse.Namespace) -> Any:
         )[0]
 
 
-def _read(path: Path) -> Any:
-    return CheckpointReader(_ALONE).read(path, mmap=True)[0]
-
-
 def _is_cut(source: Path) -> bool:
     """Say whether a checkpoint may have tensors that are put together from parts."""
     found = find_checkpoint(source)
@@ -211,8 +200,10 @@ def _joining(source: Path) -> Iterator[None]:
         with pointing_below(source), for_a_command("convert"):
             yield
     except RankValuesError as error:
-        more = len(error.paths) - _SHOWN
-        shown = ", ".join(path or "the whole" for path in error.paths[:_SHOWN])
+        more = len(error.paths) - _MAX_PATHS_SHOWN
+        shown = ", ".join(
+            path or "the whole" for path in error.paths[:_MAX_PATHS_SHOWN]
+        )
         shown += f" and {more} more" if more > 0 else ""
         raise StateDictError(
             f"{source}: its ranks saved different values at {shown}: take those of "
@@ -225,35 +216,15 @@ def _joining(source: Path) -> Iterator[None]:
         ) from error
 
 
-def _write_file(
-    target: Path,
-    state: Any,
-    write: Callable[[Path, int, Any], None],
-    *,
-    replace: bool,
-) -> None:
-    """Write a file under another name, and rename it when it is found to be exact."""
-    with named(target), SaveLock(target, wait=0) as lock, _made(lock.temporary) as fd:
-        write(target, fd, state)
-        if write is _write_torch:  # the other one has compared it
-            _compare(lock.temporary, state)
-            os.fsync(fd)
-        (os.replace if replace else rename_to_new)(lock.temporary, target)
-        with in_place(target):
-            sync_directory(target.parent)
-
-
 @contextmanager
 def _made(temporary: Path) -> Iterator[int]:
     """Make a new file, which only this process knows; remove it if the block fails."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    fd = os.open(temporary, flags, 0o666)
-    try:
-        yield fd
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
-        os.close(fd)
+    with open(temporary, "x+b", 0) as file:
+        try:
+            yield file.fileno()
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
 
 
 class _Noting(io.FileIO):
@@ -324,22 +295,21 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
-def _check_plain(name: object, value: object) -> None:
-    fault = ""
+def _check_plain(name: object, value: Any) -> None:
+    no_place = "a plain safetensors file has no place for it"
+    kind, fault = type(name).__name__, ""
     if type(name) is not str:
-        fault = f"the key {name!r} has the type {type(name).__name__}, not str"
+        fault = f"the key {name!r} has the type {kind}, not str: {no_place}"
     elif not is_name(name):
-        detail = f"{name!r} cannot be the name of a tensor in a plain safetensors file"
-        raise StateDictError(detail)
+        fault = f"{name!r} cannot be the name of a tensor in a plain safetensors file"
     elif type(value) not in (torch.Tensor, torch.nn.Parameter):
-        fault = f"{name!r} has the type {type(value).__name__}, not Tensor"
+        kind = type(value).__name__
+        fault = f"{name!r} has the type {kind}, not Tensor: {no_place}"
+    elif not has_code(DTYPE_NAMES.get(value.dtype, ""), value.shape):
+        fault = f"{name!r} has the dtype {value.dtype} and the shape "
+        fault += f"{[*value.shape]}, which safetensors cannot say"
     if fault:
-        raise StateDictError(f"{fault}: a plain safetensors file has no place for it")
-    assert isinstance(value, torch.Tensor)
-    if not has_code(DTYPE_NAMES.get(value.dtype, ""), value.shape):
-        detail = f"{name!r} has the dtype {value.dtype} and the shape "
-        detail += f"{[*value.shape]}, which safetensors cannot say"
-        raise StateDictError(detail)
+        raise StateDictError(fault)
 
 
 def _write_plain(path: Path, fd: int, state: dict[str, torch.Tensor]) -> None:
@@ -362,12 +332,9 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-_FORMS = {".pt": _write_torch, ".safetensors": _write_plain}
-
-
 def _compare(path: Path, state: Any) -> None:
     try:
-        assert_same(_read(path), state)
+        assert_same(CheckpointReader(_ALONE).read(path, mmap=True)[0], state)
     except (AssertionError, RecursionError, StorageError) as error:
         why = error.detail if isinstance(error, StorageError) else error
         detail = f"that form cannot hold it exactly: {why}"

@@ -20,18 +20,8 @@ from pathlib import Path
 from typing import Final
 
 import aiockpt
-from aiockpt.cli.text import printable
 from aiockpt.runtime.system import available_memory, usable_cores
-
-__all__ = [
-    "Finding",
-    "HostSettings",
-    "as_text",
-    "describe_machine",
-    "judge",
-    "read_settings",
-    "run",
-]
+from aiockpt.runtime.words import printable
 
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30

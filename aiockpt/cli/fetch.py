@@ -11,14 +11,13 @@ from functools import partial
 from pathlib import Path
 
 from aiockpt.cli.peer import FoundCheckpoint, SenderClient, open_peer
-from aiockpt.cli.text import ProgressBar, format_bytes, printable
+from aiockpt.cli.text import ProgressBar, format_bytes
 from aiockpt.errors import Advice, AiockptError, advice
 from aiockpt.events import Meter, Progress
 from aiockpt.http.download import Download
+from aiockpt.runtime.words import printable
 from aiockpt.storage.partfile import PartFile, check_target
 from aiockpt.transfer.source import PlainDestination
-
-__all__ = ["run", "save"]
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,16 +11,15 @@ from pathlib import Path
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.fetch import save
 from aiockpt.cli.peer import open_peer
-from aiockpt.cli.text import ProgressBar, printable
+from aiockpt.cli.text import ProgressBar
 from aiockpt.errors import Advice
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.http.manifests import Follower
 from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.runtime.words import printable
 from aiockpt.storage.checkpoint_file import read_header
 from aiockpt.storage.files import named
 from aiockpt.storage.partfile import check_target
-
-__all__ = ["run"]
 
 
 def run(arguments: argparse.Namespace) -> int:

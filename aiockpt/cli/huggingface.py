@@ -12,6 +12,7 @@ and compared, and then the directory gets its name in one step.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -19,7 +20,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain, cycle
@@ -65,8 +65,6 @@ from aiockpt.storage.placement import Placement
 from aiockpt.storage.read import LoadSource
 from aiockpt.storage.write import BLOCK, plain_header
 
-__all__ = ["Export", "Output", "export", "in_order", "write_plain"]
-
 _INDEX: Final = "model.safetensors.index.json"
 _OUTPUT: Final = re.compile(
     r"model(-[0-9]+-of-[0-9]+)?\.safetensors|" + re.escape(_INDEX)
@@ -77,38 +75,14 @@ _BESIDE: Final = (
     *("added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*"),
     *("preprocessor_config.json", "processor_config.json"),
 )
-_LITTLE: Final = 64 << 20  # bytes of memory that nobody misses
-_COUNTED: Final = 1 << 18  # elements, so that temporary tensors are small
-_ALIGN: Final = 64  # bytes
-_SHOWN: Final = 5
+_SMALL_BYTES: Final = 64 << 20  # of memory that may be used in any case
+_COUNTED_ELEMENTS: Final = 1 << 18  # at once, so that temporary tensors are small
+_ALIGN_BYTES: Final = 64
+_MAX_FILE_BYTES: Final = 5 * 1000**3  # as of transformers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
-    """What a Hugging Face directory gets.
-
-    Attributes:
-        max_shard_bytes: The size of a file, unless one tensor is larger.
-        dtype: What floating tensors are cast to; None: they stay.
-        select: The dotted paths to write, each with everything below it; None: all.
-        rename: Prefixes of names, and what takes their place.
-        rank: The rank whose part is written; None: the full tensors of all.
-        rank_values: The rank whose values are taken where the ranks saved different
-            ones.
-        overwrite: Whether an existing directory is replaced.
-    """
-
-    max_shard_bytes: int
-    dtype: str | None = None
-    select: Sequence[str] | None = None
-    rename: Sequence[tuple[str, str]] = ()
-    rank: int | None = None
-    rank_values: RankValues = "error"
-    overwrite: bool = False
-
-
-def export(source: Path, target: Path, options: Export) -> Path:
-    """Write a Hugging Face directory; return it.
+def export(arguments: argparse.Namespace, rank_values: RankValues) -> None:
+    """Write a Hugging Face directory, as the arguments of ``convert`` ask for it.
 
     Raises:
         StorageError: the source cannot be read, the disk is full or has failed, or the
@@ -116,11 +90,13 @@ def export(source: Path, target: Path, options: Export) -> Path:
         RankValuesError: the ranks saved different values.
         StateDictError: a value is no tensor, or has no name in such a directory.
     """
-    place = _free_place(target, options)
+    source: Path = arguments.source
+    place = _free_place(arguments.target, overwrite=arguments.overwrite)
+    rank: int | None = arguments.rank
     reading = Reading(
-        rank=options.rank or 0,
-        world_size=1 if options.rank is None else None,
-        rank_values=options.rank_values,
+        rank=rank or 0,
+        world_size=1 if rank is None else None,
+        rank_values=rank_values,
         limits=FILE_LIMITS,
         allow_pickle=False,
         verify="full",
@@ -130,9 +106,9 @@ def export(source: Path, target: Path, options: Export) -> Path:
     with open_sources(source, reading) as found:
         policy = Policy(
             is_foreign=found.is_foreign,
-            rank_values=options.rank_values,
-            distributed="full" if options.rank is None else "local",
-            select=options.select,
+            rank_values=rank_values,
+            distributed="full" if rank is None else "local",
+            select=arguments.select,
             name=str(source),
         )
         sources, united = unite_all(found, policy, reading)
@@ -140,21 +116,23 @@ def export(source: Path, target: Path, options: Export) -> Path:
             source,
             sources,
             united,
-            select=options.select,
-            rename=options.rename,
-            dtype=options.dtype,
+            select=arguments.select,
+            rename=arguments.rename or (),
+            dtype=arguments.dtype,
         )
-        files = _files_of(tensors, options.max_shard_bytes)
-        with _new_directory(place, options) as made:
-            for name, some in files.items():
-                _write(made / name, place / name, some, sources)
+        files = _files_of(tensors, arguments.max_shard_size or _MAX_FILE_BYTES)
+        with _new_directory(place, overwrite=arguments.overwrite) as made:
+            for name, shard in files.items():
+                some = in_order(shard)
+                with named(place / name), open(made / name, "x+b", 0) as file:
+                    fill = partial(_fill, some, sources)
+                    write_plain(place / name, file.fileno(), some, fill)
             if len(files) > 1:
-                _write_text(made / _INDEX, _index_of(files))
-            _bring_along(source, place, made, options)
-    return place
+                _write_new(made / _INDEX, _index_of(files))
+            _bring_along(source, place, made, arguments.dtype)
 
 
-def _free_place(target: Path, options: Export) -> Path:
+def _free_place(target: Path, *, overwrite: bool) -> Path:
     """Return the directory to make, which is free or may be replaced.
 
     Raises:
@@ -162,7 +140,7 @@ def _free_place(target: Path, options: Export) -> Path:
     """
     if not os.path.lexists(target):
         return resolve_target(target)
-    if not options.overwrite:
+    if not overwrite:
         raise StorageError(str(target), TAKEN)
     place = resolve_target(target)
     with named(target):
@@ -205,22 +183,6 @@ def _files_of(
     }
 
 
-def _write(
-    path: Path,
-    final: Path,
-    tensors: Sequence[TensorToWrite],
-    sources: Sequence[LoadSource],
-) -> None:
-    """Write a file of the directory under another name."""
-    tensors = in_order(tensors)
-    with named(final):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        write_plain(final, fd, tensors, partial(_fill, tensors, sources))
-    finally:
-        os.close(fd)
-
-
 def in_order(tensors: Iterable[TensorToWrite]) -> list[TensorToWrite]:
     """Return tensors in the order of a file: aligned without gaps, by dtype."""
     return sorted(tensors, key=lambda each: -itemsize(each.cast))
@@ -254,8 +216,7 @@ def write_plain(
             fill(output, header)
             os.fsync(fd)
         file = OpenFile(path, fd)
-        found = file.header(limits=FILE_LIMITS).entries
-        same = dict(_items(found)) == dict(_items(entries))
+        same = _by_name(file.header(limits=FILE_LIMITS).entries) == _by_name(entries)
         if not same or digest(file.blocks(0, size)) != output.digest:
             detail = "the disk does not hold what was written to it"
             raise StorageError(str(path), detail)
@@ -300,17 +261,14 @@ def _fill(
     for part, arena in zip(parts, arenas, strict=False):
         loaded: list[memoryview] = []
         load = partial(_load, part, sources, arena, loaded)
-        share_out(_run, [load, partial(output.write, views)])
+        share_out(lambda work: work(), [load, partial(output.write, views)])
         views = loaded
     output.write(views)
 
 
-def _run(work: Callable[[], object]) -> None:
-    work()
-
-
-def _items(entries: Entries) -> Iterator[tuple[str, Entry]]:
-    return zip(entries.names, entries.between(0, len(entries)), strict=True)
+def _by_name(entries: Entries) -> dict[str, Entry]:
+    found = entries.between(0, len(entries))
+    return dict(zip(entries.names, found, strict=True))
 
 
 def _entries_of(tensors: Iterable[TensorToWrite]) -> Entries:
@@ -330,7 +288,7 @@ def _parts_of(tensors: Sequence[TensorToWrite]) -> Iterator[list[TensorToWrite]]
 
     Two such parts need as much memory as the file is large, or a little.
     """
-    most = max(_LITTLE, sum(tensor.nbytes for tensor in tensors)) // 2
+    most = max(_SMALL_BYTES, sum(tensor.nbytes for tensor in tensors)) // 2
     part: list[TensorToWrite] = []
     memory = 0
     for each in chain.from_iterable(_cut(tensor, most) for tensor in tensors):
@@ -358,7 +316,7 @@ def _laid_out(tensors: Sequence[TensorToWrite]) -> tuple[list[tuple[int, int]], 
     places: list[tuple[int, int]] = []
     stop = 0
     for tensor in tensors:
-        start = -(-stop // _ALIGN) * _ALIGN
+        start = -(-stop // _ALIGN_BYTES) * _ALIGN_BYTES
         stop = start + tensor.source_bytes
         places.append((start, stop))
     return places, stop
@@ -419,7 +377,10 @@ def _cast(data: memoryview, tensor: TensorToWrite) -> memoryview:
         return data
     found = torch.frombuffer(data, dtype=getattr(torch, tensor.dtype))
     cast = found.to(getattr(torch, tensor.cast))
-    parts = (slice(at, at + _COUNTED) for at in range(0, len(found), _COUNTED))
+    parts = (
+        slice(at, at + _COUNTED_ELEMENTS)
+        for at in range(0, len(found), _COUNTED_ELEMENTS)
+    )
     if any(found[part].isinf().sum() != cast[part].isinf().sum() for part in parts):
         raise StateDictError(
             f"{tensor.path} has numbers that are too large for {tensor.cast}: cast to "
@@ -428,17 +389,17 @@ def _cast(data: memoryview, tensor: TensorToWrite) -> memoryview:
     return cast.view(torch.uint8).numpy().data
 
 
-def _index_of(files: Mapping[str, Sequence[TensorToWrite]]) -> str:
+def _index_of(files: Mapping[str, Sequence[TensorToWrite]]) -> bytes:
     """Return the index: the file of each tensor, and the bytes of all of them."""
     size = sum(each.nbytes for each in chain.from_iterable(files.values()))
     holders = {each.name: file for file, some in files.items() for each in some}
     index = {"metadata": {"total_size": size}, "weight_map": holders}
-    return json.dumps(index, indent=2, sort_keys=True) + "\n"
+    return json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def _write_text(path: Path, text: str) -> None:
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
+def _write_new(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -447,7 +408,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _new_directory(place: Path, options: Export) -> Iterator[Path]:
+def _new_directory(place: Path, *, overwrite: bool) -> Iterator[Path]:
     """Make a directory that gets its name at the end of the block.
 
     Raises:
@@ -462,8 +423,10 @@ def _new_directory(place: Path, options: Export) -> Iterator[Path]:
         try:
             yield made
             sync_directory(made)
-            if os.path.lexists(place) and options.overwrite:
-                _free_place(place, options)  # others may have put something there
+            if os.path.lexists(place) and overwrite:
+                _free_place(
+                    place, overwrite=True
+                )  # others may have put something there
                 if not exchange(made, place):
                     _replace(made, place)
             else:
@@ -485,10 +448,11 @@ def _replace(made: Path, place: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _bring_along(source: Path, place: Path, made: Path, options: Export) -> None:
+def _bring_along(source: Path, place: Path, made: Path, dtype: str | None) -> None:
     """Copy the model's configuration and tokenizer from beside the checkpoint.
 
-    What only the directory has that is replaced stays in it.
+    The configuration gets the dtype that was asked for. What only the directory has
+    that is replaced stays in it.
     """
     beside = source if source.is_dir() else source.parent
     brought = 0
@@ -499,27 +463,17 @@ def _bring_along(source: Path, place: Path, made: Path, options: Export) -> None
             held = sorted(each for each in directory.iterdir() if each.is_file())
         for each in filter(_is_beside, held):
             if not (made / each.name).exists():
-                _copy(each, made / each.name, options)
+                with named(each), open(open_regular(each), "rb") as file:
+                    data = file.read()
+                if each.name == _CONFIG and dtype:
+                    data = _with_dtype(data, dtype)
+                _write_new(made / each.name, data)
                 brought += directory is beside
     if brought:
         print(
             f"aiockpt: {counted(brought, 'file')} beside the checkpoint came along",
             file=sys.stderr,
         )
-
-
-def _copy(path: Path, target: Path, options: Export) -> None:
-    """Copy a small file; the configuration gets the dtype that was asked for."""
-    with named(path):
-        fd = open_regular(path)
-        with open(fd, "rb") as file:
-            data = file.read()
-    if path.name == _CONFIG and options.dtype:
-        data = _with_dtype(data, options.dtype)
-    with target.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _with_dtype(config: bytes, dtype: str) -> bytes:

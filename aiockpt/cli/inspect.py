@@ -14,16 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from aiockpt.cli.arguments import Address, UsageError
+from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.paths import one_file
-from aiockpt.cli.text import (
-    MAX_CELL,
-    clipped,
-    counted,
-    format_bytes,
-    format_table,
-    printable,
-)
+from aiockpt.cli.text import MAX_CELL, counted, format_bytes, format_table, some
 from aiockpt.format.dtypes import CODES, itemsize
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import (
@@ -41,9 +34,9 @@ from aiockpt.format.paths import Path as TreePath
 from aiockpt.format.references import tensor_leaves
 from aiockpt.format.registry import REGISTRY
 from aiockpt.format.tree import children_of, rebuilding
+from aiockpt.http.protocol import Address
+from aiockpt.runtime.words import clipped, printable
 from aiockpt.storage.checkpoint_file import read_header
-
-__all__ = ["outline", "run"]
 
 _FLAGS = {
     PARAMETER: "parameter",
@@ -53,7 +46,8 @@ _FLAGS = {
     COMPACTED: "compacted",
 }
 _ALWAYS_KNOWN = ("torch.", "numpy.", f"{PYTREE}torch.return_types.")
-_DIGESTS_SHOWN = 8
+_HINT = " (--json)"
+_MAX_DIGESTS = 8
 _MAX_LINES = 30
 _MAX_LINE = 200
 _MAX_KEY = 60
@@ -122,17 +116,17 @@ def _as_text(name: str, header: Manifest | ForeignHeader) -> Iterator[str]:
         yield ""
     yield from _table(header)
     odd = (tensor for tensor in _tensors(header) if tensor.other_readers)
-    shown = [*islice(odd, _MAX_LINES)]
-    if shown:
+    if lines := [*some(odd, _MAX_LINES, _seen_by_others, _HINT)]:
         yield ""
         yield "Other readers of safetensors see these in another form:"
-        for tensor in shown:
-            seen = tensor.other_readers
-            if seen == "absent":
-                seen += f", only {clipped(tensor.entry, MAX_CELL)} is there"
-            yield f"  {clipped(tensor.path, MAX_CELL) or '(the whole)'}: {seen}"
-        if more := sum(1 for _ in odd):
-            yield f"  ... and {more} more (--json)"
+        yield from (f"  {line}" for line in lines)
+
+
+def _seen_by_others(tensor: _TensorLine) -> str:
+    seen = tensor.other_readers
+    if seen == "absent":
+        seen += f", only {clipped(tensor.entry, MAX_CELL)} is there"
+    return f"{clipped(tensor.path, MAX_CELL) or '(the whole)'}: {seen}"
 
 
 class _Streamed(list[object]):
@@ -218,10 +212,12 @@ def _heading(name: str, header: Manifest | ForeignHeader) -> Iterator[str]:
         yield f"  {size}"
         return
     yield f"  safetensors file, not written by aiockpt: {size}"
-    for key, value in islice(header.metadata.items(), _MAX_LINES):
-        yield f"  {clipped(key, MAX_CELL)}: {clipped(value, _MAX_LINE)}"
-    if (more := len(header.metadata) - _MAX_LINES) > 0:
-        yield f"  ... and {more} more (--json)"
+
+    def fact(item: tuple[str, str]) -> str:
+        return f"{clipped(item[0], MAX_CELL)}: {clipped(item[1], _MAX_LINE)}"
+
+    facts = some(header.metadata.items(), _MAX_LINES, fact, _HINT)
+    yield from (f"  {line}" for line in facts)
 
 
 def _strangers(manifest: Manifest) -> list[str]:
@@ -231,7 +227,10 @@ def _strangers(manifest: Manifest) -> list[str]:
     while stack:
         path, node = stack.pop()
         match node:
-            case ["ext", str(tag), _] if _is_unknown(tag):
+            case ["ext", str(tag), _] if not (
+                # Asked without torch, which a header does not need.
+                tag.startswith(_ALWAYS_KNOWN) or REGISTRY.named(tag)
+            ):
                 found.setdefault(tag, format_received(path))
         below = [
             ((*path, *steps), child)
@@ -241,26 +240,19 @@ def _strangers(manifest: Manifest) -> list[str]:
         stack += reversed(below)
     if not found:
         return []
-    lines = ["Types that a load needs to know (see --import):"]
-    for tag, where in list(found.items())[:_MAX_LINES]:
-        how = clipped(rebuilding(tag), _MAX_LINE)
-        lines.append(f"  {clipped(where, MAX_CELL)}: {how}")
-    return lines
-
-
-def _is_unknown(tag: str) -> bool:
-    # Asked without torch, which a header does not need.
-    return REGISTRY.named(tag) is None and not tag.startswith(_ALWAYS_KNOWN)
+    lines = (
+        f"  {clipped(where, MAX_CELL)}: {clipped(rebuilding(tag), _MAX_LINE)}"
+        for tag, where in islice(found.items(), _MAX_LINES)
+    )
+    return ["Types that a load needs to know (see --import):", *lines]
 
 
 def _digests(manifest: Manifest) -> Iterator[str]:
-    shown = manifest.digests[:_DIGESTS_SHOWN]
     size = format_bytes(manifest.chunk_bytes)
     count = counted(len(manifest.digests), "chunk")
     yield f"Digests: {count} of {size}, {manifest.algorithm}"
-    yield from (f"  {chunk:>3}  {digits}" for chunk, digits in enumerate(shown))
-    if len(manifest.digests) > len(shown):
-        yield f"  ... and {len(manifest.digests) - len(shown)} more (--json)"
+    lines = (f"{chunk:>3}  {digits}" for chunk, digits in enumerate(manifest.digests))
+    yield from (f"  {line}" for line in some(lines, _MAX_DIGESTS, str, _HINT))
 
 
 def _table(header: Manifest | ForeignHeader) -> Iterator[str]:
@@ -269,7 +261,7 @@ def _table(header: Manifest | ForeignHeader) -> Iterator[str]:
         ("Tensor", "dtype", "shape", "size", ""),
         map(_row, _tensors(header)),
         right=(3,),
-        hint=" (--json)",
+        hint=_HINT,
         last=lambda count: (counted(count, "tensor"), "", "", total, ""),
     )
 
@@ -297,13 +289,14 @@ def outline(node: Node) -> list[str]:
         return [_describe(node)]
     if all(_open(child)[0] == "tensor" for _, child in children):
         return [_describe(node)]  # the table of tensors says the rest
-    shown = [(clipped(key, _MAX_KEY), child) for key, child in children[:_MAX_LINES]]
-    width = max((len(key) for key, _ in shown), default=0)
-    lines = [f"{kind} of {len(children)}"]
-    lines += [f"  {key.ljust(width)}  {_describe(child)}" for key, child in shown]
-    if len(children) > len(shown):
-        lines.append(f"  ... and {len(children) - len(shown)} more")
-    return lines
+    keys = [clipped(key, _MAX_KEY) for key, _ in children[:_MAX_LINES]]
+    width = max(map(len, keys), default=0)
+
+    def line(child: tuple[str, Node]) -> str:
+        return f"{clipped(child[0], _MAX_KEY).ljust(width)}  {_describe(child[1])}"
+
+    below = some(children, _MAX_LINES, line)
+    return [f"{kind} of {len(children)}", *(f"  {each}" for each in below)]
 
 
 def _describe(node: Node) -> str:
@@ -335,36 +328,36 @@ def _open(node: Node) -> tuple[str, list[tuple[str, Node]] | None]:
     """Return a node's kind, and its children by name unless it is a leaf."""
     match node:
         case ["list" | "tuple" | "set" | "frozenset" as kind, [*items]]:
-            return kind, list(_numbered(items))
-        case ["deque", _, [*items]]:
-            return "deque", list(_numbered(items))
+            pass
+        case ["deque" as kind, _, [*items]]:
+            pass
         case ["tensors", [*keys], [*indices]]:
-            tensors: list[Node] = [["tensor", index] for index in indices]
-            return "dict", list(_keyed(keys, tensors))
-        case ["dict" | "odict" as kind, [*keys], [*values], *_]:
-            name = "OrderedDict" if kind == "odict" else "dict"
-            return name, list(_keyed(keys, values))
+            return "dict", _keyed(keys, [["tensor", index] for index in indices])
+        case ["odict", [*keys], [*values], *_]:
+            return "OrderedDict", _keyed(keys, values)
+        case ["dict", [*keys], [*values], *_]:
+            return "dict", _keyed(keys, values)
         case ["defaultdict", _, [*keys], [*values]]:
-            return "defaultdict", list(_keyed(keys, values))
+            return "defaultdict", _keyed(keys, values)
         case ["ext", str(tag), child]:
             return tag, _open(child)[1]
-    return _leaf_kind(node), None
+        case _:
+            return _leaf_kind(node), None
+    return kind, [(f"[{index}]", item) for index, item in enumerate(items)]
 
 
-def _numbered(items: list[Node]) -> Iterator[tuple[str, Node]]:
-    return ((f"[{index}]", item) for index, item in enumerate(items))
-
-
-def _keyed(keys: list[Node], values: list[Node]) -> Iterator[tuple[str, Node]]:
-    for key, value in zip(keys, values, strict=False):
-        name = key if isinstance(key, str) else msgspec.json.encode(key).decode()
-        yield name, value
+def _keyed(keys: list[Node], values: list[Node]) -> list[tuple[str, Node]]:
+    names = (
+        key if isinstance(key, str) else msgspec.json.encode(key).decode()
+        for key in keys
+    )
+    return list(zip(names, values, strict=False))
 
 
 def _leaf_kind(node: Node) -> str:
     match node:
         case [str(tag), *_]:
-            return "tensor" if tag == "tensor" else tag
+            return tag
         case None:
             return "None"
         case str():

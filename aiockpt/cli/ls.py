@@ -10,14 +10,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from aiockpt.cli.text import (
-    command_line,
-    counted,
-    format_bytes,
-    format_table,
-    printable,
-)
+from aiockpt.cli.text import counted, format_bytes, format_table
 from aiockpt.errors import StorageError
+from aiockpt.runtime.words import command_line, printable
 from aiockpt.storage.directory import (
     MARKER,
     Checkpoint,
@@ -25,8 +20,6 @@ from aiockpt.storage.directory import (
     list_checkpoints,
 )
 from aiockpt.storage.files import named
-
-__all__ = ["run"]
 
 _HEADS = ("NAME", "STEP", "RANKS", "SIZE", "SAVED")
 

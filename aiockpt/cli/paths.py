@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from aiockpt.cli.arguments import UsageError
-from aiockpt.cli.text import command_line, counted
+from aiockpt.cli.text import counted
 from aiockpt.errors import (
     CheckpointNotFoundError,
     StorageError,
@@ -18,16 +18,9 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.format.paths import PICKLE
 from aiockpt.format.references import registered
 from aiockpt.format.tree import UnknownLeafError
+from aiockpt.runtime.words import command_line
 from aiockpt.storage.checkpoint_file import read_header
 from aiockpt.storage.directory import Checkpoint, checkpoint_at, list_checkpoints
-
-__all__ = [
-    "checkpoint_or_file",
-    "for_a_command",
-    "holds_shards",
-    "one_file",
-    "pointing_below",
-]
 
 
 def checkpoint_or_file(path: Path) -> Checkpoint | Path:

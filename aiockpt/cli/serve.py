@@ -21,7 +21,7 @@ from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.paths import for_a_command, holds_shards, one_file
-from aiockpt.cli.text import command_line, format_bytes, printable
+from aiockpt.cli.text import format_bytes
 from aiockpt.errors import (
     CheckpointNotFoundError,
     LocalProtocolError,
@@ -32,11 +32,10 @@ from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.http.options import Auth, Server
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.http_transport import HTTPTransport
+from aiockpt.runtime.words import command_line, printable
 from aiockpt.storage.directory import find_checkpoint, list_checkpoints
 from aiockpt.storage.files import named, open_regular
 from aiockpt.storage.statefile import StateFile, read_state_file
-
-__all__ = ["run"]
 
 _LONGEST_NAME = 200  # bytes; suffixes follow, and a file system takes 255
 _ENDS = (signal.SIGINT, signal.SIGTERM)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from aiockpt.cli.arguments import FLOATS
-from aiockpt.cli.text import command_line, printable
 from aiockpt.errors import MissingKeysError, StateDictError
 from aiockpt.format.dtypes import CODES, itemsize
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import CONJ, NEG
 from aiockpt.format.paths import Node, is_unicode
+from aiockpt.runtime.words import command_line, printable
 from aiockpt.state.catalogue import Catalogue
 from aiockpt.state.mesh import Box
 from aiockpt.state.reshard import BoxCopy, United
@@ -26,13 +26,11 @@ from aiockpt.state.selection import Selection, below, item
 from aiockpt.state.trees import DICTS, items_of, number_of, tag_of
 from aiockpt.storage.read import LoadSource
 
-__all__ = ["CODE_OF", "TensorToWrite", "has_code", "is_name", "tensors_of"]
-
 CODE_OF: Final = {name: code for code, name in CODES.items()}
 """The code that safetensors has for a dtype of torch; not all have one."""
 
 _LAZY: Final = CONJ | NEG
-_SHOWN: Final = 5
+_MAX_SHOWN: Final = 5
 
 
 class TensorToWrite(NamedTuple):
@@ -136,6 +134,11 @@ def tensors_of(
         StateDictError: a value is no tensor, a tensor has no name or no dtype in such
             a directory, or two have the same name.
     """
+    catalogue = Catalogue(
+        [each.segment.manifest for each in sources],
+        limits=FILE_LIMITS,
+        tree=["dict", [], []],
+    )
     selection = Selection(select)
     leaves = [*_leaves(united.tree, (), "", selection, chosen=selection.everything)]
     if lost := selection.unmet():
@@ -143,20 +146,27 @@ def tensors_of(
     others = [path for path, _, node in leaves if tag_of(node) != "tensor"]
     if others or not leaves:
         _refuse_values(source, united.tree, others)
-    naming = _Naming(source, rename)
-    facts = _Facts(sources, united)
-    found: dict[str, TensorToWrite] = {}
+    met, found = set[str | None](), dict[str, TensorToWrite]()
     for path, steps, node in leaves:
-        number = number_of(node, path)
-        tensor = facts.tensor(naming.name(path, steps), path, number, dtype)
-        if tensor.name in found:
+        name, prefix = _name_of(source, path, steps, dict(rename))
+        met.add(prefix)
+        if name in found:
             raise StateDictError(
-                f"{source}: {found[tensor.name].path} and {path} both get the name "
-                f"{tensor.name!r}: choose one with --select, or another --rename"
+                f"{source}: {found[name].path} and {path} both get the name {name!r}: "
+                "choose one with --select, or another --rename"
             )
-        _check_dtype(source, tensor)
-        found[tensor.name] = tensor
-    naming.check()
+        found[name] = tensor = _tensor_of(
+            name, path, number_of(node, path), catalogue, united, dtype
+        )
+        if not has_code(tensor.cast, tensor.shape):
+            raise StateDictError(
+                f"{source}: {path} has the dtype {tensor.dtype} and the shape "
+                f"{[*tensor.shape]}, which safetensors cannot say"
+            )
+    for old, _ in rename:
+        if old not in met:
+            detail = f"no tensor has a name that begins with {old!r} (--rename)"
+            raise StateDictError(f"{source}: {detail}")
     return _written_once([*found.values()])
 
 
@@ -175,15 +185,14 @@ def _leaves(
     if tag in DICTS or tag == "list" or (tag == "tuple" and chosen):
         if chosen or selection.enters(path):
             for key, each in (items_of(node) or {}).items():
-                inner = below(path, key) if tag in DICTS else item(path, _index(key))
+                if tag in DICTS:
+                    inner = below(path, key)
+                else:
+                    assert isinstance(key, int)
+                    inner = item(path, key)
                 yield from _leaves(each, (*steps, key), inner, selection, chosen=chosen)
     elif chosen:
         yield path, steps, node
-
-
-def _index(key: object) -> int:
-    assert isinstance(key, int)
-    return key
 
 
 def _refuse_values(source: Path, tree: Node, others: Sequence[str]) -> None:
@@ -192,9 +201,9 @@ def _refuse_values(source: Path, tree: Node, others: Sequence[str]) -> None:
     Raises:
         StateDictError: always.
     """
-    shown = ", ".join(path or "the whole" for path in others[:_SHOWN])
-    if len(others) > _SHOWN:
-        shown += f" and {len(others) - _SHOWN} more"
+    shown = ", ".join(path or "the whole" for path in others[:_MAX_SHOWN])
+    if len(others) > _MAX_SHOWN:
+        shown += f" and {len(others) - _MAX_SHOWN} more"
     fault = f"{shown}: no tensor" if others else "there are no tensors"
     parts = [*_parts_of_tensors(tree, "")]
     best = max(parts, key=lambda path: "model" in path, default=None)
@@ -219,95 +228,59 @@ def _parts_of_tensors(node: Node, path: str) -> Iterator[str]:
             yield from _parts_of_tensors(each, below(path, key))
 
 
-class _Naming:
-    """Gives tensors their names, and remembers which prefixes it has met."""
+def _name_of(
+    source: Path, path: str, steps: Iterable[object], rename: Mapping[str, str]
+) -> tuple[str, str | None]:
+    """Return the name of a tensor, and the prefix that was replaced in it.
 
-    def __init__(self, source: Path, rename: Sequence[tuple[str, str]]) -> None:
-        self._source = source
-        self._rename = dict(rename)
-        self._unmet = dict.fromkeys(self._rename)
-
-    def name(self, path: str, steps: Iterable[object]) -> str:
-        """Return the name of a tensor: its path with dots, and other prefixes.
-
-        Raises:
-            StateDictError: there is none.
-        """
-        words: list[str] = []
-        for step in steps:
-            if type(step) not in (str, int):
-                detail = f"a key of {path} has the type {type(step).__name__}"
-                self._refuse(f"{detail}, which no name of a tensor can hold")
-            words.append(f"{step}")
-        name = ".".join(words)
-        fits = [old for old in self._rename if _begins(name, old)]
-        if fits:
-            old = max(fits, key=len)
-            self._unmet.pop(old, None)
-            rest = name[len(old) :].removeprefix(".")
-            name = ".".join(filter(None, (self._rename[old], rest)))
-        if not is_name(name):
-            said = f"{path or 'the whole'} gets the name {name!r}"
-            self._refuse(f"{said}, which no tensor of a safetensors file can have")
-        return name
-
-    def check(self) -> None:
-        """Refuse a prefix that no tensor has.
-
-        Raises:
-            StateDictError: there is one.
-        """
-        for old in self._unmet:
-            self._refuse(f"no tensor has a name that begins with {old!r} (--rename)")
-
-    def _refuse(self, fault: str) -> None:
-        raise StateDictError(f"{self._source}: {fault}")
-
-
-def _begins(name: str, prefix: str) -> bool:
-    return not prefix or name == prefix or name.startswith(f"{prefix}.")
-
-
-class _Facts:
-    """What the headers of the sources say about the tensors of their united tree."""
-
-    def __init__(self, sources: Sequence[LoadSource], united: United) -> None:
-        manifests = [each.segment.manifest for each in sources]
-        self._pieces = Catalogue(manifests, limits=FILE_LIMITS, tree=["dict", [], []])
-        self._joined = united
-
-    def tensor(
-        self, name: str, path: str, number: int, dtype: str | None
-    ) -> TensorToWrite:
-        """Return a tensor by its number in the tree."""
-        boxes: Sequence[BoxCopy]
-        if number < len(self._pieces):  # it is whole in one source
-            fact = self._pieces.piece(number)
-            zero = (0,) * len(fact.shape)
-            local = number - self._pieces.numbers_of(fact.source).start
-            boxes = [BoxCopy(fact, local, Box(zero, zero, fact.shape))]
-            if 0 in fact.shape:
-                boxes = []
-            made, shape = fact.dtype, fact.shape
-        else:
-            spec = self._joined.manifest.tensor(number - len(self._pieces))
-            boxes = self._joined.copies[spec.storage]
-            made, shape = spec.dtype, spec.shape
-        cast = dtype if dtype and made in FLOATS else made
-        return TensorToWrite(name, path, made, shape, boxes, cast)
-
-
-def _check_dtype(source: Path, tensor: TensorToWrite) -> None:
-    """Refuse a dtype that safetensors cannot say.
+    The name is the path with dots. Of several prefixes, the longest is replaced.
 
     Raises:
-        StateDictError: it cannot.
+        StateDictError: safetensors cannot hold such a name.
     """
-    if not has_code(tensor.cast, tensor.shape):
+    for step in steps:
+        if type(step) not in (str, int):
+            raise StateDictError(
+                f"{source}: a key of {path} has the type {type(step).__name__}, which "
+                "no name of a tensor can hold"
+            )
+    name = ".".join(map(str, steps))
+    fits = [old for old in rename if not old or f"{name}.".startswith(f"{old}.")]
+    old = max(fits, key=len, default=None)
+    if old is not None:
+        rest = name[len(old) :].removeprefix(".")
+        name = ".".join(filter(None, (rename[old], rest)))
+    if not is_name(name):
         raise StateDictError(
-            f"{source}: {tensor.path} has the dtype {tensor.dtype} and the shape "
-            f"{[*tensor.shape]}, which safetensors cannot say"
+            f"{source}: {path or 'the whole'} gets the name {name!r}, which no tensor "
+            "of a safetensors file can have"
         )
+    return name, old
+
+
+def _tensor_of(
+    name: str,
+    path: str,
+    number: int,
+    catalogue: Catalogue,
+    united: United,
+    dtype: str | None,
+) -> TensorToWrite:
+    """Return a tensor by its number in the united tree."""
+    boxes: Sequence[BoxCopy] = ()
+    if number < len(catalogue):  # it is whole in one source
+        piece = catalogue.piece(number)
+        made, shape = piece.dtype, piece.shape
+        if 0 not in shape:
+            zero = (0,) * len(shape)
+            local = number - catalogue.numbers_of(piece.source).start
+            boxes = [BoxCopy(piece, local, Box(zero, zero, shape))]
+    else:
+        spec = united.manifest.tensor(number - len(catalogue))
+        boxes = united.copies[spec.storage]
+        made, shape = spec.dtype, spec.shape
+    cast = dtype if dtype and made in FLOATS else made
+    return TensorToWrite(name, path, made, shape, boxes, cast)
 
 
 def _written_once(tensors: Sequence[TensorToWrite]) -> list[TensorToWrite]:
@@ -320,8 +293,8 @@ def _written_once(tensors: Sequence[TensorToWrite]) -> list[TensorToWrite]:
         if first is not tensor:
             tied.append(f"{tensor.name} (as {first.name})")
     if tied:
-        shown = printable(", ".join(tied[:_SHOWN]))
-        more = f" and {len(tied) - _SHOWN} more" if len(tied) > _SHOWN else ""
+        shown = printable(", ".join(tied[:_MAX_SHOWN]))
+        more = f" and {len(tied) - _MAX_SHOWN} more" if len(tied) > _MAX_SHOWN else ""
         print(
             f"aiockpt: tied tensors are written once; the model ties {shown}{more}",
             file=sys.stderr,

@@ -7,24 +7,12 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from aiockpt.events import Progress
-from aiockpt.runtime.words import clipped, command_line, printable
+from aiockpt.runtime.words import clipped
 
-__all__ = [
-    "MAX_CELL",
-    "MAX_ROWS",
-    "ProgressBar",
-    "clipped",
-    "command_line",
-    "counted",
-    "format_bytes",
-    "format_seconds",
-    "format_table",
-    "printable",
-    "render",
-]
+T = TypeVar("T")
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _WORDS = {
@@ -64,6 +52,16 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def some(
+    items: Iterable[T], most: int, show: Callable[[T], str], hint: str = ""
+) -> Iterator[str]:
+    """Yield lines of at most so many items, and then how many more there are."""
+    each = iter(items)
+    yield from map(show, islice(each, most))
+    if more := sum(1 for _ in each):
+        yield f"... and {more} more{hint}"
 
 
 def format_table(

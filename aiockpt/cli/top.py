@@ -16,19 +16,12 @@ import msgspec
 
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.peer import open_peer
-from aiockpt.cli.text import (
-    MAX_CELL,
-    clipped,
-    format_bytes,
-    format_table,
-    printable,
-)
+from aiockpt.cli.text import MAX_CELL, format_bytes, format_table
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.client import CheckpointClient, Request
 from aiockpt.http.protocol import Origin
 from aiockpt.http.status import ShownMember, ShownStatus
-
-__all__ = ["run"]
+from aiockpt.runtime.words import clipped, printable
 
 _PAUSE_S = 1.0
 _MAX_ANSWER_BYTES = 1 << 20

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from aiockpt.cli.arguments import Address, UsageError
+from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.paths import checkpoint_or_file
-from aiockpt.cli.text import counted, format_bytes, printable
+from aiockpt.cli.text import counted, format_bytes
 from aiockpt.errors import IntegrityError
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import ForeignHeader, Manifest
+from aiockpt.http.protocol import Address
+from aiockpt.runtime.words import printable
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
-
-__all__ = ["run"]
 
 _SHOWN = 10
 _WINDOW = 256 << 20  # bytes of a peer's checkpoint that are in memory at a time

@@ -481,7 +481,7 @@ class Store:
     @property
     def published(self) -> Snapshot | None:
         """The snapshot that is published now, if it is one of this process."""
-        found = None if self._current is None else self._current.servable
+        found = None if self.latest is None else self.latest.servable
         return found if isinstance(found, Snapshot) else None
 
     def base_of(self, publication: Publication) -> Publication | None:

@@ -1,8 +1,8 @@
 """Drop-in checkpoint transports for torchft's Manager.
 
 They have torchft's interface: every call blocks. Each one runs a transport of this
-package on an event loop in a separate thread. Only this room imports torchft. The entry
-points are `HTTPTransport` and `PGTransport`::
+package on an event loop in a separate thread. Only this package imports torchft. The
+entry points are `HTTPTransport` and `PGTransport`::
 
     manager = torchft.Manager(
         ...,

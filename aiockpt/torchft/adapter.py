@@ -24,16 +24,14 @@ from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import ready_for_threads
 from aiockpt.transport import Timeout, names_its_options, refuse_unknown, seconds
 
-__all__ = ["Adapter", "adapt", "passes", "receive"]
-
 T = TypeVar("T")
 
-_STARTING = 30.0
-_RETRACTING = 1.0  # seconds; one turn of the loop if nothing reads live memory
-_DRAINING = 30.0  # seconds; the transport's grace period ends it earlier
-_PROMPT = 0.2
-_PATIENT = 30.0
-_PAUSE = 0.1  # between two tries of a receive
+_START_TIMEOUT_S = 30.0
+_RETRACT_TIMEOUT_S = 1.0  # one turn of the loop is enough if receivers read a copy
+_DRAIN_TIMEOUT_S = 30.0  # the transport's grace period ends it earlier
+_ABRUPT_SHUTDOWN_S = 0.2  # with wait=False
+_SHUTDOWN_S = 30.0
+_RETRY_PAUSE_S = 0.1  # between two attempts of a receive
 
 logger = logging.getLogger("aiockpt")
 
@@ -67,7 +65,7 @@ class Adapter(CheckpointTransport[T]):
         abrupt = partial(transport.shutdown, wait=False)
         self._facade = SyncFacade(type(transport).__name__, at_exit=abrupt)
         try:
-            start = partial(self._facade.call, timeout=_STARTING, phase="start")
+            start = partial(self._facade.call, timeout=_START_TIMEOUT_S, phase="start")
             self._metadata: str = start(self._start)
         except BaseException:
             self.shutdown(wait=False)
@@ -107,7 +105,7 @@ class Adapter(CheckpointTransport[T]):
         """
         if not self._offered:
             return
-        limit = _RETRACTING if self._lingers else _DRAINING
+        limit = _RETRACT_TIMEOUT_S if self._lingers else _DRAIN_TIMEOUT_S
         try:
             self._facade.call(self._retract, timeout=limit, phase="retract")
         except Exception as error:  # noqa: BLE001 - it would end a healthy replica
@@ -140,7 +138,7 @@ class Adapter(CheckpointTransport[T]):
         """
         self._offered = False
         last = partial(self._transport.shutdown, wait=wait)
-        self._facade.close(last, wait=_PATIENT if wait else _PROMPT)
+        self._facade.close(last, wait=_SHUTDOWN_S if wait else _ABRUPT_SHUTDOWN_S)
 
     def _fetching(
         self, src_rank: int, metadata: str, step: int
@@ -167,7 +165,7 @@ class Adapter(CheckpointTransport[T]):
         if self._lingers:
             await asyncio.sleep(0)  # nothing is published from here on
         else:
-            await asyncio.wait({retraction}, timeout=_DRAINING)
+            await asyncio.wait({retraction}, timeout=_DRAIN_TIMEOUT_S)
 
     def _retracted(self, retraction: asyncio.Task[None]) -> None:
         self._retractions.discard(retraction)
@@ -211,7 +209,7 @@ async def receive(fetch: Callable[[float], Awaitable[T]], timeout: float) -> T:
                 raise
             last = str(error)
             logger.info("receiving again: %s", error)
-        await asyncio.sleep(_PAUSE)
+        await asyncio.sleep(_RETRY_PAUSE_S)
         left = max(deadline - loop.time(), 0.0)
 
 

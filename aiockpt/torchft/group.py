@@ -18,13 +18,11 @@ from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import ready_for_threads
 from aiockpt.transport import Timeout, refuse_unknown, seconds
 
-__all__ = ["GroupOptions", "PGTransport"]
-
 T = TypeVar("T")
 
 _METADATA = "aiockpt-process-group"
-_PROMPT = 0.2
-_PATIENT = 30.0
+_ABRUPT_SHUTDOWN_S = 0.2  # with wait=False
+_SHUTDOWN_S = 30.0
 
 
 class GroupOptions(TypedDict, total=False):
@@ -124,7 +122,7 @@ class PGTransport(CheckpointTransport[T]):
 
         Calls that still run fail. With ``wait=False`` this returns at once.
         """
-        self._facade.close(_nothing, wait=_PATIENT if wait else _PROMPT)
+        self._facade.close(_nothing, wait=_SHUTDOWN_S if wait else _ABRUPT_SHUTDOWN_S)
 
     def _limit(self, timeout: Timeout | None) -> float:
         """Return the deadline of a call in seconds."""

@@ -19,12 +19,10 @@ from aiockpt.transport import (
     seconds,
 )
 
-__all__ = ["HTTPOptions", "HTTPTransport"]
-
 T = TypeVar("T")
 
-_STALL_TIMEOUT = 10.0
-_SHORTEST_STALL = 1.0
+_STALL_TIMEOUT_S = 10.0
+_MIN_STALL_TIMEOUT_S = 1.0
 
 
 class HTTPOptions(TypedDict, total=False):
@@ -72,8 +70,8 @@ class HTTPTransport(Adapter[T]):
         refuse_unknown(HTTPTransport, unknown, elsewhere=ELSEWHERE, also=named)
         lingers = not options.get("zero_copy", False)
         # A silent connection must be replaced well before the deadline.
-        patience = min(_STALL_TIMEOUT, max(seconds(timeout) / 5, _SHORTEST_STALL))
-        options.setdefault("stall_timeout", patience)
+        stall_timeout = max(seconds(timeout) / 5, _MIN_STALL_TIMEOUT_S)
+        options.setdefault("stall_timeout", min(stall_timeout, _STALL_TIMEOUT_S))
         if options.get("swarm") is True:
             options["swarm"] = Swarm(linger=0.0)
         require_type(int, num_chunks=num_chunks)

@@ -26,15 +26,7 @@ from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import ready_for_threads
 from aiockpt.vllm.mirror import HostMirror
 
-__all__ = [
-    "InitInfo",
-    "ReceivingEngine",
-    "TrainerEngine",
-    "TrainerInitInfo",
-    "UpdateInfo",
-]
-
-_CLOSING = 10.0  # seconds
+_SHUTDOWN_S = 10.0
 
 
 @dataclass
@@ -96,7 +88,7 @@ class ReceivingEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         self._timeout = init_info.timeout
         self._facade = SyncFacade("the weight transfer engine", at_exit=_nothing)
         follow = partial(_begin, self._mirror)
-        self._task = self._facade.call(follow, timeout=_CLOSING, phase="start")
+        self._task = self._facade.call(follow, timeout=_SHUTDOWN_S, phase="start")
 
     def start_weight_update(self) -> None:
         """Do nothing: a model that waits for a step must be able to serve on."""
@@ -145,7 +137,7 @@ class ReceivingEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         """Stop following the trainer, and free the host memory. Idempotent."""
         facade, self._facade, self._mirror = self._facade, None, None
         if facade is not None:
-            facade.close(_nothing, wait=_CLOSING)
+            facade.close(_nothing, wait=_SHUTDOWN_S)
 
 
 @dataclass
@@ -286,7 +278,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
     def shutdown(self) -> None:
         """Stop serving. Idempotent."""
         if self._facade is not None:
-            self._facade.close(self._transport.shutdown, wait=_CLOSING)
+            self._facade.close(self._transport.shutdown, wait=_SHUTDOWN_S)
 
     async def _start(self) -> str:
         await self._transport.start()

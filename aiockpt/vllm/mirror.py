@@ -42,15 +42,13 @@ from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.tasks import Notifier, task_group
 from aiockpt.storage import files
 
-__all__ = ["HostMirror"]
-
 logger = logging.getLogger("aiockpt")
 
 State = dict[str, Any]
 
-_LOST: Final = 2.0  # seconds that the other processes wait for a silent leader
-_PAUSE: Final = 0.1  # seconds between two attempts to find a leader
-_LONGEST: Final = 16 << 10  # bytes of the file with the leader's metadata
+_LEADER_TIMEOUT_S: Final = 2.0  # for which a process waits for a silent leader
+_RETRY_PAUSE_S: Final = 0.1  # between two attempts to find a leader
+_MAX_METADATA_BYTES: Final = 16 << 10  # of the leader, in its file
 
 
 class HostMirror:
@@ -89,7 +87,7 @@ class HostMirror:
         self._state: State | None = None
         self._error: Exception | None = None
         self._fault: AiockptError | None = None
-        self._faults = self._vain = 0
+        self._faults = self._failures = 0
         self._log_limit = LogLimit()
         self.step: int | None = None
         self.is_leader = False
@@ -107,7 +105,9 @@ class HostMirror:
         try:
             while True:
                 await self._attempt()
-                await asyncio.sleep(_PAUSE + (backoff(self._vain) if self._vain else 0))
+                await asyncio.sleep(
+                    _RETRY_PAUSE_S + (backoff(self._failures) if self._failures else 0)
+                )
         except Exception as error:
             logger.warning("%s: %s", self, error)
             self._error = kept(error)
@@ -129,12 +129,12 @@ class HostMirror:
                 raise
             if self._log_limit.passes(type(error)):
                 logger.warning("%s: %s; it goes on", self, error)
-            self._vain = self._vain + 1 if self.step == before else 1
+            self._failures = self._failures + 1 if self.step == before else 1
             self._fault = kept(error)
             self._faults += 1
             self._news.notify()
         else:
-            self._vain = 0
+            self._failures = 0
 
     async def wait_for(self, step: int, timeout: float) -> State:
         """Return the state dict of ``step``, in shared memory that never changes.
@@ -173,7 +173,7 @@ class HostMirror:
                 # An old leader may have removed it.
                 is_there = files.is_at(self._path, fd)
                 # Damaged bytes are no address, as of a leader that is writing them.
-                leader = os.pread(fd, _LONGEST, 0).decode(errors="replace")
+                leader = os.pread(fd, _MAX_METADATA_BYTES, 0).decode(errors="replace")
             if leads and is_there:
                 await self._lead(fd)
             elif not leads and leader:
@@ -216,7 +216,7 @@ class HostMirror:
         async with _open(HTTPTransport(auth=self._auth, swarm=self._swarm)) as remote:
             while True:
                 await self._refresh(remote, local)
-                await asyncio.sleep(_PAUSE)
+                await asyncio.sleep(_RETRY_PAUSE_S)
 
     async def _refresh(
         self, remote: HTTPTransport[State], local: HTTPTransport[State]
@@ -241,10 +241,12 @@ class HostMirror:
 
     async def _map(self, leader: str) -> None:
         """Map each step that the leader publishes, until the leader is gone."""
-        receive = Receive(reconnect_timeout=_LOST)
+        receive = Receive(reconnect_timeout=_LEADER_TIMEOUT_S)
         try:
             async with _open(HTTPTransport(receive=receive)) as here:
-                steps = here.follow(leader, share=True, reconnect_timeout=_LOST)
+                steps = here.follow(
+                    leader, share=True, reconnect_timeout=_LEADER_TIMEOUT_S
+                )
                 async with aclosing(steps):
                     async for step, state in steps:
                         self.step, self._state = step, state

@@ -43,7 +43,7 @@ def test_every_sample_as_json() -> None:
 
 def test_no_round_begins_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round is discarded, the second one is always made."""
-    monkeypatch.setattr(bench, "_SECONDS", 0.0)
+    monkeypatch.setattr(bench, "_ROUNDS_S", 0.0)
     samples, rounds = bench._Samples(1), iter(range(9))
 
     async def act() -> None:

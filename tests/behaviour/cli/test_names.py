@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from aiockpt.cli.text import MAX_CELL, MAX_ROWS, clipped, command_line, format_table
-from aiockpt.cli.text import printable as escaped
+from aiockpt.cli.text import MAX_CELL, MAX_ROWS, format_table
+from aiockpt.runtime.words import clipped, command_line
+from aiockpt.runtime.words import printable as escaped
 from tests.support.commandline import Commands, run_shell, serving
 from tests.support.proofs import proves
 from tests.support.saving import save

@@ -14,11 +14,11 @@ from aiockpt.cli.text import (
     format_bytes,
     format_seconds,
     format_table,
-    printable,
     render,
 )
 from aiockpt.events import Progress
 from aiockpt.format.paths import Node
+from aiockpt.runtime.words import printable
 
 pytestmark = pytest.mark.torch_free
 
