@@ -235,7 +235,7 @@ class SaveHandle:
         on_end, self._on_end = self._on_end, None
         self.snapshot = self._progress = None
         known = kept(outcome) if isinstance(outcome, BaseException) else outcome
-        # Who waits for the future wakes in a later round of the loop.
+        # Coroutines that wait for the future wake in a later turn of the loop.
         self.ended.set_result(known)
         try:
             if on_end is not None:

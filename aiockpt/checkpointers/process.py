@@ -179,7 +179,7 @@ class CheckpointProcess(BackgroundWriter):
         """
         with self._lifetime.call():
             running = await self._reach()
-            await running.settled.wait()
+            await running.start_ended.wait()
             if running.failure is not None:
                 raise kept(running.failure)  # a raise adds the caller's frames
 
@@ -307,7 +307,7 @@ class CheckpointProcess(BackgroundWriter):
             self._running.changed.set()
         if self._supervision is not None:
             await asyncio.wait({self._supervision})
-        await self._deliveries.settled()
+        await self._deliveries.lost_ended()
 
     async def _leave(self) -> None:
         self._closing = _Closing(Close(keep=True))
@@ -378,7 +378,7 @@ class CheckpointProcess(BackgroundWriter):
             if isinstance(error, WorkerError):
                 error.exitcode = exitcode
             running.failure = error
-            running.settled.set()
+            running.start_ended.set()
             self._running = None
             if self._closing:
                 if exitcode:
@@ -459,7 +459,7 @@ class _Deliveries:
         self.untold: list[Forsake] = []
         self._bridge, self._writers = bridge, writers
         self._by_number: dict[int, _Delivery] = {}
-        self._settling: set[asyncio.Task[None]] = set()
+        self._asking: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -526,10 +526,10 @@ class _Deliveries:
         """Fail every write."""
         self._fail([*self], error)
 
-    async def settled(self) -> None:
+    async def lost_ended(self) -> None:
         """Wait until the disk was asked about every lost write."""
-        if self._settling:
-            await asyncio.wait(self._settling)
+        if self._asking:
+            await asyncio.wait(self._asking)
 
     def _fail(self, lost: Sequence[_Delivery], error: AiockptError) -> None:
         """Fail writes; if one has begun, the disk is asked before any of them ends."""
@@ -540,11 +540,11 @@ class _Deliveries:
         for write in lost:
             del self._by_number[write.handle.number]
             os.close(write.parcel)
-        task = asyncio.get_running_loop().create_task(self._settle(lost, error))
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
+        task = asyncio.get_running_loop().create_task(self._end_lost(lost, error))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
 
-    async def _settle(self, lost: Sequence[_Delivery], error: AiockptError) -> None:
+    async def _end_lost(self, lost: Sequence[_Delivery], error: AiockptError) -> None:
         """End the writes of a dead process, in their order."""
         killed = isinstance(error, WorkerError) and error.exitcode is not None
         for write in lost:
@@ -572,7 +572,7 @@ class _Running:
     Attributes:
         child: The process.
         ready: Whether its init functions have returned.
-        settled: Set when it is ready, or gone before it was.
+        start_ended: Set when it is ready, or gone before it was.
         changed: Set by events that may move a deadline.
         failure: Why it is gone, or will be.
     """
@@ -585,7 +585,7 @@ class _Running:
     ) -> None:
         self.child = child
         self.ready = False
-        self.settled = asyncio.Event()
+        self.start_ended = asyncio.Event()
         self.changed = asyncio.Event()
         self.failure: AiockptError | None = None
         self._deliveries = deliveries
@@ -647,7 +647,7 @@ class _Running:
                 self.failure = error_of(message.failure, what)
             elif isinstance(message, Ended):
                 self.ready = True
-                self.settled.set()
+                self.start_ended.set()
             return
         if (write := self._deliveries.get(message.number)) is None:
             return

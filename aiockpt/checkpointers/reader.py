@@ -403,7 +403,7 @@ def _has_mesh(source: LoadSource) -> bool:
 def unite_all(
     found: Found, policy: Policy, how: Reading
 ) -> tuple[Sequence[LoadSource], United]:
-    """Return the sources of all ranks, and their trees as one, for no template.
+    """Return the sources of all ranks, and their trees as one, without a template.
 
     Raises:
         RankValuesError: the ranks saved different values.

@@ -409,7 +409,7 @@ class _Save:
         try:
             self._barrier.meet(replace(self._meeting, phase="committed"))
         except Exception as error:
-            # Whatever the barrier says, a committed checkpoint is committed.
+            # A committed checkpoint stays committed if the barrier fails.
             if not rank or draft.is_committed():
                 return self._not_confirmed(error)
             if isinstance(error, PeerFailedError) and not error.rank:

@@ -158,7 +158,7 @@ class Draft(AbstractContextManager["Draft"]):
     def commit(self, step: int, snapshots: Mapping[int, str]) -> list[Path]:
         """Write the marker, then move the whole directory to its name; for rank 0.
 
-        What no checkpointer wrote beside the old checkpoint moves to the new one.
+        Other files beside the old checkpoint move to the new one.
 
         Args:
             step: The checkpoint's step.
@@ -455,7 +455,7 @@ def _remove_others(
 ) -> None:
     """Remove files of a failed save, or of a save by more ranks.
 
-    What no checkpointer wrote stays.
+    Files that no checkpointer wrote stay.
     """
     for each in [*directory.iterdir()]:
         is_marker = each.name.startswith(MARKER)

@@ -205,9 +205,9 @@ def resolve_target(path: StrPath) -> Path:
         StorageError: the path is the root, or the system cannot look it up.
     """
     try:
-        settled = Path(expanded(path)).resolve()
+        resolved = Path(expanded(path)).resolve()
         with suppress(FileNotFoundError, NotADirectoryError):
-            settled.stat()  # raises if the path is too long, or may not be looked up
+            resolved.stat()  # raises if the path is too long, or may not be looked up
     except StorageError:
         raise
     except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL in it
@@ -215,9 +215,9 @@ def resolve_target(path: StrPath) -> Path:
             raise
         said = getattr(error, "strerror", None) or str(error)
         raise StorageError(str(path), said) from error
-    if not settled.name:
+    if not resolved.name:
         raise StorageError(str(path), "this is the root directory: name one below it")
-    return settled
+    return resolved
 
 
 def part_of(path: Path) -> Path:

@@ -77,8 +77,7 @@ def retire(
     The order is that of the commits. A process that reads a removed checkpoint can
     finish. A checkpoint that a symbolic link in the directory names is kept, and so is
     one that a process is replacing. Checkpoints in other directories do not count
-    and are not touched. What no checkpointer wrote beside a removed checkpoint stays
-    where it is.
+    and are not touched. Files that no checkpointer wrote stay where they are.
 
     Raises:
         StorageError: one cannot be removed; the others are removed nevertheless.
