@@ -68,7 +68,7 @@ async def _follow(arguments: argparse.Namespace, bar: ProgressBar) -> None:
 
 
 def _holds(path: Path, snapshot: str) -> bool:
-    """Tell whether a file is there that an earlier run has fetched whole."""
+    """Return whether an earlier run has fetched the snapshot into this file."""
     if not path.exists():
         return False
     header = read_header(path, limits=FILE_LIMITS)

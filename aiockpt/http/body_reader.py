@@ -167,7 +167,7 @@ class BodySink:
             self.arrived = self._run.arrived()
 
     def close(self) -> None:
-        """Bring all bytes to their place and let go of the memory; idempotent.
+        """Bring all bytes into the destination, and let go of it. Idempotent.
 
         The traceback of an error may keep this sink. It must not keep the memory, too,
         which its owner may want to unmap.
@@ -256,7 +256,7 @@ async def read_body(
 
     The writer is closed, and nothing refers to its buffers, once this has returned or
     raised. If cancelled, or if the body breaks off, the connection is closed; what had
-    arrived is in its place and counted.
+    arrived is in the destination and counted.
 
     Raises:
         ConnectionError: the connection ended before the body did.
@@ -370,14 +370,14 @@ class _DirectReader(asyncio.BufferedProtocol):
         self._loop.call_soon_threadsafe(self.report)
 
     def report(self) -> None:
-        """Make known what came; an error is for `check` to raise."""
+        """Report the bytes that came; `check` raises the error of a report."""
         try:
             self._writer.report()
         except Exception as error:  # noqa: BLE001 - belongs to the caller, not the loop
             self._failed = error
 
     def check(self) -> None:
-        """Raise what has gone wrong, if the body is not whole."""
+        """Raise the error that has ended the body early, if there is one."""
         if self._failed is not None:
             raise self._failed
         if self._lost is not None and self._writer.remaining:

@@ -121,8 +121,8 @@ class ChunkRun:
 
         Args:
             owner: The peer; None: nobody, for now.
-            on_verified: Gets the number of each chunk whose bytes are right and in
-                place.
+            on_verified: Gets the number of each chunk that is verified and in the
+                destination.
 
         Returns:
             How many bytes are thrown away.
@@ -155,12 +155,12 @@ class ChunkRun:
         return bool(hashed)
 
     def placed(self) -> None:
-        """Learn that all that was taken is in its place in memory."""
+        """Note that all bytes that `take` got are in the destination."""
         self._placed += self._hashed
         self._hashed = []
 
     def note(self) -> None:
-        """Verify, on the event loop, the chunks that ended and are in their place."""
+        """Verify the chunks that ended and are in the destination; on the loop only."""
         while self._placed:
             hashed = self._placed.popleft()
             self._todo.popleft()

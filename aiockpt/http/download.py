@@ -167,7 +167,7 @@ class Download:
                 self._forget(run.assign(None))
             # Tracebacks of requests that were cancelled keep this object, which must
             # not keep the memory.
-            self._ranges.close()
+            del self._ranges.destination
             self._extension = ReceiveExtension()
         assert not self.planner.unfinished, "a chunk was left out"
         self._tell_who_gave(_now() - began)

@@ -1,7 +1,8 @@
 """Asks a peer for a manifest, for what it serves now, or for something newer.
 
-A manifest is believed only once everything was checked. All waiting for something that
-a peer does not serve yet is one loop, `poll`.
+The receiver uses a manifest only after every check. One loop, `poll`, waits for what a
+peer does not serve yet. A `Follower` waits for each next step of a sender, and receives
+it.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Peer:
         self.joined = True
 
     def drop(self, error: AiockptError, step: int) -> None:
-        """Ask it no more. Only the first error counts."""
+        """Note why it is not asked any more. Only the first error counts."""
         if self.error is not None:
             return
         if self.member and isinstance(error, AuthenticationError | StepNotFoundError):
@@ -143,7 +143,7 @@ class Peer:
 def verdict(peers: Sequence[Peer]) -> AiockptError:
     """Return the error that says why no peer is left; the others are its notes.
 
-    What a peer answered tells more than that another peer did not answer.
+    The answer of one peer says more than the silence of another one.
     """
     failed = [(peer, peer.error) for peer in peers if peer.error is not None]
     answers = [error for _, error in failed if not isinstance(error, TransportError)]
@@ -273,7 +273,7 @@ class Peers:
         )
 
     async def end_lease(self, step: int) -> None:
-        """Tell all that have the checkpoint that the receive has ended.
+        """Tell the peers that have the checkpoint that the receive has ended.
 
         A peer that does not hear it finds out by itself: the lease ends when nothing is
         asked for during the peer's stall timeout.
@@ -303,7 +303,7 @@ class Peers:
         self._keep(peer, step)
 
     def keep(self, step: int) -> None:
-        """Renew the leases of all that have the checkpoint, until `let_go`."""
+        """Renew the leases at the peers that have the checkpoint, until `let_go`."""
         for peer in self._leased():
             self._keep(peer, step)
 

@@ -102,7 +102,7 @@ class Assignment:
 
     @property
     def peer(self) -> Peer:
-        """Who is asked."""
+        """The peer that is asked."""
         return self.connection.state.peer
 
     @property
@@ -307,7 +307,7 @@ class Planner:
         make_run: _MakeRun | None = None,
         tuning: Tuning = Tuning(),  # noqa: B008 - frozen
     ) -> None:
-        self._most = connections
+        self._source_connections = connections
         self._work = _Work(outline, chunks, make_run or partial(ChunkRun, outline))
         self._chance = chance or Random()  # noqa: S311 - spreads load, guards nothing
         self.tuning, self.members = tuning, MemberRules(tuning.members, now)
@@ -373,7 +373,7 @@ class Planner:
         limits = rules.limits if is_member else PeerLimits()
         usual = Usual(self._work.chunk_bytes)
         state = _PeerState(peer, liveness, is_member, usual, limits)
-        most = rules.requests_per_member if is_member else self._most
+        most = rules.requests_per_member if is_member else self._source_connections
         state.connections = [_Connection(state) for _ in range(most)]
         self._states[peer] = state
         self._trust()
@@ -489,7 +489,7 @@ class Planner:
         is_shared = is_known or now < self.members.hope_until
         one_by_one = is_shared and not self.gets_deltas
         usual = min(self._usual_seconds(), default=None)
-        most, count = self._most, len(sources) + len(members)
+        most, count = self._source_connections, len(sources) + len(members)
         count += sum(not peer.member for peer in self._gone)
         connections = max(
             1, min(most, self.tuning.max_connections * most // max(count, 1))
@@ -662,7 +662,7 @@ class Planner:
             return 0
         chunk_bytes = self._work.chunk_bytes
         if sum(not peer.member for peer in self.peers) == 1:
-            chunks = -(-self._work.count // (2 * self._most))
+            chunks = -(-self._work.count // (2 * self._source_connections))
             return min(chunks * chunk_bytes, self.tuning.max_run_bytes)
         left = self._work.fresh.bit_count() * chunk_bytes
         connections = len(self._sources()) * view.connections

@@ -43,9 +43,12 @@ class RangeFetcher:
 
     Args:
         client: Sends the requests.
-        outline: Of the checkpoint.
+        outline: The outline of the checkpoint.
         destination: Where the bytes go.
         on_progress: Gets newly arrived bytes.
+
+    Attributes:
+        destination: Where the bytes go. The download deletes it at its end.
     """
 
     def __init__(
@@ -61,19 +64,11 @@ class RangeFetcher:
         self._patched = self._unpatched = 0
         self._plain: set[int] = set()  # chunks whose delta did not fit the held bytes
 
-    def close(self) -> None:
-        """Let go of the memory.
-
-        Tracebacks of requests that were cancelled keep this object, which must not keep
-        the memory.
-        """
-        del self.destination
-
     @property
     def can_patch(self) -> bool:
-        """Whether deltas are of use.
+        """Whether the receiver can apply deltas.
 
-        If more of them have failed than succeeded, the receiver does not hold the base.
+        If more of them have failed than succeeded, it does not hold their base.
         """
         is_vain = self._unpatched > self._patched + _MAX_EXTRA_FAILURES
         return self.destination.patch is not None and not is_vain
@@ -197,8 +192,9 @@ class RangeFetcher:
     ) -> None:
         """Prepare memory from ``start`` on, a little ahead of what ``writer`` gets.
 
-        No further: a peer that claims gigabytes and sends nothing takes no memory. It
-        ends when all is prepared, or when ``read`` says that all has come.
+        It prepares no more than that: a peer that claims gigabytes and sends nothing
+        takes no memory. It ends when all memory is prepared, or when ``read`` says that
+        all bytes have come.
         """
         at, stop = start, start + writer.size
         ahead = max(_AHEAD_BYTES // self._client.options.connections, _PREPARED_BYTES)
