@@ -41,7 +41,7 @@ from aiockpt.http.peers import Peers, origins_of
 from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_metadata
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.source import AttachOptions, HttpSource
-from aiockpt.http.store import Failure, Publisher
+from aiockpt.http.store import Failure, Publisher, Store
 from aiockpt.local.attach import attach
 from aiockpt.local.lender import Lender
 from aiockpt.local.server_process import ServerProcess
@@ -233,19 +233,20 @@ class HTTPTransport(CheckpointTransport[T]):
         _check_together(server, auth, zero_copy=zero_copy)
         self._store: Publisher
         self._front: Front
-        extend = partial(SwarmEndpoint, config, self._bridge)
+        store = Store(server)
+        extension = SwarmEndpoint(config, self._bridge, store)
         if server.process:
             process = self._store = ServerProcess(config, self._bridge)
             self._front = Front(endpoint, process, self._bridge)
             # A member serves from its own loop, at any free port.
             name = advertise if advertise and "://" not in advertise else None
             where = Endpoint(replace(server, port=0), advertise=name, tls=False)
-            relays = CheckpointServer(config, extend=extend)
+            relays = CheckpointServer(config, store, extension)
             self._host = RelayHost(where, relays, self._bridge, joining)
         else:
-            lend = partial(Lender, config, self._bridge)
-            local = CheckpointServer(config, ssl_context=tls, extend=extend, lend=lend)
-            self._store = local.store
+            lender = Lender(config, self._bridge, store) if lends else None
+            local = CheckpointServer(config, store, extension, lender, ssl_context=tls)
+            self._store = store
             self._host = RelayHost(endpoint, local, self._bridge, joining)
             self._front = self._host
         self._grace = server.grace

@@ -11,7 +11,6 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -46,6 +45,7 @@ from aiockpt.http.peers import Peers, distinct
 from aiockpt.http.protocol import Address, Lease, Origin
 from aiockpt.http.retry import poll
 from aiockpt.http.server import CheckpointServer
+from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.storage.files import open_regular
@@ -209,8 +209,8 @@ def _host(bridge: Bridge) -> RelayHost:
         hosts=frozenset(),
     )
     endpoint = Endpoint(Server(), advertise=None, tls=False)
-    extend = partial(SwarmEndpoint, config, bridge)
-    server = CheckpointServer(config, extend=extend)
+    store = Store(config.options)
+    server = CheckpointServer(config, store, SwarmEndpoint(config, bridge, store))
     return RelayHost(endpoint, server, bridge, Swarm())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from socket import socket
 from typing import Any, Final
 
@@ -42,29 +42,27 @@ class CheckpointServer:
 
     Args:
         config: How to serve.
-        ssl_context: The sockets speak TLS with it. None: they speak no TLS.
-        extend: Returns the extension of the service for a store. None: there is none.
-        lend: Returns what lends a store's memory to processes of this host. The server
-            calls it only if the configuration says that it lends.
-
-    Attributes:
         store: Holds the checkpoint that is published.
         extension: Serves what belongs to no plain checkpoint.
+        lender: Lends the store's memory to processes of this host. None: nothing does.
+        ssl_context: The sockets speak TLS with it. None: they speak no TLS.
+
+    Attributes:
+        store, extension: As given.
     """
 
     def __init__(
         self,
         config: ServerConfig,
+        store: Store,
+        extension: ServiceExtension,
+        lender: Lends | None = None,
         *,
         ssl_context: ssl.SSLContext | None = None,
-        extend: Callable[[Store], ServiceExtension] | None = None,
-        lend: Callable[[Store], Lends] | None = None,
     ) -> None:
-        self.store = Store(config.options)
-        self.extension = ServiceExtension() if extend is None else extend(self.store)
-        self._config = config
+        self.store, self.extension = store, extension
+        self._config, self._lender = config, lender
         self._ssl_context = ssl_context
-        self._lender = lend(self.store) if lend and config.lends else None
         self._services: list[CheckpointService] = []
         self._runner: web.AppRunner | None = None
         self._acceptor: Acceptor | None = None

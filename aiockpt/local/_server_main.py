@@ -14,7 +14,6 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from aiockpt.events import TransferEvent, add_hook
@@ -117,11 +116,11 @@ class ServerMain:
     def _hear(self, data: bytes, fds: list[int]) -> None:
         message = messages.decode_to_server(data)
         if isinstance(message, messages.Setup):
-            options = message.config.options
-            self._keep_last = options.keep_last
-            extend = partial(SwarmEndpoint, message.config, self._bridge)
-            lend = partial(Lender, message.config, self._bridge)
-            self._server = CheckpointServer(message.config, extend=extend, lend=lend)
+            config, options = message.config, message.config.options
+            self._keep_last, store = options.keep_last, Store(options)
+            extension = SwarmEndpoint(config, self._bridge, store)
+            lender = Lender(config, self._bridge, store) if config.lends else None
+            self._server = CheckpointServer(config, store, extension, lender)
             _forward_logs(message.levels, self._tell_from_any_thread)
             self._spawn(self._start(self._server, fds, options.nice))
         elif isinstance(message, messages.Prepare):

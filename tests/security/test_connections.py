@@ -17,7 +17,9 @@ from typing import Final
 
 import pytest
 
+from aiockpt.http.extension import ServiceExtension
 from aiockpt.http.server import CheckpointServer
+from aiockpt.http.store import Store
 from tests.support import torn
 from tests.support.commandline import start_aiockpt
 from tests.support.proofs import proves
@@ -241,7 +243,7 @@ async def test_a_refused_connection_is_one_line_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The log has no traceback, and the next connection is accepted."""
-    server = CheckpointServer(config())
+    server = CheckpointServer(config(), Store(), ServiceExtension())
     with Guarded() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()

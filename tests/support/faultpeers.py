@@ -17,7 +17,6 @@ import time
 from asyncio.subprocess import PIPE, Process, create_subprocess_exec
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from functools import partial
 from typing import Any
 
 from aiockpt import AiockptError, Progress
@@ -205,9 +204,8 @@ async def serve(options: dict[str, Any]) -> None:
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
     config = servers.config(**options)
-    extend = partial(SwarmEndpoint, config, Bridge(threads=1, name="faultpeers"))
-    server = CheckpointServer(config, extend=extend)
-    store = server.store
+    bridge, store = Bridge(threads=1, name="faultpeers"), Store(config.options)
+    server = CheckpointServer(config, store, SwarmEndpoint(config, bridge, store))
     sockets = open_sockets(host, port)
     port = sockets[0].getsockname()[1]
     await server.start(sockets)

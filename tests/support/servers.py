@@ -12,7 +12,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from yarl import URL
 
 from aiockpt.format.chunks import ChunkGrid, digest
 from aiockpt.format.header import build_manifest
+from aiockpt.http.extension import ServiceExtension
 from aiockpt.http.handlers import ServerConfig
 from aiockpt.http.listen import advertised_address, open_sockets
 from aiockpt.http.options import Server
@@ -157,9 +158,10 @@ async def serving(
     Without ``extended``, only plain checkpoints are served.
     """
     options, bridge = config(**changes), Bridge(threads=1, name="serving")
-    extend = partial(SwarmEndpoint, options, bridge) if extended else None
-    server = CheckpointServer(options, ssl_context=ssl_context, extend=extend)
-    store = server.store
+    store, extension = Store(options.options), ServiceExtension()
+    if extended:
+        extension = SwarmEndpoint(options, bridge, store)
+    server = CheckpointServer(options, store, extension, ssl_context=ssl_context)
     sockets = open_sockets("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]
     if send_buffer:  # those who are accepted inherit it
