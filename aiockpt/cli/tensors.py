@@ -20,8 +20,9 @@ from aiockpt.format.manifest import CONJ, NEG
 from aiockpt.format.paths import Node, is_unicode
 from aiockpt.runtime.words import command_line, printable
 from aiockpt.state.catalogue import Catalogue
+from aiockpt.state.composing import BoxCopy
 from aiockpt.state.mesh import Box
-from aiockpt.state.reshard import BoxCopy, United
+from aiockpt.state.reshard import United
 from aiockpt.state.selection import Selection, below, item
 from aiockpt.state.trees import DICTS, items_of, number_of, tag_of
 from aiockpt.storage.read import LoadSource

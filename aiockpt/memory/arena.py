@@ -44,14 +44,16 @@ LEND_SEALS: Final = 0x2 | 0x4 | 0x10
 _MADV_POPULATE_WRITE: Final = 23
 
 # Bytes per call, since other threads that map memory wait until the call has ended.
-_SAMPLE: Final = 2 << 20  # one huge page
-_STRIDE: Final = 8 << 20
-# Half of the first distance between comparisons, where small pages are slow and quick.
-_DISTANCES: Final = (32 << 20, 8 << 20)
-_FARTHEST: Final = 256 << 20
-_QUICK: Final = 1e-3  # seconds for a sample, that is 2 GB/s
-_MUCH: Final = 1.5  # times as fast as huge pages, so that chance does not decide
-_MOST_TRUST: Final = 32 << 20  # bytes
+_SAMPLE_BYTES: Final = 2 << 20  # one huge page
+_STRIDE_BYTES: Final = 8 << 20
+# Half of the first distance between comparisons of both kinds of pages: where small
+# pages are slow, and where they are quick.
+_COMPARED_AFTER_COLD_BYTES: Final = 32 << 20
+_COMPARED_AFTER_WARM_BYTES: Final = 8 << 20
+_MAX_DISTANCE_BYTES: Final = 256 << 20
+_QUICK_S: Final = 1e-3  # for a sample, that is 2 GB/s
+_MIN_SPEEDUP: Final = 1.5  # times as fast as huge pages, so that chance does not decide
+_MAX_TRUST_BYTES: Final = 32 << 20
 
 
 class Memory(Protocol):
@@ -184,8 +186,9 @@ class PageChooser:
     def __init__(self) -> None:
         self._huge = True
         self._since = math.inf  # bytes since the kinds were compared
-        self._cold, self._warm = _DISTANCES
-        self._trust = _STRIDE  # bytes from a quick sample to the next one
+        self._cold = _COMPARED_AFTER_COLD_BYTES
+        self._warm = _COMPARED_AFTER_WARM_BYTES
+        self._trust = _STRIDE_BYTES  # bytes from a quick sample to the next one
 
     def map(self, touch: Touch, start: int, stop: int, *, every: bool) -> int:
         """Map ``[start, stop)``, rounded to samples, as far as it saves time.
@@ -204,39 +207,39 @@ class PageChooser:
             warm.
         """
         # A sample must not begin with pages that the range before has mapped.
-        at = min(start + -start % _SAMPLE, stop)
+        at = min(start + -start % _SAMPLE_BYTES, stop)
         if every and start < at:
             touch(start, at, self._huge)
         while at < stop:
-            end = min(at + _STRIDE, stop)
+            end = min(at + _STRIDE_BYTES, stop)
             self._since += end - at
             if not self._huge:
-                took = touch(at, end, False) * _SAMPLE / (end - at)  # noqa: FBT003
-                if self._since >= (self._warm if took <= _QUICK else self._cold):
+                took = touch(at, end, False) * _SAMPLE_BYTES / (end - at)  # noqa: FBT003
+                if self._since >= (self._warm if took <= _QUICK_S else self._cold):
                     self._huge, self._since = True, math.inf
             elif self._is_warm(touch, at, end):
                 if not every:
                     end = at + self._trust
-                    self._trust = min(2 * self._trust, _MOST_TRUST)
-                elif at + _SAMPLE < end:
-                    touch(at + _SAMPLE, end, True)  # noqa: FBT003
+                    self._trust = min(2 * self._trust, _MAX_TRUST_BYTES)
+                elif at + _SAMPLE_BYTES < end:
+                    touch(at + _SAMPLE_BYTES, end, True)  # noqa: FBT003
             at = end
         return at
 
     def _is_warm(self, touch: Touch, at: int, end: int) -> bool:
         """Time a huge page; map the rest of the stride if it was slow."""
-        mapped = at + _SAMPLE
+        mapped = at + _SAMPLE_BYTES
         took = touch(at, mapped, True)  # noqa: FBT003 - the kind of the pages
-        if took <= _QUICK:
-            self._warm = _DISTANCES[1]
+        if took <= _QUICK_S:
+            self._warm = _COMPARED_AFTER_WARM_BYTES
             return True
-        self._trust = _STRIDE
-        if self._since >= self._cold and mapped + _SAMPLE <= end:
-            small = touch(mapped, mapped + _SAMPLE, False)  # noqa: FBT003
-            mapped += _SAMPLE
-            self._huge, self._since = took < _MUCH * small, 0
-            self._cold = min(2 * self._cold, _FARTHEST)
-            self._warm = min(2 * self._warm, _FARTHEST)
+        self._trust = _STRIDE_BYTES
+        if self._since >= self._cold and mapped + _SAMPLE_BYTES <= end:
+            small = touch(mapped, mapped + _SAMPLE_BYTES, False)  # noqa: FBT003
+            mapped += _SAMPLE_BYTES
+            self._huge, self._since = took < _MIN_SPEEDUP * small, 0
+            self._cold = min(2 * self._cold, _MAX_DISTANCE_BYTES)
+            self._warm = min(2 * self._warm, _MAX_DISTANCE_BYTES)
         if mapped < end:
             touch(mapped, end, self._huge)
         return False
@@ -317,8 +320,8 @@ class Arena:
         kind = mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE
         # An error (an old kernel, or no memory) is left to the writer of the bytes.
         _libc.madvise(self.address + start, stop - start, kind)
-        for at in range(start, stop, _SAMPLE):
-            size = min(_SAMPLE, stop - at)
+        for at in range(start, stop, _SAMPLE_BYTES):
+            size = min(_SAMPLE_BYTES, stop - at)
             _libc.madvise(self.address + at, size, _MADV_POPULATE_WRITE)
         return time.thread_time() - began
 

@@ -1,7 +1,7 @@
 """Copies between a state dict's own memory and the data segment, in both directions.
 
 `Backings` says where the bytes of each entry are in the state dict. `CopyPlan` pairs
-them with their place in the segment and copies either way. Host memory moves as raw
+them with their position in the segment and copies either way. Host memory moves as raw
 bytes. Bytes of a device go through its :class:`~aiockpt.memory.device.Port`. The
 *parts* of a backing move element by element. `InPlace` is the segment without a copy:
 the state dict's own memory, wherever that is possible.
@@ -37,12 +37,12 @@ from aiockpt.memory.device import (
     Scattered,
     checked,
 )
-from aiockpt.memory.held import HeldMemory, picked
+from aiockpt.memory.held import TENSORS_PER_CALL, HeldMemory, picked
 
 T = TypeVar("T")
 
 # Releasing the interpreter lock costs more than copying a few pages.
-_SMALL: Final = 256 << 10
+_KEEP_LOCK_BELOW_BYTES: Final = 256 << 10
 _move_large = ctypes.memmove
 _move_small = ctypes.PyDLL(None).memmove
 _move_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -51,12 +51,10 @@ _move_small.restype = ctypes.c_void_p
 _DEVICE: Final = attrgetter("device")
 _VERSION: Final = attrgetter("_version")
 
-# Tensors of a device that are smaller travel together, up to so many bytes.
-_TINY: Final = 256 << 10
-_BATCH: Final = 4 << 20
-
-# How many tensors one C call reads, because it holds the interpreter lock.
-_SLICE: Final = 1000
+# Tensors of a device that are smaller than the first number travel together, in
+# batches of at most the second.
+_BATCHED_BELOW_BYTES: Final = 256 << 10
+_MAX_BATCH_BYTES: Final = 4 << 20
 
 # An entry's number, its address in host memory (0: not in host memory), its first byte
 # in the segment, the end of the bytes that the state dict has, and the entry's end.
@@ -135,21 +133,21 @@ class Backings:
     def devices(self) -> set[torch.device]:
         """Return all devices of the tensors; releases the interpreter lock between."""
         found: set[torch.device] = set()
-        for start in range(0, len(self), _SLICE):
-            found.update(map(_DEVICE, self.tensors[start : start + _SLICE]))
+        for start in range(0, len(self), TENSORS_PER_CALL):
+            found.update(map(_DEVICE, self.tensors[start : start + TENSORS_PER_CALL]))
         return found
 
     def taken(self, order: Sequence[int]) -> Backings:
         """Return the backings of the given entries, in order; -1 gives an empty one."""
         held, parts = self.held.taken(order), self.parts
-        places = [*enumerate(order)] if parts else []
+        rows = [*enumerate(order)] if parts else []
         alike = self.addresses is self.held.addresses  # one column may be enough
         return Backings(
             held,
             held.addresses if alike else picked(self.addresses, order),
             picked(self.sizes, order),
-            {place: parts[entry] for place, entry in places if entry in parts},
-            {place: self.inner[entry] for place, entry in places if entry in parts},
+            {at: parts[entry] for at, entry in rows if entry in parts},
+            {at: self.inner[entry] for at, entry in rows if entry in parts},
         )
 
     def filled(self, entries: Iterable[int], others: Backings) -> Backings:
@@ -190,7 +188,9 @@ def _name_of(names: Sequence[str], entry: int, _: int) -> str:
 
 
 def _move(target: int, source: int, nbytes: int) -> None:
-    (_move_small if nbytes < _SMALL else _move_large)(target, source, nbytes)
+    (_move_small if nbytes < _KEEP_LOCK_BELOW_BYTES else _move_large)(
+        target, source, nbytes
+    )
 
 
 def numbers(column: array[int]) -> torch.Tensor:
@@ -220,11 +220,11 @@ def physical(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(WORDS.get(tensor.itemsize, tensor.dtype))
 
 
-def part_pairs(parts: Iterable[Part], place: torch.Tensor) -> Iterator[Pair]:
+def part_pairs(parts: Iterable[Part], entry: torch.Tensor) -> Iterator[Pair]:
     """Yield each part's elements as a pair: in the entry's bytes, in the state dict."""
     for part in parts:
         tensor = physical(part.tensor)
-        there = place.view(tensor.dtype)
+        there = entry.view(tensor.dtype)
         first = int(there.storage_offset()) + part.offset
         yield there.as_strided(tensor.shape, part.stride, first), tensor
 
@@ -243,15 +243,17 @@ def once(destination: torch.Tensor, source: torch.Tensor) -> Pair:
 def mark_changed(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd that the memory of these tensors is written without it."""
     counted = [tensor for tensor in tensors if not tensor.is_inference()]
-    for start in range(0, len(counted), _SLICE):
-        torch.autograd.graph.increment_version(counted[start : start + _SLICE])
+    for start in range(0, len(counted), TENSORS_PER_CALL):
+        torch.autograd.graph.increment_version(
+            counted[start : start + TENSORS_PER_CALL]
+        )
 
 
 def write_counts(tensors: Iterable[torch.Tensor]) -> array[int]:
     """Return how often torch has written to each tensor, except inference tensors."""
     live, found = [*tensors], array("q")
-    for start in range(0, len(live), _SLICE):
-        some = live[start : start + _SLICE]
+    for start in range(0, len(live), TENSORS_PER_CALL):
+        some = live[start : start + TENSORS_PER_CALL]
         if any(map(torch.Tensor.is_inference, some)):  # they do not count writes
             some = [tensor for tensor in some if not tensor.is_inference()]
         found.extend(map(_VERSION, some))
@@ -473,8 +475,8 @@ class CopyPlan:
         for entry, parts in self._backings.parts.items():
             self._rows.check(entry, entry + 1)
             start, stop = self._rows.starts[entry], self._rows.stops[entry]
-            place = self._host(start, stop - start).zero_()
-            for pair in part_pairs(parts, place):
+            entry_bytes = self._host(start, stop - start).zero_()
+            for pair in part_pairs(parts, entry_bytes):
                 host, tensor = once(*pair)
                 if tensor.device in self.ports:
                     remote.setdefault(tensor.device, []).append((host, tensor))
@@ -519,8 +521,10 @@ class CopyPlan:
             tensor = backings.tensors[entry]
             if first >= held or tensor.device != device or entry in backings.parts:
                 continue
-            small = held - first < _TINY
-            if run and not (small and first == end and held - run[0][0] <= _BATCH):
+            small = held - first < _BATCHED_BELOW_BYTES
+            if run and not (
+                small and first == end and held - run[0][0] <= _MAX_BATCH_BYTES
+            ):
                 yield self._together(run, start, window)
                 run = []
             offset = backings.addresses[entry] - tensor.untyped_storage().data_ptr()

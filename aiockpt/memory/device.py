@@ -47,7 +47,7 @@ class Scattered:
     sizes: list[int]
 
     def split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the place of each tensor in memory that has all of them."""
+        """Return the part of each tensor in memory that has all of them."""
         return whole.split_with_sizes(self.sizes)[::2]
 
     def buffer(self, host: torch.Tensor) -> torch.Tensor:
@@ -64,8 +64,8 @@ class Scattered:
 Move: TypeAlias = tuple[torch.Tensor | Scattered, torch.Tensor | Scattered]
 """A destination and a source of a copy; at most one of them is scattered."""
 
-_FIRST_POLL = 50e-6
-_LAST_POLL = 2e-3
+_FIRST_PAUSE_S: Final = 50e-6
+_LONGEST_PAUSE_S: Final = 2e-3
 
 
 class Event(Protocol):
@@ -198,8 +198,8 @@ def move(
     elif isinstance(destination, Scattered):
         buffer = destination.buffer(source)
         buffer.copy_(source, non_blocking=non_blocking)
-        places = destination.split(buffer)
-        torch._foreach_copy_(destination.tensors, places, non_blocking)
+        parts = destination.split(buffer)
+        torch._foreach_copy_(destination.tensors, parts, non_blocking)
         return
     if destination is not source:
         destination.copy_(source, non_blocking=non_blocking)
@@ -419,10 +419,10 @@ async def completed(*events: Event) -> None:
     by default and cannot be cancelled. If this is cancelled, the copies go on.
     """
     for event in events:
-        pause = _FIRST_POLL
+        pause = _FIRST_PAUSE_S
         while not event.query():
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LAST_POLL)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def keep_until(drain: Callable[[], object]) -> None:

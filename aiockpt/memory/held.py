@@ -3,8 +3,8 @@
 A tensor can get other memory at any time, by ``.data =``, ``resize_``, ``set_``,
 ``Module.to``, or by a resize of its storage. Its old address may then belong to another
 tensor. `HeldMemory` holds the storages, so that their memory is not given away. A
-resize frees memory even of a storage that is held. So whoever uses an address calls
-`HeldMemory.check` right before, without an ``await`` in between.
+resize frees memory even of a storage that is held. So the user of an address
+calls `HeldMemory.check` right before, without an ``await`` in between.
 
 What remains is a resize by another thread while a copy is running. Nothing can prevent
 that from here, since PyTorch has no lock for a storage.
@@ -22,8 +22,8 @@ import torch
 
 from aiockpt.errors import LocalProtocolError
 
-# How many tensors one C call reads, because it holds the interpreter lock.
-_SLICE: Final = 1000
+TENSORS_PER_CALL: Final = 1000
+"""How many tensors one C call reads, because it holds the interpreter lock."""
 
 _STORAGE: Final = torch.Tensor.untyped_storage
 _ADDRESS: Final = torch.Tensor.data_ptr
@@ -51,7 +51,7 @@ def changed_error(path: str, what: str) -> LocalProtocolError:
 
 
 def picked(column: array[int], order: Sequence[int]) -> array[int]:
-    """Return the numbers at the given places, in order; 0 at place -1."""
+    """Return the numbers at the given positions, in order; 0 for position -1."""
     with_none = column + array(column.typecode, [0])
     return array(column.typecode, map(with_none.__getitem__, order))
 
@@ -82,8 +82,8 @@ class HeldMemory:
         """Hold the memory that the tensors have now."""
         storages: list[torch.UntypedStorage] = []
         addresses, sizes = array("Q"), array("Q")
-        for start in range(0, len(tensors), _SLICE):
-            some = tensors[start : start + _SLICE]
+        for start in range(0, len(tensors), TENSORS_PER_CALL):
+            some = tensors[start : start + TENSORS_PER_CALL]
             own = [*map(_STORAGE, some)]
             storages += own
             addresses.extend(map(_ADDRESS, some))
@@ -120,8 +120,8 @@ class HeldMemory:
             LocalProtocolError: one has other memory, or less or more; ``name`` returns
                 its path.
         """
-        for start in range(first, min(last, len(self.tensors)), _SLICE):
-            stop = min(start + _SLICE, last)
+        for start in range(first, min(last, len(self.tensors)), TENSORS_PER_CALL):
+            stop = min(start + TENSORS_PER_CALL, last)
             some = self.tensors[start:stop]
             addresses = array("Q", map(_ADDRESS, some))
             sizes = array("Q", map(_SIZE, map(_STORAGE, some)))
@@ -156,8 +156,8 @@ class Geometry:
         self._shapes = [*map(_SHAPE, tensors)] if shapes is None else shapes
         self._dtypes, self._dense = b"", b""  # a byte for each tensor
         self._strides: dict[int, tuple[int, ...]] = {}
-        for start in range(0, len(tensors), _SLICE):
-            some = tensors[start : start + _SLICE]
+        for start in range(0, len(tensors), TENSORS_PER_CALL):
+            some = tensors[start : start + TENSORS_PER_CALL]
             self._dtypes += bytes(map(_DTYPES.__getitem__, map(_DTYPE, some)))
             self._dense += (dense := bytes(map(_IS_CONTIGUOUS, some)))
             self._strides |= _strides(some, dense, start)
@@ -169,8 +169,8 @@ class Geometry:
             LocalProtocolError: one has another shape, stride or dtype; ``name`` returns
                 its path.
         """
-        for start in range(0, len(self._tensors), _SLICE):
-            stop = start + _SLICE
+        for start in range(0, len(self._tensors), TENSORS_PER_CALL):
+            stop = start + TENSORS_PER_CALL
             some = self._tensors[start:stop]
             dense = bytes(map(_IS_CONTIGUOUS, some))
             now = (

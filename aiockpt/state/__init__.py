@@ -1,6 +1,6 @@
 """From a state dict to a manifest and tensors, and back; no I/O.
 
-This room knows torch's tensors and containers, and copies nothing but values. It may
+This package knows torch's tensors and containers, and copies nothing but values. It may
 use `format`, `memory` and `runtime`. A send begins in `flatten`: `describe` turns a
 state dict into a tree and entries, with `overlaps` for tensors that share memory,
 `distributed` for those of several ranks, and `leaves` and `nodes` for other values. A

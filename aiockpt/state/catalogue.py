@@ -13,15 +13,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.dtypes import itemsize, torch_name
+from aiockpt.format.entries import Entries
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import CONJ, NEG, Manifest, dense_stride
+from aiockpt.format.manifest import CONJ, NEG, Manifest, TensorSpec, dense_stride
 from aiockpt.format.paths import Node
-from aiockpt.format.references import check_numbers
+from aiockpt.format.references import check_numbers, mentions, renumber
 from aiockpt.state.distributed import LayoutReader
 
 
@@ -91,9 +94,6 @@ class Catalogue:
         self.tree = sources[0].tree if tree is None else tree
         self._stride = cache(dense_stride)  # most pieces have one of few shapes
 
-    def __repr__(self) -> str:
-        return f"<Catalogue sources={len(self.sources)} pieces={len(self)}>"
-
     def __len__(self) -> int:
         return self._firsts[-1]
 
@@ -129,6 +129,24 @@ class Catalogue:
         source, entry = self.entry_of(number)
         return self._firsts[source] + entry
 
+    def moved(self, source: int, node: Node) -> Node:
+        """Return a node of a source's own tree, with the numbers of its pieces.
+
+        Raises:
+            RemoteProtocolError: it names a tensor that the source lacks.
+        """
+        if not isinstance(node, list):
+            return node
+        every = self.numbers_of(source)
+        for mention in mentions(node):
+            check_numbers(mention.numbers, len(every))
+        node = deepcopy(node)
+        try:
+            renumber(node, every)
+        except LookupError as error:  # a row that `mentions` has not taken for one
+            raise RemoteProtocolError("malformed tree: a row of tensors") from error
+        return node
+
     def piece(self, number: int) -> Piece:
         """Return a piece by its number.
 
@@ -153,6 +171,24 @@ class Catalogue:
         stop = start + reach * size
         facts = spec.dtype, spec.shape, spec.stride, spec.flags
         return Piece(source, spec.storage, start, stop, *facts)
+
+
+def in_memory(
+    entries: Entries, views: Sequence[TensorSpec] = (), tree: Node = None
+) -> Manifest:
+    """Return the manifest of a data segment that lies in no file."""
+    return Manifest(
+        step=0,
+        snapshot_id="",
+        chunk_bytes=max(entries.nbytes, 1),
+        algorithm="",
+        digests=(),
+        entries=entries,
+        views=(*views,),
+        tree=tree,
+        header=b"",
+        header_bytes=0,
+    )
 
 
 def _facts_of(source: Manifest) -> Iterator[tuple[str | None, tuple[int, ...]]]:

@@ -12,28 +12,16 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence, Set
-from operator import is_
 from typing import Any, Final
 
 import torch
 
 from aiockpt.errors import TemplateMismatchError
-from aiockpt.state.contents import PLAIN, is_noted
+from aiockpt.state.contents import PLAIN, are_same, is_noted
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.nodes import opened
 
-__all__ = [
-    "DICTS",
-    "STAYS",
-    "Adoption",
-    "apart",
-    "children",
-    "left_empty",
-    "renamed",
-]
-
-DICTS: Final = (dict, OrderedDict, defaultdict)
-
+_DICT_TYPES: Final = (dict, OrderedDict, defaultdict)
 
 STAYS: Final = object()
 """Stands in a state dict for an item that stays as the template has it."""
@@ -67,7 +55,7 @@ class Adoption:
         kind = type(value)
         if value is STAYS:
             return target
-        if isinstance(target, dict) and kind in DICTS:
+        if isinstance(target, dict) and kind in _DICT_TYPES:
             return self._into_dict(target, value)
         if isinstance(target, list) and kind is list:
             self._assign_items(target, self._items(target, value))
@@ -92,7 +80,7 @@ class Adoption:
     def _into_dict(self, target: dict[Any, Any], value: Any) -> object:
         # Most dicts have nothing but tensors, of which there may be 100,000.
         tensors = {*map(type, value.values())} <= PLAIN
-        same = tensors and _are_same(target.values(), value.values())
+        same = tensors and are_same(target.values(), value.values())
         if not (same and [*target] == [*value]):
             for key, new in value.items():
                 if key not in target:
@@ -120,17 +108,17 @@ class Adoption:
             self._assign(container, key, new)
 
     def _assign_items(self, target: list[Any], items: Sequence[Any]) -> None:
-        if not (_are_same(target, items) and all(map(is_noted, items))):
+        if not (are_same(target, items) and all(map(is_noted, items))):
             self._later.append(lambda: target.__setitem__(slice(None), items))
 
     def _rebuilt(self, target: Any, value: Any, items: Sequence[Any]) -> object:
         """Return a tuple, deque or node of ``items``; ``target`` if it has the same."""
         if (inside := opened(value)) is not None:
-            return target if _are_same(children(target), items) else inside.make(items)
+            return target if are_same(children(target), items) else inside.make(items)
         if type(value) is deque:
-            same = target.maxlen == value.maxlen and _are_same(target, items)
+            same = target.maxlen == value.maxlen and are_same(target, items)
             return target if same else deque(items, value.maxlen)
-        return target if _are_same(target, items) else tuple(items)
+        return target if are_same(target, items) else tuple(items)
 
 
 _OPTIMIZER: Final = (
@@ -237,7 +225,3 @@ def children(value: Any) -> Sequence[Any] | None:
         return [*value]
     inside = opened(value)
     return None if inside is None else inside.children
-
-
-def _are_same(some: Any, others: Any) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))

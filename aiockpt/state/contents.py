@@ -22,15 +22,6 @@ from aiockpt.runtime.system import collector_paused
 from aiockpt.state.distributed import local_tensors
 from aiockpt.state.nodes import opened
 
-__all__ = [
-    "PLAIN",
-    "ContainerContent",
-    "Contents",
-    "entries_of",
-    "entries_with",
-    "is_noted",
-]
-
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 """Tensor types without state beyond their elements."""
 
@@ -94,9 +85,6 @@ class Contents:
             self._held.append(held)
             self._geometries.append(Geometry(held.tensors, shapes))
 
-    def __repr__(self) -> str:
-        return f"<Contents tensors={sum(len(each.tensors) for each in self._held)}>"
-
     def check(self) -> None:
         """Check that the template has the same tensors, in the same memory.
 
@@ -127,7 +115,7 @@ class Contents:
         for entry in self._entries:
             _check_items(entry)
         for whole, own in self._wholes:
-            if not _are_same(local_tensors(whole), own):
+            if not are_same(local_tensors(whole), own):
                 raise changed_error(self.path_of(whole), "got another local tensor")
         for held in self._held:
             held.check(partial(self.name_of, held.tensors))
@@ -224,7 +212,7 @@ def _check_items(entry: ContainerContent) -> None:
     container: Any = entry.container
     if isinstance(container, dict):
         now, count = [*map(container.get, entry.keys)], len(container)
-        if _are_same(now, entry.values) and not 0 <= entry.length < count:
+        if are_same(now, entry.values) and not 0 <= entry.length < count:
             return
     items = _items(container)
     assert items is not None  # the type of an object stays
@@ -244,5 +232,6 @@ def _has_tensor(value: object) -> bool:
     return any(isinstance(each, torch.Tensor) for each in within)
 
 
-def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+def are_same(some: Any, others: Any) -> bool:
+    """Say whether two rows have the same objects, in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))

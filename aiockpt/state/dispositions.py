@@ -39,7 +39,9 @@ from aiockpt.state.selection import below
 
 NOT_FILLED: Final = "what it is made of cannot be filled; put None in its place"
 
-_SLICE: Final = 512  # tensors compared by one call; each of their numbers is an object
+PAIRS_PER_CALL: Final = 512
+"""How many pairs one call compares. Each number is an object meanwhile."""
+
 _NO_PAIR: Final = -1
 
 
@@ -216,8 +218,8 @@ def _odd_ones(
     busy = _repeated(entries).union(map(catalogue.whole_entry, others))
     crowded = _repeated(tensors)
     columns = catalogue.codes, catalogue.shapes, wanted.codes, wanted.shapes
-    for start in range(0, len(pieces), _SLICE):
-        window = slice(start, start + _SLICE)
+    for start in range(0, len(pieces), PAIRS_PER_CALL):
+        window = slice(start, start + PAIRS_PER_CALL)
         some, mine, homes = pieces[window], tensors[window], entries[window]
         there, here = itemgetter(0, *some), itemgetter(0, *mine)
         codes, shapes, own, own_shapes = (

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,7 +34,6 @@ from aiockpt.errors import (
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import PARAMETER, REQUIRES_GRAD
 from aiockpt.format.paths import Node, Path, format_path
-from aiockpt.format.references import registered
 from aiockpt.format.registry import Registry
 from aiockpt.format.tree import decode_tree
 from aiockpt.state.leaves import DTYPE_NAMES, DTYPES
@@ -58,29 +57,13 @@ from aiockpt.state.sharding import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "KnownLayouts",
-    "Layout",
-    "LayoutReader",
-    "Meshes",
-    "Parts",
-    "check_places",
-    "decoders",
-    "has_version",
-    "is_plain",
-    "layouts",
-    "local_tensors",
-    "mesh_of",
-    "ranks_of",
-    "take_apart",
-]
-
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor"
 
 _Sizes: TypeAlias = tuple[int, ...]
 
-# Comparing shards with each other takes time that grows with their square.
-_SHARDS, _SHARDS_PER_RANK = 1024, 16
+# To compare shards with each other takes time that grows with their square.
+_MAX_SHARDS: Final = 1024
+_MAX_SHARDS_PER_RANK: Final = 16  # if these are more
 
 # Describing a mesh takes long, and most tensors of a state dict have the same one.
 _MESHES: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
@@ -331,11 +314,8 @@ class Meshes:
     """The meshes of one tree, each looked up once."""
 
     def __init__(self) -> None:
-        self._found: dict[Mesh, DeviceMesh] = {}
-        self._places: dict[Mesh, tuple[int, ...] | None] = {}
-
-    def __repr__(self) -> str:
-        return f"<Meshes found={len(self._found)}>"
+        # Each mesh of this process, and the coordinate of this rank.
+        self._found: dict[Mesh, tuple[DeviceMesh, tuple[int, ...] | None]] = {}
 
     def find(self, layout: DTensorLayout) -> DeviceMesh:
         """Return this process's mesh for a local tensor of another process.
@@ -345,19 +325,18 @@ class Meshes:
         """
         mesh = layout.mesh
         if mesh not in self._found:
-            self._found[mesh] = _find_mesh(mesh)
-            self._places[mesh] = mesh.grid.coordinate(_this_rank(str(mesh)))
-        if not mesh.grid.sizes:
-            return self._found[mesh]
-        at = self._places[mesh]
-        if layout.held(at) != layout.held(layout.coordinate):
+            found = _find_mesh(mesh)
+            at = mesh.grid.coordinate(_this_rank(str(mesh)))
+            self._found[mesh] = found, at
+        found, at = self._found[mesh]
+        if mesh.grid.sizes and layout.held(at) != layout.held(layout.coordinate):
             detail = f"this rank is at {at} and holds another part of the tensor"
             raise DeviceMeshError(
                 str(layout),
                 f"{detail}; receive from the rank with the same mesh coordinate, or "
                 "load without rank=",
             )
-        return self._found[mesh]
+        return found
 
 
 def _find_mesh(mesh: Mesh) -> DeviceMesh:
@@ -416,13 +395,10 @@ def _group_along(mesh: Mesh, dim: int) -> dist.ProcessGroup:
     if ranks is None:
         raise DeviceMeshError(str(mesh), f"rank {rank} is not in it")
     group = _find_group(ranks, mesh.device_type, f"mesh_{name}")
-    return group or _no_group(mesh, name, ranks)
-
-
-def _no_group(mesh: Mesh, name: str, ranks: list[int]) -> NoReturn:
-    sizes, names = mesh.grid.sizes, mesh.names
-    named = f", mesh_dim_names={names}" if names else ""
-    how = f"init_device_mesh({mesh.device_type!r}, {sizes}{named})"
+    if group is not None:
+        return group
+    named = f", mesh_dim_names={mesh.names}" if mesh.names else ""
+    how = f"init_device_mesh({mesh.device_type!r}, {mesh.grid.sizes}{named})"
     raise DeviceMeshError(
         str(mesh),
         f"there is no process group of ranks {ranks[:20]} for its dimension {name}; "
@@ -515,27 +491,6 @@ class LayoutReader:
         mesh = layout.mesh
         known = self._meshes.setdefault((mesh, mesh.root), mesh)
         return replace(layout, mesh=known)
-
-
-def layouts(tree: Node, *, count: int, limits: Limits) -> dict[Path, Layout]:
-    """Return the layouts of all distributed tensors in a tree, by path.
-
-    Args:
-        tree: The tree of a manifest.
-        count: The number of tensors in the manifest.
-        limits: What is accepted.
-
-    Raises:
-        RemoteProtocolError, LimitExceededError: a layout is malformed, or too large.
-    """
-    found: dict[Path, Layout] = {}
-    reader = LayoutReader(limits)
-    for path, tag, node in registered(tree):
-        if tag in LAYOUTS:
-            numbers, found[path] = reader.read(path, tag, node)
-            if wrong := [number for number in numbers if not 0 <= number < count]:
-                raise _malformed(path, tag, f"tensor {wrong[0]} of {count}")
-    return found
 
 
 def _number_of(node: Node) -> int | None:
@@ -649,7 +604,7 @@ def _placed(layout: ShardedLayout) -> tuple[list[int], Any]:
     """
     what = str(layout)
     ranks = _check_ranks(layout.group, what)
-    limit = max(_SHARDS, _SHARDS_PER_RANK * len(ranks))
+    limit = max(_MAX_SHARDS, _MAX_SHARDS_PER_RANK * len(ranks))
     if len(layout.shards) > limit:
         actual = len(layout.shards)
         raise LimitExceededError(
@@ -683,7 +638,7 @@ def _sharded(tensors: tuple[torch.Tensor, ...], layout: ShardedLayout) -> torch.
     devices = [torch.device(shard.device) for shard in layout.shards]
     for index, tensor in zip(layout.held, tensors, strict=True):
         devices[index] = tensor.device
-    places = [
+    metadata = [
         ShardMetadata(list(shard.offsets), list(shard.sizes), f"rank:{rank}/{device}")
         for shard, rank, device in zip(layout.shards, holders, devices, strict=True)
     ]
@@ -695,9 +650,9 @@ def _sharded(tensors: tuple[torch.Tensor, ...], layout: ShardedLayout) -> torch.
     )
     return api.ShardedTensor._init_from_local_shards_and_global_metadata(  # noqa: SLF001
         [
-            LocalShard(tensor.requires_grad_(requires_grad), places[index])
+            LocalShard(tensor.requires_grad_(requires_grad), metadata[index])
             for index, tensor in zip(layout.held, tensors, strict=True)
         ],
-        ShardedTensorMetadata(places, torch.Size(layout.size), properties),
+        ShardedTensorMetadata(metadata, torch.Size(layout.size), properties),
         process_group=group,
     )

@@ -15,8 +15,6 @@ from aiockpt.format.paths import Node
 from aiockpt.state.selection import below
 from aiockpt.state.trees import DICTS, items_of, keys_of, tag_of
 
-__all__ = ["renested"]
-
 _Steps: TypeAlias = tuple[object, ...]
 
 

@@ -16,8 +16,6 @@ from aiockpt.format.paths import Path, format_path
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.sharding import encode_layout
 
-__all__ = ["assert_same", "elements"]
-
 
 def assert_same(actual: object, expected: object) -> None:
     """Fail at the first difference, and name its path.

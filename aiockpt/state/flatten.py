@@ -35,7 +35,7 @@ from aiockpt.format.registry import REGISTRY, Registry, register_leaf
 from aiockpt.format.tree import Refusals, encode_tree
 from aiockpt.memory.copies import Backings, Part
 from aiockpt.memory.device import PortFor, port_for, settle
-from aiockpt.memory.held import HeldMemory
+from aiockpt.memory.held import TENSORS_PER_CALL, HeldMemory
 from aiockpt.runtime.system import collector_paused, is_programs
 from aiockpt.state.distributed import KnownLayouts, take_apart
 from aiockpt.state.leaves import DTYPE_NAMES, extension
@@ -53,26 +53,14 @@ from aiockpt.state.sharding import Layout, ShardedLayout, encode_layout
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-__all__ = [
-    "ODD",
-    "Description",
-    "Drafts",
-    "Survey",
-    "Unready",
-    "Wanted",
-    "describe",
-    "ready_for_threads",
-    "register_leaf",
-    "survey",
-    "wanted",
-]
+__all__ = ["register_leaf"]  # users find it here, with torch's types registered
 
 T = TypeVar("T")
 
 _DENSE_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _UNFLAGGED: Final = frozenset({torch.Tensor})
 _ITEMSIZES: Final = {code: dtype.itemsize for dtype, code in CODES.items() if code}
-_NO_MEMORY: Final = (
+NO_MEMORY: Final = (
     "it has no memory to receive into; give it some by module.to_empty(device=...), or "
     "receive without into= and pass the result to load_state_dict(state, assign=True)"
 )
@@ -81,9 +69,6 @@ _NO_LEAVES: Final = Registry()
 
 ODD: Final = "?"
 """The tag of a template's value that has no encoding; no leaf has this tag."""
-
-# How many tensors a C function looks at in a row, since it holds the interpreter lock.
-_SLICE: Final = 1000
 
 _LAYOUT: Final = attrgetter("layout")
 _IS_NESTED: Final = attrgetter("is_nested")
@@ -544,8 +529,11 @@ class _Numbering:
             return None
         numbers: list[int] = []
         above = f"{format_path(path)}." if path else ""
-        for start in range(0, len(keys), _SLICE):
-            some, tensors = keys[start : start + _SLICE], values[start : start + _SLICE]
+        for start in range(0, len(keys), TENSORS_PER_CALL):
+            some, tensors = (
+                keys[start : start + TENSORS_PER_CALL],
+                values[start : start + TENSORS_PER_CALL],
+            )
             numbers += self._in_a_row(above, some, tensors) or [
                 self._number(tensor, (*path, key))
                 for key, tensor in zip(some, tensors, strict=True)
@@ -618,8 +606,8 @@ def _are_dense_tensors(values: Sequence[object]) -> TypeIs[Sequence[torch.Tensor
     """Say whether `_is_dense_tensor` holds for all values."""
     if any(REGISTRY.by_type(each) is not None for each in _DENSE_TYPES):
         return False  # a user has registered the type
-    for start in range(0, len(values), _SLICE):
-        some = values[start : start + _SLICE]
+    for start in range(0, len(values), TENSORS_PER_CALL):
+        some = values[start : start + TENSORS_PER_CALL]
         if (
             not set(map(type, some)) <= _DENSE_TYPES
             or set(map(_LAYOUT, some)) != {torch.strided}
@@ -653,7 +641,7 @@ def _draft(
         if code is None:
             try:
                 if writing and tensors[number].is_meta:
-                    raise UnsupportedLeafError(names[number], "meta tensor", _NO_MEMORY)
+                    raise UnsupportedLeafError(names[number], "meta tensor", NO_MEMORY)
                 member = OverlapMember(tensors[number], names[number], number)
             except UnsupportedLeafError as error:
                 refused.add(error)
@@ -686,8 +674,8 @@ def _looked_at(held: HeldMemory, *, flags: bool = True) -> _Columns:
     shapes: list[tuple[int, ...]] = []
     sizes = array("Q")
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for first in range(0, len(held.tensors), _SLICE):
-        near = slice(first, first + _SLICE)
+    for first in range(0, len(held.tensors), TENSORS_PER_CALL):
+        near = slice(first, first + TENSORS_PER_CALL)
         some = held.tensors[near]
         sizes.extend(map(_NBYTES, some))
         own = [*map(tuple, map(_SHAPE, some))]

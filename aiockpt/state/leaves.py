@@ -25,15 +25,6 @@ from aiockpt.format.paths import PICKLE, Path, format_path
 from aiockpt.format.registry import REGISTRY, Codec, Registry, exactly
 from aiockpt.state.nodes import decoder_of
 
-__all__ = [
-    "DTYPES",
-    "DTYPE_NAMES",
-    "Extension",
-    "extension",
-    "kind_of",
-    "registry",
-]
-
 _VALUES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for name, value in vars(torch).items()
@@ -68,17 +59,14 @@ def extension(value: object, path: Path, *, allow_pickle: bool) -> Extension | N
             failed.
     """
     if type(value) in {torch.Tensor, torch.nn.Parameter}:
-        raise _refused(value, path)  # type: ignore[arg-type]
+        kind = kind_of(value)  # type: ignore[arg-type]
+        raise UnsupportedLeafError(format_path(path), kind, _REMEDY)
     if isinstance(value, torch.Tensor):
         return None  # a subclass carries state that only its author knows
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)):
         return _numpy_leaf(value)
     return _pickled(value, path) if allow_pickle else None
-
-
-def _refused(tensor: torch.Tensor, path: Path) -> UnsupportedLeafError:
-    return UnsupportedLeafError(format_path(path), kind_of(tensor), _REMEDY)
 
 
 def kind_of(tensor: torch.Tensor) -> str:
@@ -169,39 +157,42 @@ _COPIED = {"numpy.scalar": 1, "numpy.ndarray": 2, "bytearray": 0}
 """The index of the payload item that each decoder copies."""
 
 
-def _itself(value: object) -> object:
-    return value
-
-
-class _TreeRegistry(Registry):
+class TreeRegistry(Registry):
     """The shared registry, and the decoders of one tree's leaves without an exact type.
 
     Args:
-        decoders: Those decoders, by tag.
+        more: Decoders of this tree, by tag, in addition.
+        allow_pickle: Whether to decode pickles; else they are refused.
         travelled: The bytes that the peer sent. All decoders together copy at most as
             many.
+        by_name: Returns the decoder of a tag that is not known otherwise, if any.
     """
 
     def __init__(
         self,
-        decoders: Mapping[str, Callable[[Any], object]],
+        more: Mapping[str, Callable[[Any], object]],
+        *,
+        allow_pickle: bool,
         travelled: int,
-        by_name: Callable[[str], Callable[[Any], object] | None],
+        by_name: Callable[[str], Callable[[Any], object] | None] = lambda _: None,
     ) -> None:
         super().__init__()
-        self._decoders = decoders
+        pickles = {PICKLE: pickle.loads} if allow_pickle else {}
+        self._decoders = {**_DECODERS, **more, **pickles}
         self._left = travelled
         self._by_name = by_name
 
     def by_type(self, leaf_type: type) -> Codec | None:
+        """Return the codec of a type, as the shared registry knows it."""
         return REGISTRY.by_type(leaf_type)
 
     def by_tag(self, tag: str) -> Codec | None:
+        """Return the codec of a tag in this tree; None if nobody knows one."""
         known = REGISTRY.by_tag(tag)
         own = self._decoders.get(tag) or decoder_of(tag)
         if own is None and known is None:
             own = self._by_name(tag)
-        codec = known if own is None else Codec(tag, object, _itself, own)
+        codec = known if own is None else Codec(tag, object, lambda it: it, own)
         if codec is None or tag not in _COPIED:
             return codec
         return replace(codec, decode=partial(self._counted, tag, codec.decode))
@@ -215,22 +206,3 @@ class _TreeRegistry(Registry):
         if self._left < 0:
             raise ValueError("the same bytes are used again and again")
         return decode(payload)
-
-
-def registry(
-    more: Mapping[str, Callable[[Any], object]],
-    *,
-    allow_pickle: bool,
-    travelled: int,
-    by_name: Callable[[str], Callable[[Any], object] | None] = lambda _: None,
-) -> Registry:
-    """Return the registry to decode one tree with.
-
-    Args:
-        more: Decoders of this tree, by tag, in addition.
-        allow_pickle: Whether to decode pickles; else they are refused.
-        travelled: The number of bytes that all decoders may allocate.
-        by_name: Returns the decoder of a tag that is not known otherwise, if any.
-    """
-    pickles = {PICKLE: pickle.loads} if allow_pickle else {}
-    return _TreeRegistry({**_DECODERS, **more, **pickles}, travelled, by_name)

@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, islice
-from operator import itemgetter, lt
+from itertools import chain, islice, starmap
+from operator import lt
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -31,6 +31,7 @@ import torch
 from aiockpt.errors import UnsupportedLeafError
 from aiockpt.format.entries import Entries
 from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import TensorSpec
 from aiockpt.format.paths import Node, format_path
 from aiockpt.format.references import mentions, references, registered
 from aiockpt.memory.arena import Arena
@@ -51,25 +52,13 @@ from aiockpt.state.containers import Adoption
 from aiockpt.state.contents import Contents, entries_of, entries_with
 from aiockpt.state.distributed import has_version
 from aiockpt.state.flatten import ODD, Wanted, wanted
-from aiockpt.state.leaves import kind_of
+from aiockpt.state.leaves import DTYPE_NAMES, kind_of
 from aiockpt.state.mesh import merged
 from aiockpt.state.nodes import decoders_for
-from aiockpt.state.rebuild import (
-    Frame,
-    assemble,
-    parts_over,
-    tensors_over,
-)
+from aiockpt.state.overlaps import flags_of
+from aiockpt.state.rebuild import Frame, assemble, parts_over, tensors_over, view_of
 from aiockpt.state.segment import Segment
 from aiockpt.state.selection import Select
-
-__all__ = [
-    "LoadPlan",
-    "Matching",
-    "Ranges",
-    "Template",
-    "state_over",
-]
 
 logger = logging.getLogger("aiockpt")
 
@@ -139,9 +128,6 @@ class Template:
             with collector_paused():
                 self.contents = Contents(entries_of(state_dict), held, shapes)
 
-    def __repr__(self) -> str:
-        return f"<Template tensors={len(self.wanted.tensors)}>"
-
 
 class Matching:
     """What is taken of a checkpoint, and where it goes.
@@ -167,7 +153,6 @@ class Matching:
         tree: The tree of several segments together; see `aiockpt.state.reshard`.
 
     Attributes:
-        missing: The wanted paths that the checkpoint or the template lacks.
         backings: The template's memory of each entry, of a whole receive into one.
 
     Raises:
@@ -193,70 +178,48 @@ class Matching:
         name: str = "",
         tree: Node | None = None,
     ) -> None:
-        self._segments, self._device, self._rule = segments, device, rule
+        self._segments, self._rule = segments, rule
         self._limits, self._allow_pickle = limits, allow_pickle
         manifests = [each.manifest for each in segments]
-        odd = self._odd = [*chain.from_iterable(each.odd for each in segments)]
-        self._catalogue = Catalogue(manifests, limits=limits, odd=odd, tree=tree)
-        own = self._own = None if template is None else template.wanted
+        odd = [*chain.from_iterable(each.odd for each in segments)]
+        catalogue = Catalogue(manifests, limits=limits, odd=odd, tree=tree)
+        own = None if template is None else template.wanted
         if callable(select):
             select = cache(select)  # the matcher may ask for a path again
         with collector_paused():
-            found = match.match(self._catalogue, own, rule, select=select, name=name)
-            found.check_meshes(self._catalogue)
+            found = match.match(catalogue, own, rule, select=select, name=name)
+            found.check_meshes(catalogue)
         for warning in found.warnings:
             logger.warning("%s: %s", name, warning)
-        self.missing, self._found = found.missing, found
-        self._nodes = {} if template is None else template.nodes
-        self._late = [*zip(*found.copied, strict=True)]  # pieces, and tensors
+        self._catalogue, self._found = catalogue, found
+        self._late = [_LateFill(*each) for each in zip(*found.copied, strict=True)]
         is_own = any(each.tensors is not None for each in segments)
         if is_own:  # nothing of these segments is read
-            fills = zip(*found.straight, strict=True)
-            self._late += (fill for fill in fills if self._is_made(fill[0]))
+            fills = starmap(_LateFill, zip(*found.straight, strict=True))
+            self._late += (fill for fill in fills if self._is_made(fill.piece))
         self._result: object = None
-        self._adoption: Adoption | None = None
-        self._contents: Contents | None = None
-        self._changed: Sequence[torch.Tensor] = ()
-        self._moved = self._new_for_device()
-        self._straight_there = self._alone(self._moved)
-        self._bases: list[dict[int, torch.Tensor]] = [{} for _ in segments]
-        self._replicas: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._copies: list[tuple[int, torch.Tensor]] = []  # to a tensor of the template
+        self._device = _NewOnDevice(device, segments, catalogue, found)
         nbytes = sys.maxsize if is_own else sum(each.total_bytes for each in manifests)
-        count = len(self._catalogue)
-        self._frame = Frame(found.tree, self._catalogue.entries(), count, nbytes)
+        count = len(catalogue)
+        self._frame = Frame(found.tree, catalogue.entries(), count, nbytes)
+        self._filled: _FilledTemplate | None = None
         if template is not None:
-            self._note(template, every=select is None)
+            self._filled = _FilledTemplate(template, found, rule, every=select is None)
+            if rule.is_near:
+                self._report_new()
         if rule.is_whole and own is not None:
-            self.backings, late = _by_entry(self._catalogue, own, found)
+            self.backings, late = _by_entry(catalogue, own, found)
             self._late += late
-        if own is not None:  # the rest is large
-            self._own = replace(own, tree=None, codes=(), shapes=(), sizes=array("Q"))
 
-    def __repr__(self) -> str:
-        return f"<Matching tensors={self._frame.tensors}>"
+    @property
+    def missing(self) -> Sequence[str]:
+        """The wanted paths that the checkpoint or the template lacks."""
+        return self._found.missing
 
     def _is_made(self, piece: int) -> bool:
         """Say whether a program has made the tensor of a piece already."""
         source = self._catalogue.source_of(piece)
         return self._segments[source].tensors is not None
-
-    def _note(self, template: Template, *, every: bool) -> None:
-        """Note what is filled of the template, and what it has now."""
-        own, found = template.wanted, self._found
-        numbers = [*found.straight.tensors, *found.copied.tensors]
-        self._changed = changed_of(own, numbers)
-        self._contents = template.contents
-        if self._contents is None:
-            filled = ids_of(own, numbers)
-            every = every and self._rule is not match.NEAR
-            entries = entries_with(template.state_dict, filled, every=every)
-            self._contents = Contents(entries)
-        if self._rule is match.NEAR:  # the result is another state dict
-            self._report_new()
-        else:
-            filled = ids_of(own, self._doubtful())
-            self._adoption = Adoption(template.state_dict, filled)
 
     def _report_new(self) -> None:
         new = {*self._found.new}
@@ -268,53 +231,6 @@ class Matching:
                 "differ, first %s",
                 *(len(new), self._frame.tensors, format_path(first.path)),
             )
-
-    def _doubtful(self) -> Iterator[int]:
-        """Yield the tensors for which the result may have another one.
-
-        Their pieces are also those of other tensors, or of what is made anew.
-        """
-        found = self._found
-        made = {*found.new, *found.values}
-        pieces = array("q", found.straight.pieces)
-        pieces.extend(found.copied.pieces)
-        if _has_repeated(pieces) or not made.isdisjoint(pieces):
-            count = Counter(pieces)
-            for piece, number in self._fills():
-                if count[piece] > 1 or piece in made:
-                    yield number
-
-    def _fills(self) -> Iterator[tuple[int, int]]:
-        """Yield the pieces that go to the template, and the tensors that they fill."""
-        yield from zip(*self._found.straight, strict=True)
-        yield from zip(*self._found.copied, strict=True)
-
-    def _new_for_device(self) -> set[int]:
-        """Return the new pieces that go to the device: no parts of other values."""
-        if self._device is None:
-            return set()
-        rows = (each for each in mentions(self._found.tree) if each.leaf is None)
-        numbers = chain.from_iterable(each.numbers for each in rows)
-        # A piece that is a part of another value, too, must stay with it.
-        return {*self._found.new}.intersection(numbers).difference(self._found.values)
-
-    def _alone(self, moved: Set[int]) -> set[int]:
-        """Return those new pieces whose bytes can be read straight to the device.
-
-        Their entries have no pieces for other places.
-        """
-        found, entry_of = self._found, self._catalogue.entry_of
-        if not moved:
-            return set()
-        others = {*found.new} - moved
-        others.update(found.values, found.straight.pieces, found.copied.pieces)
-        busy = {*map(entry_of, others)}
-        homes = ((piece, entry_of(piece)) for piece in moved)
-        return {
-            piece
-            for piece, home in homes
-            if home not in busy and self._segments[home[0]].tensors is None
-        }
 
     # ---------------------------------------------------------- values, and the result
 
@@ -364,12 +280,12 @@ class Matching:
         (manifest,) = self._catalogue.sources
         entries, found = manifest.entries, self._found
         stay: set[int] = set()
-        if self._own is None:
+        if self._filled is None:
             self._ready, entries = self._tensors(), Entries()
         else:
             others = chain(found.new, found.values)
             stay.update(map(self._catalogue.whole_entry, others))
-        if self._own is None or not (self._late or stay):
+        if self._filled is None or not (self._late or stay):
             self._segments = ()  # nothing more is made of it, and it is large
             del self._catalogue
         kept = bytes(entry in stay for entry in range(len(entries)))
@@ -377,62 +293,40 @@ class Matching:
 
     def decoded(self) -> object:
         """Return what is taken, made of the template's tensors and of new ones."""
+        filled = self._filled
+        odd = _decoder_of_odd(self._segments, self._found.tree, self._device.device)
         state = assemble(
             self._frame,
             self._tensors() if self._ready is None else self._ready,
             limits=self._limits,
             allow_pickle=self._allow_pickle,
-            wholes={} if self._own is None else self._own.wholes,
-            nodes={**self._nodes, ODD: self._odd_decoder()},
+            wholes={} if filled is None else filled.own.wholes,
+            nodes={**({} if filled is None else filled.nodes), ODD: odd},
         )
-        made = dict(self._made({piece for piece, _ in self._late}))
-        self._copies = [(number, made[piece]) for piece, number in self._late]
-        return state if self._adoption is None else self._adoption.plan(state)
-
-    def _odd_decoder(self) -> Callable[[object], object]:
-        """Return the decoder of values without an encoding, and of `HOLE`.
-
-        Tensors of the state dict go to the device.
-
-        Raises:
-            UnsupportedLeafError: torch cannot move one there.
-        """
-        odd: dict[object, Any] = dict(enumerate(self._odd))
-        leaves = registered(self._found.tree) if odd and self._device else ()
-        for path, tag, number in leaves:
-            value = odd[number] if tag == ODD and number in range(len(odd)) else None
-            if isinstance(value, torch.Tensor):
-                try:
-                    odd[number] = value.to(self._device)
-                except (NotImplementedError, RuntimeError) as error:
-                    remedy = f"torch cannot move it to {self._device}"
-                    where, kind = format_path(path), kind_of(value)
-                    raise UnsupportedLeafError(where, kind, remedy) from error
-        return lambda payload: (
-            odd[payload]
-            if type(payload) is int and payload in odd
-            else match.decode_hole(payload)
-        )
+        made = dict(self._made({late.piece for late in self._late}))
+        self._late = [_LateFill(*late[:2], made[late.piece]) for late in self._late]
+        return state if filled is None else filled.plan(state)
 
     def _tensors(self) -> Sequence[torch.Tensor]:
         """Return a tensor for each number that the tree mentions."""
         found, segments = self._found, self._segments
         is_most = self._rule.is_whole or 2 * len(found.new) >= self._frame.tensors
-        if self._own is None and self._device is None and is_most:
+        filled, device = self._filled, self._device
+        if filled is None and device.device is None and is_most:
             return [*chain.from_iterable(map(_all_of, segments))]
         tensors = [_UNUSED] * self._frame.tensors
-        if self._own is not None:
-            for piece, number in self._fills():
-                tensors[piece] = self._own.tensors[number]
+        if filled is not None:
+            for piece, number in found.fills():
+                tensors[piece] = filled.own.tensors[number]
         values, blobs = {*found.values}, found.blobs()
-        stay = {*found.new} - self._moved
+        stay = {*found.new} - device.moved
         for piece, tensor in self._made(stay, values - blobs, blobs):
             tensors[piece] = tensor
-        self._allocate()
-        for piece, tensor in self._made(self._straight_there, moved=True):
+        device.allocate()
+        for piece, tensor in self._made(device.straight.keys(), moved=True):
             tensors[piece] = tensor
-        for piece, tensor in self._made(self._moved - self._straight_there):
-            tensors[piece] = self._replica(tensor)
+        for piece, tensor in self._made(device.moved - device.straight.keys()):
+            tensors[piece] = device.replica(tensor)
         return tensors
 
     def _made(
@@ -462,37 +356,11 @@ class Matching:
                     fresh=own[0],
                     parts=own[1],
                     blobs=own[2],
-                    on_device=self._bases[source] if moved else segment.on_device,
+                    on_device=self._device.bases[source]
+                    if moved
+                    else segment.on_device,
                 )
             yield from ((first + each, tensor) for each, tensor in made.items())
-
-    # --------------------------------------------------------------------- the device
-
-    def _allocate(self) -> None:
-        """Allocate the entries that are read straight to the device."""
-        for piece in self._straight_there:
-            source, entry = self._catalogue.entry_of(piece)
-            if entry not in (bases := self._bases[source]):
-                entries = self._segments[source].manifest.entries
-                nbytes = entries.stops[entry] - entries.starts[entry]
-                bases[entry] = torch.empty(
-                    nbytes, dtype=torch.uint8, device=self._device
-                )
-
-    def _replica(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the device, whose storage gets its bytes in `finish`.
-
-        Tensors that share a storage also share it on the device.
-        """
-        storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
-        if not nbytes:
-            return tensor.to(self._device)
-        if (known := self._replicas.get(storage.data_ptr())) is None:
-            raw = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
-            base = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            known = self._replicas[storage.data_ptr()] = base, raw
-        return _like(tensor, known[0])
 
     # ---------------------------------------------------------------------- the bytes
 
@@ -504,24 +372,26 @@ class Matching:
             source, start, stop = self._catalogue.reach(piece)
             if start < stop and self._segments[source].tensors is None:
                 rows[source].append((start, stop, number))
-        targets = [] if self._own is None else [*self._own.tensors]
+        own = None if self._filled is None else self._filled.own
+        device = self._device
+        count = 0 if own is None else len(own.tensors)
         bases: list[torch.Tensor] = []
-        for source, there in enumerate(self._bases):
+        for source, there in enumerate(device.bases):
             entries = self._segments[source].manifest.entries
             for entry, base in there.items():
                 if base.numel() and not base.is_meta:
                     reach = entries.starts[entry], entries.stops[entry]
-                    rows[source].append((*reach, len(targets) + len(bases)))
+                    rows[source].append((*reach, count + len(bases)))
                     bases.append(base)
-        arrive = {*self._found.new} - self._straight_there
-        if self._device is not None and self._device.type == "meta":
-            arrive -= self._moved
-        for piece in chain(arrive, map(itemgetter(0), self._late)):
+        arrive = {*self._found.new} - device.straight.keys()
+        if device.device is not None and device.device.type == "meta":
+            arrive -= device.moved
+        for piece in chain(arrive, (late.piece for late in self._late)):
             source, start, stop = self._catalogue.reach(piece)
             kept[source].append((start, stop))
         held = HeldMemory.of(bases)
-        if self._own is not None:
-            held = self._own.held.beside(held)
+        if own is not None:
+            held = own.held.beside(held)
         return [self._plan(*each, held) for each in zip(rows, kept, strict=True)]
 
     def _plan(
@@ -542,22 +412,22 @@ class Matching:
         sizes = array("q", [(e[1] - e[0]) * (e[2] >= 0) for e in every])
         return LoadPlan(
             merged((start, stop) for start, stop, _ in every),
-            Spans(_LazyPaths(home.tensors, self._contents), starts, stops),
+            Spans(_LazyPaths(home.tensors, self._filled), starts, stops),
             Backings(home, home.addresses, sizes, {}, {}),
             bytes(number < 0 for number in order),
-            allocated=self._device is not None,
+            allocated=self._device.device is not None,
         )
 
     # ---------------------------------------------------------------------- the end
 
     def changed(self) -> Sequence[torch.Tensor]:
         """Return the tensors of the template that have other elements once filled."""
-        return self._changed
+        return () if self._filled is None else self._filled.changed
 
     def check(self) -> None:
         """Check that what is filled of the template is as it was."""
-        if self._contents is not None:
-            self._contents.check()
+        if self._filled is not None:
+            self._filled.contents.check()
 
     def assemble(self) -> object:
         """Return the state dict, which `finish` completes."""
@@ -572,23 +442,204 @@ class Matching:
         """
         if not self._rule.is_whole:  # its owner had much time to change it
             self.check()
-        bases = (base for base, _ in self._replicas.values())
-        devices = {base.device for base in bases if not base.is_meta}
-        for base, raw in self._replicas.values():
-            base.copy_(raw)
-        own = self._own
-        names = _LazyPaths(() if own is None else own.tensors, self._contents)
-        for number, source in self._copies:
-            assert own is not None
+        devices = self._device.finish()
+        if (filled := self._filled) is None:
+            return devices
+        own = filled.own
+        names = _LazyPaths(own.tensors, filled)
+        for late in self._late:
+            assert late.made is not None
+            number, target = late.number, own.tensors[late.number]
             own.held.check(names.__getitem__, number, number + 1)
-            _copy_elements(own.tensors[number], source)
-            devices.add(own.tensors[number].device)
-        self._copies = []  # they keep the arena
-        if self._contents is not None:
-            self._contents.check_filled()
+            _copy_elements(target, late.made)
+            devices.add(target.device)
+        self._late = []  # they keep the arena
+        filled.finish()
+        return devices
+
+
+class _LateFill(NamedTuple):
+    """A tensor of the template whose elements are copied at the end.
+
+    Attributes:
+        piece: The piece that it gets.
+        number: Its number in the template.
+        made: The tensor over the bytes of the piece, once that is made.
+    """
+
+    piece: int
+    number: int
+    made: torch.Tensor | None = None
+
+
+class _FilledTemplate:
+    """What a load fills of a template.
+
+    Args:
+        template: The template.
+        found: What is taken of the sources.
+        rule: Which differences are errors.
+        every: Whether everything is selected.
+
+    Attributes:
+        own: The template as data, without what is large and no longer needed.
+        nodes: Make named tuples and pytree nodes of its types.
+        changed: The tensors that have other elements once they are filled.
+        contents: What the template has now, of what is filled.
+    """
+
+    def __init__(
+        self, template: Template, found: match.Matched, rule: match.Rule, *, every: bool
+    ) -> None:
+        own, self.nodes = template.wanted, template.nodes
+        numbers = [*found.straight.tensors, *found.copied.tensors]
+        self.changed = changed_of(own, numbers)
+        if template.contents is None:
+            filled, every = ids_of(own, numbers), every and not rule.is_near
+            entries = entries_with(template.state_dict, filled, every=every)
+            self.contents = Contents(entries)
+        else:
+            self.contents = template.contents
+        self._adoption: Adoption | None = None
+        if not rule.is_near:  # else the result is another state dict
+            filled = ids_of(own, _doubtful(found))
+            self._adoption = Adoption(template.state_dict, filled)
+        self.own = replace(own, tree=None, codes=(), shapes=(), sizes=array("Q"))
+
+    def plan(self, state: object) -> object:
+        """Return the result; plan the assignments that make the template the same."""
+        return state if self._adoption is None else self._adoption.plan(state)
+
+    def finish(self) -> None:
+        """Check that the template has what was filled, and assign the other values."""
+        self.contents.check_filled()
         if self._adoption is not None:
             self._adoption.finish()
-        return devices
+
+
+def _doubtful(found: match.Matched) -> Iterator[int]:
+    """Yield the tensors for which the result may have another one.
+
+    Their pieces are also those of other tensors, or of what is made anew.
+    """
+    made = {*found.new, *found.values}
+    pieces = array("q", found.straight.pieces)
+    pieces.extend(found.copied.pieces)
+    if _has_repeated(pieces) or not made.isdisjoint(pieces):
+        count = Counter(pieces)
+        for piece, number in found.fills():
+            if count[piece] > 1 or piece in made:
+                yield number
+
+
+class _NewOnDevice:
+    """New tensors on a device.
+
+    Args:
+        device: The device; None: new tensors stay in the memory of their segment.
+        segments: The data segments.
+        catalogue: What they hold.
+        found: What is taken of them.
+
+    Attributes:
+        device: As the argument.
+        moved: The new pieces that go to the device.
+        straight: Those of them whose bytes are read straight to the device. For each,
+            its source and entry, and the bytes of the entry.
+        bases: The memory on the device of such entries, for each segment.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None,
+        segments: Sequence[Segment],
+        catalogue: Catalogue,
+        found: match.Matched,
+    ) -> None:
+        self.device = device
+        self.moved: set[int] = set()
+        self.straight: dict[int, tuple[int, int, int]] = {}
+        self.bases: list[dict[int, torch.Tensor]] = [{} for _ in segments]
+        # By the address of a storage in host memory: its copy, and its bytes.
+        self._replicas: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        if device is None:
+            return
+        rows = (each for each in mentions(found.tree) if each.leaf is None)
+        numbers = chain.from_iterable(each.numbers for each in rows)
+        # A piece that is a part of another value, too, must stay with it.
+        self.moved = {*found.new}.intersection(numbers).difference(found.values)
+        if not self.moved:
+            return
+        others = {*found.new} - self.moved
+        others.update(found.values, found.straight.pieces, found.copied.pieces)
+        busy = {*map(catalogue.entry_of, others)}
+        for piece in self.moved:
+            source, entry = catalogue.entry_of(piece)
+            if (source, entry) not in busy and segments[source].tensors is None:
+                entries = segments[source].manifest.entries
+                nbytes = entries.stops[entry] - entries.starts[entry]
+                self.straight[piece] = source, entry, nbytes
+
+    def allocate(self) -> None:
+        """Allocate the entries that are read straight to the device."""
+        for source, entry, nbytes in self.straight.values():
+            if entry not in (bases := self.bases[source]):
+                bases[entry] = torch.empty(
+                    nbytes, dtype=torch.uint8, device=self.device
+                )
+
+    def replica(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device, whose storage gets its bytes in `finish`.
+
+        Tensors that share a storage also share it on the device.
+        """
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if not nbytes:
+            return tensor.to(self.device)
+        if (known := self._replicas.get(storage.data_ptr())) is None:
+            raw = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
+            base = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            known = self._replicas[storage.data_ptr()] = base, raw
+        name, offset = DTYPE_NAMES[tensor.dtype], int(tensor.storage_offset())
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        spec = TensorSpec(0, name, shape, stride, offset, flags_of(tensor))
+        return view_of(known[0], spec)
+
+    def finish(self) -> set[torch.device]:
+        """Copy the bytes of the replicas; return the devices that get some."""
+        for base, raw in self._replicas.values():
+            base.copy_(raw)
+        bases = (base for base, _ in self._replicas.values())
+        return {base.device for base in bases if not base.is_meta}
+
+
+def _decoder_of_odd(
+    segments: Sequence[Segment], tree: Node, device: torch.device | None
+) -> Callable[[object], object]:
+    """Return the decoder of values without an encoding, and of `HOLE`.
+
+    Tensors of the state dict go to the device.
+
+    Raises:
+        UnsupportedLeafError: torch cannot move one there.
+    """
+    values: Iterable[Any] = chain.from_iterable(each.odd for each in segments)
+    odd: dict[object, Any] = dict(enumerate(values))
+    for path, tag, number in registered(tree) if odd and device else ():
+        value = odd.get(number) if tag == ODD and isinstance(number, int) else None
+        if isinstance(value, torch.Tensor):
+            try:
+                odd[number] = value.to(device)
+            except (NotImplementedError, RuntimeError) as error:
+                remedy = f"torch cannot move it to {device}"
+                where, kind = format_path(path), kind_of(value)
+                raise UnsupportedLeafError(where, kind, remedy) from error
+    return lambda payload: (
+        odd[payload]
+        if type(payload) is int and payload in odd
+        else match.decode_hole(payload)
+    )
 
 
 _Row: TypeAlias = tuple[int, int, int]
@@ -622,17 +673,17 @@ class _LazyPaths(Sequence[str]):
     """The paths of some tensors; only errors ask for them."""
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], contents: Contents | None
+        self, tensors: Sequence[torch.Tensor], filled: _FilledTemplate | None
     ) -> None:
-        self._tensors, self._contents = tensors, contents
+        self._tensors, self._filled = tensors, filled
 
     def __len__(self) -> int:
         return len(self._tensors)
 
     def __getitem__(self, number: Any) -> Any:
-        if self._contents is None:
+        if self._filled is None:
             return ""
-        return self._contents.name_of(self._tensors, number)
+        return self._filled.contents.name_of(self._tensors, number)
 
 
 def _all_of(segment: Segment) -> Sequence[torch.Tensor]:
@@ -640,23 +691,6 @@ def _all_of(segment: Segment) -> Sequence[torch.Tensor]:
     if segment.tensors is not None:
         return segment.tensors
     return tensors_over(segment.manifest, segment.buffer, on_device=segment.on_device)
-
-
-def _like(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Return the same view, with the same flags, of another storage."""
-    replica = torch.empty(0, dtype=tensor.dtype, device=base.device).set_(
-        base.untyped_storage(),
-        int(tensor.storage_offset()),
-        tensor.shape,
-        tensor.stride(),
-    )
-    if tensor.is_conj():
-        replica = replica.conj()
-    if tensor.is_neg():
-        replica = torch._neg_view(replica)  # noqa: SLF001 - torch has no public way
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(replica, tensor.requires_grad)
-    return replica.requires_grad_() if tensor.requires_grad else replica
 
 
 def changed_of(own: Wanted, numbers: Iterable[int]) -> list[torch.Tensor]:
@@ -679,7 +713,7 @@ def ids_of(own: Wanted, numbers: Iterable[int]) -> set[int]:
 
 def _by_entry(
     catalogue: Catalogue, own: Wanted, found: match.Matched
-) -> tuple[Backings, list[tuple[int, int]]]:
+) -> tuple[Backings, list[_LateFill]]:
     """Return the memory of each entry, and the fills that are copied in the end.
 
     An entry has memory if all of it goes straight there. Then its tensors overlap or
@@ -687,7 +721,7 @@ def _by_entry(
     """
     entries, straight = catalogue.sources[0].entries, found.straight
     order, sizes = array("q", [-1]) * len(entries), array("Q", [0]) * len(entries)
-    late: list[tuple[int, int]] = []
+    late: list[_LateFill] = []
     if not (catalogue.has_views or _has_repeated(straight.pieces)):  # most have none
         for piece, number in zip(*straight, strict=True):
             order[piece], sizes[piece] = number, own.sizes[number]
@@ -707,7 +741,7 @@ def _by_entry(
             if nbytes and _holds(own, first.number, nbytes):
                 order[entry], sizes[entry] = first.number, nbytes
             else:
-                late += ((each.piece, each.number) for each in fills)
+                late += (_LateFill(each.piece, each.number) for each in fills)
     held = own.held.taken(order)
     return Backings(held, held.addresses, sizes, {}, {}), late
 

@@ -40,52 +40,38 @@ there may be 100,000 of them. Nothing is read, made or changed.
 
 from __future__ import annotations
 
-import re
 from array import array
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from itertools import islice, zip_longest
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, cast
 
-import torch
-
 from aiockpt.errors import (
-    AiockptError,
     MissingKeysError,
     RemoteProtocolError,
-    StateDictError,
     TemplateMismatchError,
     UnsupportedLeafError,
 )
 from aiockpt.format.limits import raise_if_cancelled
-from aiockpt.format.paths import NAMED_TUPLE, PICKLE, PYTREE, Node
+from aiockpt.format.paths import NAMED_TUPLE, PYTREE, Node
 from aiockpt.format.references import check_numbers, mentions, registered
-from aiockpt.format.registry import REGISTRY
-from aiockpt.format.tree import fault_of, remedy_for, unsupported
+from aiockpt.format.tree import remedy_for, unsupported
 from aiockpt.memory.held import HeldMemory
-from aiockpt.runtime.system import collector_paused, is_callers
+from aiockpt.runtime.system import collector_paused
 from aiockpt.state.catalogue import Catalogue
 from aiockpt.state.containers import STAYS, apart, left_empty, renamed
-from aiockpt.state.dispositions import (
-    NOT_FILLED,
-    Fills,
-    Pairs,
-    check,
-    dispose,
-    near,
-    words_of,
-)
-from aiockpt.state.distributed import check_places, take_apart
-from aiockpt.state.flatten import ODD, Wanted
-from aiockpt.state.leaves import kind_of
-from aiockpt.state.selection import Select, Selection, below, item, pruned
+from aiockpt.state.dispositions import Fills, Pairs, check, dispose, near
+from aiockpt.state.distributed import check_places
+from aiockpt.state.flatten import NO_MEMORY, ODD, Wanted
+from aiockpt.state.node_types import TYPES, NodeTypes, mismatch_of
+from aiockpt.state.selection import Select, Selection, below, item
 from aiockpt.state.sharding import LAYOUTS, Layout, is_filled
 from aiockpt.state.trees import (
     DICTS,
     HOLE,
     Items,
+    blaming,
     entered,
     is_distributed,
     items_of,
@@ -95,39 +81,6 @@ from aiockpt.state.trees import (
     tag_of,
     values_of,
 )
-
-_SLICE: Final = 512  # tensors compared by one call; each of their numbers is an object
-_NUMBERS: Final = frozenset({bool, int, float, complex})
-_CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
-_TYPES: Final[dict[str, type]] = {
-    **{kind.__name__: kind for kind in (*_CONTAINERS, int, float, complex, str, bytes)},
-    "tensors": dict,
-    "odict": OrderedDict,
-    "defaultdict": defaultdict,
-    "blob": bytes,
-}
-_KINDS: Final[dict[str, type]] = {
-    "b": bool,
-    "i": int,
-    "u": int,
-    "f": float,
-    "c": complex,
-    "U": str,
-    "S": bytes,
-}
-"""What a scalar of numpy is, by the letter of its dtype."""
-
-_PARAMETER: Final = re.compile(r"param_groups\[[0-9]+\]\.params\[[0-9]+\]$")
-_NAMED: Final = (
-    "optimizer.state_dict() numbers the parameters, and get_optimizer_state_dict() of "
-    "torch.distributed.checkpoint.state_dict names them: make the template by the one "
-    "that made the saved state"
-)
-_NO_MEMORY: Final = (
-    "it has no memory to receive into; give it some by module.to_empty(device=...), or "
-    "receive without into= and pass the result to load_state_dict(state, assign=True)"
-)
-
 
 _NO_TEMPLATE: Final = Wanted(
     None, (), (), (), array("Q"), HeldMemory.of(()), MappingProxyType({}), ()
@@ -165,6 +118,11 @@ class Rule(NamedTuple):
         """Whether everything is taken that the sources have."""
         return self.extra != "none"
 
+    @property
+    def is_near(self) -> bool:
+        """Whether no difference is an error."""
+        return self.extra == "new"
+
 
 RECEIVE: Final = Rule(missing="tensors", extra="tensors")
 """Everything is received, and all memory is the template's."""
@@ -201,6 +159,11 @@ class Matched:
     values: Sequence[int] = ()
     missing: Sequence[str] = ()
     warnings: Sequence[str] = ()
+
+    def fills(self) -> Iterator[tuple[int, int]]:
+        """Yield the pieces that go to the template, and the tensors that they fill."""
+        yield from zip(*self.straight, strict=True)
+        yield from zip(*self.copied, strict=True)
 
     def blobs(self) -> set[int]:
         """Return those of ``values`` that are the bytes of a value."""
@@ -251,22 +214,13 @@ def match(
     with collector_paused():
         own = wanted or _NO_TEMPLATE
         walk = _Walk(catalogue, own, rule, select)
-        try:
+        with blaming(catalogue.sources):
             tree = walk.tree()
             missing, warnings = walk.checked(name)
-        except RecursionError:  # of what only the sources have
-            raise RemoteProtocolError("the tree is nested too deeply") from None
-        except AiockptError:
-            raise
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            if is_callers(error):  # such as one of select=
-                raise
-            if any(why := fault_of(each.tree) for each in catalogue.sources):
-                raise RemoteProtocolError(why) from error
-            raise
         others = [*walk.new, *walk.values]
-        if rule.extra == "new":
-            wholes = walk.wholes()
+        if rule.is_near:
+            read, found = catalogue.layouts.read, registered(catalogue.tree)
+            wholes = [read(*each)[0] for each in found if each[1] in LAYOUTS]
             straight, copied, made = near(catalogue, own, walk.pairs, others, wholes)
             walk.new.extend(made)
         else:
@@ -274,7 +228,63 @@ def match(
     return Matched(tree, straight, copied, walk.new, walk.values, missing, warnings)
 
 
-# ------------------------------------------------------------------ paths, in pairs
+class _Differences:
+    """What a walk has noted about how a template and the sources differ.
+
+    Attributes:
+        found: Whether they have something in common.
+        missing: The wanted paths that the sources lack.
+        keys: How the keys differ, of the first dict that lacks one.
+        empty: The errors for containers that stay empty.
+        extra: The path of the first tensor for which the template has no memory.
+        detail: How the keys differ where that tensor is.
+        unfilled: The path of the first tensor that the sources lack.
+    """
+
+    def __init__(self) -> None:
+        self.found = False
+        self.missing: list[str] = []
+        self.keys = ""
+        self.empty: list[TemplateMismatchError] = []
+        self.extra = self.detail = self.unfilled = ""
+
+    def checked(
+        self, rule: Rule, selection: Selection, trees: tuple[Node, Node], name: str
+    ) -> tuple[list[str], list[str]]:
+        """Return the missing paths and the warnings, unless the rule refuses them.
+
+        Args:
+            rule: The rule.
+            selection: The paths that count.
+            trees: The tree of the template, and that of the sources.
+            name: The name of the checkpoint.
+
+        Raises:
+            TemplateMismatchError, MissingKeysError: the rule refuses a difference.
+        """
+        if self.extra:
+            more = f", but {self.unfilled}, which the checkpoint lacks"
+            actual = "nothing" + more * bool(self.unfilled)
+            raise mismatch_of(self.extra, "a tensor", actual, self.detail)
+        if self.unfilled:
+            raise mismatch_of(self.unfilled, "nothing", "a tensor")
+        if rule.is_whole and not self.found:
+            some, others = (_nested(items_of(each) or {}) for each in trees)
+            detail = apart(some, others, "")
+            raise mismatch_of("", "other keys", "none of them", detail)
+        unmet = selection.unmet()
+        missing = [*dict.fromkeys([*self.missing, *unmet])]
+        none = bool(self.missing) and not self.found
+        if missing and (rule.missing != "none" or none):
+            nowhere = {*self.missing}
+            nowhere.update(names_without_a_path(unmet, trees[1]))
+            if nowhere:
+                lost = sorted(nowhere)
+                raise MissingKeysError(name, lost, none=none, detail=self.keys)
+            raise mismatch_of(unmet[0], "a value", "nothing")
+        if self.empty and rule.missing != "none":
+            raise self.empty[0]
+        return missing, [*filter(None, [self.keys]), *map(str, self.empty)]
 
 
 class _Walk:
@@ -296,14 +306,8 @@ class _Walk:
         self.pairs, self.new, self.values = Pairs(), array("q"), array("q")
         self._catalogue, self._wanted, self._rule = catalogue, wanted, rule
         self._selection = Selection(select)
-        self._adopts, self._is_near = rule.is_whole, rule.extra == "new"
-        self._missing: list[str] = []
-        self._empty: list[TemplateMismatchError] = []
-        self._extra = ""  # the first tensor for which the template has no memory
-        self._unfilled = ""  # the first tensor that the sources lack
-        self._detail = ""  # how the keys differ where the first extra tensor is
-        self._differ: list[str] = []  # how the keys differ, of the first dict
-        self._found = False
+        self._types = NodeTypes(wanted, catalogue)
+        self._differences = _Differences()
         self._optimizers: set[str] = set()  # the paths of their states
         self._in_leaf = 0  # the depth inside a value that is selected as a whole
 
@@ -311,61 +315,30 @@ class _Walk:
         """Walk the trees; return what is taken."""
         mine, theirs = self._wanted.tree, self._catalogue.tree
         if mine is None:
-            self._found = True
+            self._differences.found = True
             found = self._chosen(theirs, "")
             return ["dict", [], []] if found is HOLE else found
         self._selection.takes("")  # the root always matches
         return self._pair(mine, theirs, "")
 
-    def checked(self, name: str) -> tuple[list[str], list[str]]:
+    def checked(self, name: str) -> tuple[Sequence[str], Sequence[str]]:
         """Return the missing paths and the warnings, unless the rule refuses them."""
-        if self._is_near:
-            return [], []
-        if self._extra:
-            more = f", but {self._unfilled}, which the checkpoint lacks"
-            actual = "nothing" + more * bool(self._unfilled)
-            raise _mismatch_of(self._extra, "a tensor", actual, self._detail)
-        if self._unfilled:
-            raise _mismatch_of(self._unfilled, "nothing", "a tensor")
-        if self._adopts and not self._found:
-            roots = self._wanted.tree, self._catalogue.tree
-            some, others = (_nested(items_of(each) or {}) for each in roots)
-            detail = apart(some, others, "")
-            raise _mismatch_of("", "other keys", "none of them", detail)
-        unmet = self._selection.unmet()
-        missing = [*dict.fromkeys([*self._missing, *unmet])]
-        none = bool(self._missing) and not self._found
-        if missing and (self._rule.missing != "none" or none):
-            nowhere = {*self._missing}
-            if unmet:
-                pruned(self._catalogue.tree, there := Selection(unmet))
-                nowhere.update(there.unmet())
-            if nowhere:
-                detail = next(iter(self._differ), "")
-                lost = sorted(nowhere)
-                raise MissingKeysError(name, lost, none=none, detail=detail)
-            raise _mismatch_of(unmet[0], "a value", "nothing")
-        if self._empty and self._rule.missing != "none":
-            raise self._empty[0]
-        return missing, [*self._differ, *map(str, self._empty)]
-
-    def wholes(self) -> list[list[int]]:
-        """Return the pieces of each distributed tensor."""
-        read = self._catalogue.layouts.read
-        found = registered(self._catalogue.tree)
-        return [read(*each)[0] for each in found if each[1] in LAYOUTS]
+        if self._rule.is_near:
+            return (), ()
+        trees = self._wanted.tree, self._catalogue.tree
+        return self._differences.checked(self._rule, self._selection, trees, name)
 
     # ---------------------------------------------------------------- what both have
 
     def _pair(self, mine: Node, theirs: Node, path: str) -> Node:
         """Return what is taken at a path that both have."""
         if theirs is HOLE:  # what the template has stays
-            self._found = True
+            self._differences.found = True
             return HOLE
         try:
             return self._fitting(mine, theirs, path)
         except (TemplateMismatchError, UnsupportedLeafError):
-            if not self._is_near:
+            if not self._rule.is_near:
                 raise
             return self._taken(theirs)
 
@@ -376,21 +349,21 @@ class _Walk:
             return _emptied(own, mine) if self._in_leaf else HOLE
         kinds = tag_of(mine), tag_of(theirs)
         is_open = kinds[0] in DICTS or kinds[0] == "list"
-        is_empty = self._adopts and values_of(theirs) == []
+        is_empty = self._rule.is_whole and values_of(theirs) == []
         if is_empty or not (is_open and values_of(mine)):
-            self._found = True
+            self._differences.found = True
         if mine is None:
             return self._anew(theirs, path)
         if kinds[0] == "tensor" or is_distributed(mine):
             return self._pair_tensor(mine, theirs, path)
         if kinds[1] == "tensor" or is_distributed(theirs):
-            raise self._unfit(mine, theirs, path)
+            raise self._types.unfit(mine, theirs, path)
         if kinds[0] in DICTS and kinds[1] in DICTS:
             return self._pair_dicts(mine, theirs, path)
         if kinds == ("list", "list"):
             return self._pair_lists(mine, theirs, path)
-        if not self._is_alike(mine, theirs):
-            raise self._unfit(mine, theirs, path)
+        if not self._types.is_alike(mine, theirs):
+            raise self._types.unfit(mine, theirs, path)
         old, new = structure_of(mine), structure_of(theirs)
         if old and new and old.kind == new.kind and len(old.items) == len(new.items):
             match theirs:
@@ -401,8 +374,10 @@ class _Walk:
             found = [self._pair(*pair, item(path, at)) for at, pair in pairs]
             self._in_leaf -= 1
             return new.made_of(found)
-        if self._adopts and any(_first_tensor(each, path) for each in (mine, theirs)):
-            raise self._unfit(mine, theirs, path, lengths=True)
+        if self._rule.is_whole and any(
+            _first_tensor(each, path) for each in (mine, theirs)
+        ):
+            raise self._types.unfit(mine, theirs, path, lengths=True)
         return self._taken(theirs)
 
     def _plain_of(self, mine: Any, theirs: Node) -> Node:
@@ -421,20 +396,20 @@ class _Walk:
             numbers, layout = self._catalogue.layouts.read((path,), *mine[1:])
         tensors = [*map(self._wanted.tensors.__getitem__, numbers)]
         is_meta = any(tensor.is_meta for tensor in tensors)
-        if is_meta and self._adopts:
-            raise UnsupportedLeafError(path, "meta tensor", _NO_MEMORY)
+        if is_meta and self._rule.is_whole:
+            raise UnsupportedLeafError(path, "meta tensor", NO_MEMORY)
         if layout is None and tag_of(theirs) == "tensor":
             pieces = [number_of(theirs, path)]
         elif layout is not None and is_distributed(theirs):
             pieces = self._pieces_of(layout, theirs, path)
         else:
-            raise self._unfit(mine, theirs, path)
+            raise self._types.unfit(mine, theirs, path)
         if is_meta:
             for piece, tensor in zip(pieces, tensors, strict=True):
                 check(tensor, self._catalogue.piece(piece), path)
             return self._taken(theirs)
         self._add(path, None, pieces, numbers)
-        if layout is not None and not (self._adopts or self._in_leaf):
+        if layout is not None and not (self._rule.is_whole or self._in_leaf):
             return HOLE  # nothing is made: only its local tensors are filled
         return cast("Node", theirs)
 
@@ -448,7 +423,7 @@ class _Walk:
         """Add tensors that both have."""
         if pieces:
             check_numbers(pieces, len(self._catalogue))
-            self._found = True
+            self._differences.found = True
             self.pairs.add(path, names, pieces, numbers)
 
     def _pieces_of(self, layout: Layout, theirs: Any, path: str) -> list[int]:
@@ -456,7 +431,7 @@ class _Walk:
         pieces, other = self._catalogue.layouts.read((path,), theirs[1], theirs[2])
         if self._catalogue.layouts.are_same(layout, other):
             return pieces
-        raise _mismatch_of(path, str(other), str(layout))
+        raise mismatch_of(path, str(other), str(layout))
 
     def _pair_dicts(self, mine: Any, theirs: Any, path: str) -> Node:
         if self._is_row(mine, theirs):
@@ -480,12 +455,12 @@ class _Walk:
             elif self._is_selected(right[key], where):
                 taken[key] = self._pair(old, right[key], where)
         self._add_row(path, row)
-        for key, new in right.items() if self._adopts else ():
+        for key, new in right.items() if self._rule.is_whole else ():
             if key not in left:
                 taken[key] = self._added(new, below(path, key), path, left, right)
-        order = right if self._is_near else taken  # the result is a new dict then
+        order = right if self._rule.is_near else taken  # the result is a new dict then
         taken = {key: taken[key] for key in order if taken.get(key, HOLE) is not HOLE}
-        beside = self._attributes(mine, theirs, path) if self._adopts else []
+        beside = self._attributes(mine, theirs, path) if self._rule.is_whole else []
         return self._dict_of(theirs, taken, beside)
 
     def _attributes(self, mine: Any, theirs: Any, path: str) -> list[Node]:
@@ -495,8 +470,8 @@ class _Walk:
             raise RemoteProtocolError(f"malformed tree: attributes of {path[:200]}")
         if old and new:
             return [self._pair_dicts(old[0], new[0], path)]
-        if old and not self._unfilled:
-            self._unfilled = _first_tensor(old[0], path)
+        if old:
+            self._note_unfilled(old[0], path)
         return [self._taken(each) for each in new]
 
     def _is_row(self, mine: Any, theirs: Any) -> bool:
@@ -528,17 +503,17 @@ class _Walk:
     def _pair_lists(self, mine: Any, theirs: Any, path: str) -> Node:
         old, new = mine[1], theirs[1]
         stay: list[Node] = []  # the items that only the template has
-        if self._is_near:
+        if self._rule.is_near:
             old = old[: len(new)]
         elif len(old) > len(new) and not self._selects(mine, path, len(new)):
             old, stay = old[: len(new)], [HOLE] * (len(old) - len(new))
         elif len(old) > len(new):
             expected, actual = (f"a list of {len(each)}" for each in (new, old))
-            raise _mismatch_of(path, expected, actual)
+            raise mismatch_of(path, expected, actual)
         taken: list[Node] = [HOLE] * len(old)
         for at, (one, other) in enumerate(zip_longest(old, new)):
             where = item(path, at)
-            if self._adopts and at >= len(old):
+            if self._rule.is_whole and at >= len(old):
                 left, right = (items_of(each) or {} for each in (mine, theirs))
                 taken.append(self._added(other, where, path, left, right))
             elif self._is_selected(other, where):
@@ -553,38 +528,40 @@ class _Walk:
         self, old: Node, where: str, path: str, left: Items, right: Items
     ) -> None:
         """Note what the sources lack."""
-        if self._is_near:
+        if self._rule.is_near:
             return
         match old:
-            case ["ext", tag, int(number)] if tag == ODD and self._adopts:
+            case ["ext", tag, int(number)] if tag == ODD and self._rule.is_whole:
                 value = self._wanted.odd[number]
                 if remedy := remedy_for(value):
                     raise unsupported(value, where, remedy)
-        if self._adopts:
-            if not self._unfilled:
-                self._unfilled = _first_tensor(old, where)
-            return
-        if lacking := [*self._lacking(old, where)]:
-            self._missing += lacking
-            if not self._differ:
-                found = apart(_nested(left), _nested(right), path)
-                self._differ += [found] if found else []
+        if self._rule.is_whole:
+            self._note_unfilled(old, where)
+        elif lacking := [*self._lacking(old, where)]:
+            self._differences.missing += lacking
+            if not self._differences.keys:
+                self._differences.keys = apart(_nested(left), _nested(right), path)
+
+    def _note_unfilled(self, old: Node, path: str) -> None:
+        """Note the first tensor that the sources lack."""
+        if not self._differences.unfilled:
+            self._differences.unfilled = _first_tensor(old, path)
 
     def _added(
         self, new: Node, where: str, path: str, left: Items, right: Items
     ) -> Node:
         """Return a value that the template lacks, and gets; refuse tensors."""
-        if self._is_near or not (first := _first_tensor(new, where)):
+        if self._rule.is_near or not (first := _first_tensor(new, where)):
             return self._taken(new)
-        if not self._extra:
-            self._extra = first
-            self._detail = renamed(_nested(left), _nested(right), path)
+        if not self._differences.extra:
+            self._differences.extra = first
+            self._differences.detail = renamed(_nested(left), _nested(right), path)
         return HOLE
 
     def _is_left_empty(self, mine: Any, theirs: Any, path: str) -> bool:
         """Say whether a container is empty here, and full there, and stays so."""
-        kind = _TYPES.get(tag_of(mine) or "")
-        if self._is_near or kind is None:
+        kind = TYPES.get(tag_of(mine) or "")
+        if self._rule.is_near or kind is None:
             return False
         if values_of(mine) != [] or not values_of(theirs):
             return False
@@ -593,14 +570,14 @@ class _Walk:
             return False
         if not self._selects(theirs, path):
             return False
-        if self._adopts and not _first_tensor(theirs, path):
+        if self._rule.is_whole and not _first_tensor(theirs, path):
             return False
         there = items_of(theirs) or {}
-        optimizer, whole = path in self._optimizers, self._adopts
+        optimizer, whole = path in self._optimizers, self._rule.is_whole
         error = left_empty(path, kind, there, optimizer=optimizer, whole=whole)
         if whole:
             raise error
-        self._empty.append(error)
+        self._differences.empty.append(error)
         return True
 
     def _lacking(self, node: Node, path: str) -> Iterator[str]:
@@ -687,101 +664,6 @@ class _Walk:
         keys = [self._taken(known[key]) for key in taken]
         return [*head, keys, [*taken.values()], *more]
 
-    # ------------------------------------------------------------------------- errors
-
-    def _is_alike(self, mine: Any, theirs: Any) -> bool:
-        """Say whether a value of the sources may replace one of the template."""
-        one, other = self._type_of(mine, own=True), self._type_of(theirs)
-        odd = [*self._odd(mine, own=True), *self._odd(theirs)]
-        if any(isinstance(each, torch.Tensor) for each in odd):
-            return False
-        if tag_of(theirs) == "ext" and theirs[1] == PICKLE:
-            return True  # its type is known once it is unpickled
-        if tag_of(mine) == tag_of(theirs) == "ext" and mine[1] == theirs[1] != ODD:
-            return mine[1] != "numpy.scalar" or {one, other} <= _NUMBERS or one is other
-        if one in _NUMBERS and other in _NUMBERS:
-            return True
-        return one is not None and other is not None and issubclass(one, other)
-
-    def _type_of(self, node: Any, *, own: bool = False) -> type | None:
-        """Return the type of a value; None if this process does not know it."""
-        if not isinstance(node, list):
-            return type(node)
-        match node:
-            case ["ext", "numpy.scalar", ["tuple", [str(code), *_]]]:
-                return _KINDS.get(code.lstrip("<>|=")[:1])
-        for value in self._odd(node, own=own):
-            return type(value)
-        tag = tag_of(node)
-        if tag == "ext":
-            codec = REGISTRY.by_tag(node[1])
-            return None if codec is None else codec.leaf_type
-        return _TYPES.get(tag or "")
-
-    def _odd(self, node: Any, *, own: bool = False) -> Sequence[object]:
-        """Return the value of a node without an encoding, if it is one, in a list."""
-        match node:
-            case ["ext", tag, int(number)] if tag == ODD:
-                odd = self._wanted.odd if own else self._catalogue.odd
-                return odd[number : number + 1]
-        return ()
-
-    def _unfit(
-        self, mine: Any, theirs: Any, path: str, *, lengths: bool = False
-    ) -> StateDictError:
-        """Return the error that a value of the template does not fit."""
-        odd = self._odd(mine, own=True), self._odd(theirs)
-        for value in odd[0]:
-            if remedy := remedy_for(value):
-                return unsupported(value, path, remedy)
-        tensors = [each for each in chain(*odd) if isinstance(each, torch.Tensor)]
-        plain = [tag_of(mine), tag_of(theirs)].count("tensor")
-        if tensors and len(tensors) + plain == 2:
-            take_apart(tensors[0], (path,))  # says why it cannot be filled
-            return UnsupportedLeafError(path, kind_of(tensors[0]), NOT_FILLED)
-        if is_distributed(mine) != is_distributed(theirs):
-            nothing = "no distributed tensor"
-            expected, actual = (
-                self._layout(each) or nothing for each in (theirs, mine)
-            )
-            if tag_of(theirs) == "tensor" or tag_of(mine) == "tensor":
-                return _mismatch_of(path, expected, actual)
-        expected, actual = self._words(theirs), self._words(mine, own=True)
-        if lengths:
-            sizes = (len(items_of(each) or ()) for each in (theirs, mine))
-            ends = (f" of {size}" for size in sizes)
-            expected, actual = expected + next(ends), actual + next(ends)
-        named = {self._type_of(theirs), self._type_of(mine, own=True)} == {int, str}
-        detail = _NAMED if named and _PARAMETER.search(path) else ""
-        return _mismatch_of(path, expected, actual, detail)
-
-    def _layout(self, node: Any) -> str:
-        if not is_distributed(node):
-            return ""
-        return str(self._catalogue.layouts.read((), node[1], node[2])[1])
-
-    def _words(self, node: Any, *, own: bool = False) -> str:
-        """Return what a node is, for an error; ``own``: a node of the template."""
-        if node is None:
-            return "None"
-        if is_distributed(node):
-            return self._layout(node)
-        if tag_of(node) == "tensor":
-            number = number_of(node, "")
-            if own:
-                return words_of(self._wanted.tensors[number])
-            piece = self._catalogue.piece(number)
-            return f"{piece.dtype} {[*piece.shape]}"
-        kind = self._type_of(node, own=own)
-        if kind is None:
-            tag = str(node[1]).removeprefix(NAMED_TUPLE).removeprefix(PYTREE)[:200]
-            return f"a value of type {tag}"
-        if issubclass(kind, _CONTAINERS):
-            return (
-                f"an {kind.__name__}" if kind is OrderedDict else f"a {kind.__name__}"
-            )
-        return f"a value of type {kind.__name__}"
-
 
 def _emptied(own: Any, mine: Any) -> Node:
     """Return a node of an equal empty container; see `Wanted` for both nodes."""
@@ -791,6 +673,17 @@ def _emptied(own: Any, mine: Any) -> Node:
         case ["odict", keys, values, _]:  # without its attributes, which stay
             return ["odict", keys, values]
     return cast("Node", own)
+
+
+def names_without_a_path(names: list[str], tree: Node) -> list[str]:
+    """Return those of some names that no path of a tree has."""
+    selection, waiting = Selection(names), [(tree, "")]
+    while names and waiting:
+        node, path = waiting.pop()
+        if not selection.takes(path):
+            inside = entered(node, path)
+            waiting += ((each, where) for _, each, where in inside or ())
+    return selection.unmet()
 
 
 def _nested(items: Items) -> dict[Any, Any]:
@@ -811,9 +704,3 @@ def _first_tensor(node: Node, path: str) -> str:
                 path = item(path, step) if is_int else below(path, step)  # type: ignore[arg-type]
             return path
     return ""
-
-
-def _mismatch_of(
-    path: str, expected: str, actual: str, detail: str = ""
-) -> TemplateMismatchError:
-    return TemplateMismatchError(path, expected=expected, actual=actual, detail=detail)

@@ -21,16 +21,6 @@ from torch.utils import _pytree
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE
 from aiockpt.format.registry import BUILTIN_TYPES, REGISTRY, STRUCTURES, exactly
 
-__all__ = [
-    "Decoders",
-    "Opened",
-    "decoder_by_name",
-    "decoder_of",
-    "decoders_for",
-    "is_known",
-    "opened",
-]
-
 Decoders: TypeAlias = Mapping[str, Callable[[Any], object]]
 
 _RETURN_TYPES: Final = "torch.return_types."

@@ -48,19 +48,6 @@ from aiockpt.format.manifest import (
 from aiockpt.memory.copies import Backing, Part, column, numbers
 from aiockpt.state.leaves import DTYPE_NAMES
 
-__all__ = [
-    "CODES",
-    "Group",
-    "OverlapMember",
-    "group_members",
-    "is_solid",
-    "overlapping",
-    "repeats",
-    "runs",
-    "share_elements",
-    "span",
-]
-
 CODES: Final = {dtype: DTYPES[name][1] for dtype, name in DTYPE_NAMES.items()}
 """The safetensors code of each torch dtype, or None."""
 
@@ -76,7 +63,7 @@ class OverlapMember:
         self.tensor = tensor
         self.name = name
         self.number = number
-        self.flags = _flags(tensor)
+        self.flags = flags_of(tensor)
         self.itemsize = tensor.itemsize
         self.start = tensor.data_ptr()
         nbytes = span(tensor)
@@ -106,10 +93,6 @@ class OverlapMember:
         """Return a key that is equal for the same elements in the same order."""
         tensor, lazy = self.tensor, self.flags & (CONJ | NEG)
         return (self.start, tensor.dtype, lazy, tensor.shape, tensor.stride())
-
-    def is_solid(self) -> bool:
-        """Say whether the elements fill all memory between the first and the last."""
-        return is_solid(self.tensor)
 
     def holds(self, start: int, stop: int) -> bool:
         """Say whether this tensor's own storage contains these addresses."""
@@ -169,8 +152,8 @@ def share_elements(one: Sequence[OverlapMember], other: OverlapMember) -> bool:
     members = [*near, other]
     low = min(member.start for member in members)
     unit = gcd(*(m.itemsize for m in members), *(m.start - low for m in members))
-    theirs = torch.cat([_places(member, low, unit) for member in near])
-    return bool(torch.isin(_places(other, low, unit), theirs).any())
+    theirs = torch.cat([_positions(member, low, unit) for member in near])
+    return bool(torch.isin(_positions(other, low, unit), theirs).any())
 
 
 def repeats(tensor: torch.Tensor) -> bool:
@@ -192,21 +175,22 @@ def repeats(tensor: torch.Tensor) -> bool:
     if not steps[0][0]:
         return True
     member = OverlapMember(tensor, "", 0)
-    places, _ = _places(member, member.start, member.itemsize).sort()
-    return bool(places.diff().eq(0).any())
+    positions, _ = _positions(member, member.start, member.itemsize).sort()
+    return bool(positions.diff().eq(0).any())
 
 
-def _places(member: OverlapMember, low: int, unit: int) -> torch.Tensor:
+def _positions(member: OverlapMember, low: int, unit: int) -> torch.Tensor:
     """Return the units of memory that hold the elements, counted from ``low``."""
-    places = torch.tensor([(member.start - low) // unit])
+    positions = torch.tensor([(member.start - low) // unit])
     width, tensor = member.itemsize // unit, member.tensor
     axes = [*zip(tensor.shape, tensor.stride(), strict=True)]
     for size, step in [(size, step * width) for size, step in axes if step]:
-        places = (places[:, None] + step * torch.arange(size)).flatten()
-    return (places[:, None] + torch.arange(width)).flatten()
+        positions = (positions[:, None] + step * torch.arange(size)).flatten()
+    return (positions[:, None] + torch.arange(width)).flatten()
 
 
-def _flags(tensor: torch.Tensor) -> int:
+def flags_of(tensor: torch.Tensor) -> int:
+    """Return the flags of a tensor in the wire format."""
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if type(tensor) is torch.nn.Parameter:
         flags |= PARAMETER
@@ -349,7 +333,7 @@ class Group:
         """Say whether memory between the elements belongs to no member."""
         reached = self.start
         for member in sorted(self.members, key=attrgetter("start")):
-            if member.start <= reached and member.is_solid():
+            if member.start <= reached and is_solid(member.tensor):
                 reached = max(reached, member.stop)
         return reached < self.stop
 

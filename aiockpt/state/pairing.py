@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Final
 
@@ -26,18 +27,14 @@ from aiockpt.format.paths import Node, Path
 from aiockpt.format.references import Mention, check_numbers, mentions
 from aiockpt.memory.copies import Backings, Part
 from aiockpt.runtime.system import collector_paused
+from aiockpt.state.dispositions import PAIRS_PER_CALL
 from aiockpt.state.flatten import Drafts, Survey
 from aiockpt.state.leaves import DTYPE_NAMES
-
-__all__ = ["alike"]
 
 _NONE: Final = -1
 
 # These flags may differ between the two tensors of a pair.
 _LOCAL_FLAGS: Final = PARAMETER | REQUIRES_GRAD | COMPACTED
-
-# Tensors compared by one call. Each of their numbers is an object meanwhile.
-_SLICE: Final = 512
 
 
 def alike(manifest: Manifest, own: Survey) -> Backings:
@@ -49,14 +46,11 @@ def alike(manifest: Manifest, own: Survey) -> Backings:
         RemoteProtocolError: the tree names a tensor that the manifest lacks.
     """
     with collector_paused():
-        places = _Places(own.tree)
-        for mention in mentions(manifest.tree):
-            check_numbers(mention.numbers, manifest.tensor_count)
-            places.add(mention)
+        theirs, mine = _paired(manifest, own.tree)
         found = _FoundMemory(manifest, own)
-        for start in range(0, len(places.own), _SLICE):
-            some = slice(start, start + _SLICE)
-            found.add(places.theirs[some], places.own[some])
+        for start in range(0, len(mine), PAIRS_PER_CALL):
+            some = slice(start, start + PAIRS_PER_CALL)
+            found.add(theirs[some], mine[some])
         return found.backings()
 
 
@@ -155,51 +149,32 @@ def _comparable(spec: TensorSpec) -> tuple[object, ...]:
     return *_elements(spec), stride, spec.offset
 
 
-class _Places:
-    """Pairs their tensors to fill with ours while their tree is read.
+def _paired(manifest: Manifest, own: Node) -> tuple[array[int], array[int]]:
+    """Return the numbers of their tensors, and of ours at the same paths.
 
     Both trees are read side by side while they have the same structure. From the first
-    difference on, such as keys in another order, it looks paths up. That takes more
+    difference on, such as keys in another order, paths are looked up. That takes more
     time and much more memory, since there may be 100,000 paths.
-
-    Args:
-        own: Our tree.
-
-    Attributes:
-        theirs: The numbers of their paired tensors.
-        own: Our number for each of them, at the same index.
     """
-
-    def __init__(self, own: Node) -> None:
-        self.theirs = array("q")
-        self.own = array("q")
-        self._tree, self._beside = own, mentions(own)
-        self._by_path: dict[Path, int] = {}
-        self._parted = False
-
-    def add(self, mention: Mention) -> None:
-        """Pair the tensors of their next node."""
-        if not self._parted:
-            mine = next(self._beside, None)
-            if mine and (mine.path, mine.names) == (mention.path, mention.names):
-                self.theirs.extend(mention.numbers)
-                self.own.extend(mine.numbers)
-                return
-            self._part()
-        self._look_up(mention)
-
-    def _part(self) -> None:
-        self._parted = True
-        for mention in mentions(self._tree):
-            for path, _, number, _ in mention.references():
-                self._by_path[path] = number
-
-    def _look_up(self, mention: Mention) -> None:
+    theirs, mine = array("q"), array("q")
+    beside: Iterator[Mention] | None = mentions(own)
+    by_path: dict[Path, int] = {}
+    for mention in mentions(manifest.tree):
+        check_numbers(mention.numbers, manifest.tensor_count)
+        if beside is not None:
+            other = next(beside, None)
+            if other and (other.path, other.names) == (mention.path, mention.names):
+                theirs.extend(mention.numbers)
+                mine.extend(other.numbers)
+                continue
+            beside = None
+            every = chain.from_iterable(each.references() for each in mentions(own))
+            by_path = {each.path: each.number for each in every}
         for path, _, number, _ in mention.references():
-            mine = self._by_path.get(path)
-            if mine is not None:
-                self.theirs.append(number)
-                self.own.append(mine)
+            if (found := by_path.get(path)) is not None:
+                theirs.append(number)
+                mine.append(found)
+    return theirs, mine
 
 
 def _fitting(manifest: Manifest, drafts: Drafts, there: array[int]) -> Iterator[int]:

@@ -24,21 +24,14 @@ from aiockpt.format.manifest import (
     Manifest,
     TensorSpec,
 )
-from aiockpt.format.paths import Node
+from aiockpt.format.paths import Node, Path
+from aiockpt.format.references import check_numbers, registered
 from aiockpt.format.tree import decode_tree
 from aiockpt.runtime.system import collector_paused
-from aiockpt.state.distributed import check_places, decoders, layouts
-from aiockpt.state.leaves import DTYPES, registry
+from aiockpt.state.distributed import LayoutReader, check_places, decoders
+from aiockpt.state.leaves import DTYPES, TreeRegistry
 from aiockpt.state.nodes import Decoders
-
-__all__ = [
-    "Frame",
-    "OnDevice",
-    "assemble",
-    "check_meshes",
-    "parts_over",
-    "tensors_over",
-]
+from aiockpt.state.sharding import LAYOUTS, Layout
 
 OnDevice: TypeAlias = Mapping[int, torch.Tensor]
 """Entries whose bytes are not in the segment's buffer but in these tensors."""
@@ -67,7 +60,7 @@ def tensors_over(
         for number, data in (on_device or {}).items():
             tensors[number] = _typed(manifest.entries[number], data)
         bases = tensors.copy()
-        tensors += (_view(bases[spec.storage], spec) for spec in manifest.views)
+        tensors += (view_of(bases[spec.storage], spec) for spec in manifest.views)
     return tensors
 
 
@@ -109,7 +102,7 @@ def parts_over(
             if spec.storage not in bases:
                 bases[spec.storage] = dense(spec.storage).clone()
             base = bases[spec.storage]
-            found[number] = base if number < count else _view(base, spec)
+            found[number] = base if number < count else view_of(base, spec)
     return found
 
 
@@ -162,7 +155,8 @@ def _dtype(code: str) -> torch.dtype:
     return dtype
 
 
-def _view(base: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def view_of(base: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return the tensor of a spec, over the storage of an entry."""
     dtype = DTYPES[spec.dtype]
     tensor = torch.empty(0, dtype=dtype, device=base.device).set_(
         base.untyped_storage(), spec.offset, spec.shape, spec.stride
@@ -223,7 +217,7 @@ def assemble(
     with collector_paused():
         return decode_tree(
             frame.tree,
-            registry=registry(
+            registry=TreeRegistry(
                 more,
                 allow_pickle=allow_pickle,
                 travelled=frame.total_bytes,
@@ -242,8 +236,13 @@ def check_meshes(frame: Frame, *, limits: Limits) -> None:
         DeviceMeshError: this process lacks a process group that one needs.
         RemoteProtocolError, LimitExceededError: one is malformed, or too large.
     """
+    reader, found = LayoutReader(limits), dict[Path, Layout]()
     with collector_paused():
-        check_places(layouts(frame.tree, count=frame.tensors, limits=limits))
+        for path, tag, node in registered(frame.tree):
+            if tag in LAYOUTS:
+                numbers, found[path] = reader.read(path, tag, node)
+                check_numbers(numbers, frame.tensors)
+        check_places(found)
 
 
 def _bytes(frame: Frame, number: int, tensors: Sequence[torch.Tensor]) -> bytes:

@@ -11,9 +11,8 @@ from aiockpt.format.limits import Limits, enforce
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.system import FREE_MEMORY, allocating, spare_memory
+from aiockpt.state.catalogue import in_memory
 from aiockpt.state.flatten import survey
-
-__all__ = ["Segment", "check_memory"]
 
 
 class Segment:
@@ -59,27 +58,13 @@ class Segment:
             state_dict, limits=limits, allow_pickle=False, writing=False, odd=odd
         )
         found, numbers = own.described()
-        manifest = Manifest(
-            step=0,
-            snapshot_id="",
-            chunk_bytes=max(found.entries.nbytes, 1),
-            algorithm="",
-            digests=(),
-            entries=found.entries,
-            views=(*found.views,),
-            tree=found.tree,
-            header=b"",
-            header_bytes=0,
-        )
+        manifest = in_memory(found.entries, found.views, found.tree)
         segment = cls(manifest, arena=Arena(0), is_there=True)
         segment.odd = odd
         segment.tensors = [torch.empty(0)] * manifest.tensor_count
         for number, tensor in zip(numbers, own.tensors, strict=True):
             segment.tensors[number] = tensor
         return segment
-
-    def __repr__(self) -> str:
-        return f"<Segment {self.manifest}>"
 
     @property
     def buffer(self) -> memoryview:

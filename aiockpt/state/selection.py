@@ -1,4 +1,4 @@
-"""Selects values of a state dict by dotted paths, and prunes a tree to them."""
+"""Selects values of a state dict by dotted paths."""
 
 from __future__ import annotations
 
@@ -6,16 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeAlias
 
 from aiockpt.format.limits import enforce, raise_if_cancelled
-from aiockpt.format.paths import Node
 from aiockpt.runtime.system import of_caller
 
-__all__ = ["Select", "Selection", "below", "item", "listed", "pruned"]
-
-_SCALARS: Final = (str, int, float, bool, type(None))
-# A list, the index of its next item to visit, and the item's path.
-_Spot = tuple[list[Node], int, str]
-
-_LONGEST: Final = 16 << 10
+_MAX_PATH_CHARACTERS: Final = 16 << 10
 
 Select: TypeAlias = Iterable[str] | Callable[[str], bool]
 """Dotted paths, each with everything below it, or a function from a path to bool."""
@@ -47,7 +40,12 @@ def below(path: str, key: object) -> str:
         LimitExceededError: the path is longer than any honest peer sends.
     """
     found = f"{path}.{key}" if path else f"{key}"
-    enforce("the length of a path", len(found), _LONGEST, remedy="use shorter keys")
+    enforce(
+        "the length of a path",
+        len(found),
+        _MAX_PATH_CHARACTERS,
+        remedy="use shorter keys",
+    )
     return found
 
 
@@ -69,9 +67,6 @@ class Selection:
         self._sizes = sorted({*map(len, self._wanted)})
         self._above = {upper for each in self._wanted for upper in _upwards(each)}
         self.everything = select is None
-
-    def __repr__(self) -> str:
-        return f"<Selection {list(self._wanted) or self._asks or 'everything'}>"
 
     def takes(self, path: str) -> bool:
         """Say whether everything at and below a path is selected."""
@@ -126,66 +121,3 @@ def _upwards(path: str) -> Iterator[str]:
         if at and letter == ".":
             yield path[:at]
     yield path
-
-
-def pruned(tree: Node, selection: Selection) -> Node:
-    """Return the tree with each costly value that is not selected replaced by None.
-
-    Tensors cost nothing before they are fetched, so they stay. Values that are made of
-    fetched bytes, such as numpy arrays, are replaced. So are distributed tensors,
-    because their mesh need not exist here. Both trees share unchanged parts.
-
-    The selection is asked for every path, except below keys that are not scalars.
-    Malformed nodes stay, and `decode_tree` refuses them.
-    """
-    top = [tree]
-    first: _Spot = (top, 0, "")
-    # Iterative, with one stack item per level, whatever tree a peer sends.
-    levels: list[Iterator[_Spot]] = [iter([first])]
-    while levels:
-        spot = next(levels[-1], None)
-        if spot is None:
-            levels.pop()
-            continue
-        values, at, path = spot
-        node = values[at]
-        if selection.takes(path):
-            continue
-        inside = _opened(node, path, selection)
-        if inside is not None:
-            values[at], found = inside
-            levels.append(found)
-        elif not selection.takes_leaf(path) and _costs(node):
-            values[at] = None
-    return top[0]
-
-
-def _opened(
-    node: Node, path: str, selection: Selection
-) -> tuple[Node, Iterator[_Spot]] | None:
-    """Return a copy of a container and the positions of its values, or None."""
-    match node:
-        case ["tensors", [*names], [*_]]:
-            for name in names:
-                selection.takes(below(path, name))
-            return node, iter(())
-        case ["list", [*items]]:
-            spots = ((items, at, item(path, at)) for at in range(len(items)))
-            return ["list", items], spots
-        case ["dict" | "odict" as tag, [*keys], [*values], *rest]:
-            return [tag, keys, values, *rest], _keyed(keys, values, path)
-        case ["defaultdict", factory, [*keys], [*values]]:
-            keyed = _keyed(keys, values, path)
-            return ["defaultdict", factory, keys, values], keyed
-    return None
-
-
-def _keyed(keys: list[Node], values: list[Node], path: str) -> Iterator[_Spot]:
-    for at, key in enumerate(keys[: len(values)]):
-        if isinstance(key, _SCALARS):  # the paths of other keys are not known yet
-            yield values, at, below(path, key)
-
-
-def _costs(node: Node) -> bool:
-    """Say whether making the value takes more than the node itself."""
-    return type(node) is list and node[:1] != ["tensor"]

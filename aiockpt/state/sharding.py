@@ -17,24 +17,6 @@ from msgspec import Meta, Struct, convert, to_builtins
 
 from aiockpt.format.references import Mention, Reference
 
-__all__ = [
-    "LAYOUTS",
-    "OPERATIONS",
-    "DTensorLayout",
-    "Layout",
-    "Mesh",
-    "Partial",
-    "Placement",
-    "Ranks",
-    "Replicate",
-    "Shard",
-    "ShardedLayout",
-    "Split",
-    "StridedSplit",
-    "encode_layout",
-    "parse_layout",
-]
-
 _MAX: Final = 2**63 - 1
 _MAX_ELEMENTS: Final = 2**56
 
@@ -50,7 +32,11 @@ OPERATIONS: Final = get_args(_Operation)
 _Dims: TypeAlias = Annotated[tuple[_Natural, ...], Meta(max_length=64)]
 
 
-class Ranks(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _LayoutData(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A part of a layout: in the tree, an array of its fields."""
+
+
+class Ranks(_LayoutData, frozen=True):
     """A grid of ranks: the first rank, and what a step along each dimension adds.
 
     A grid that is not regular has no ``strides``; ``ranks`` then lists all of them.
@@ -92,15 +78,15 @@ class Ranks(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
         return self.flat()[start : start + self.sizes[dim] * width : width]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return the place of a rank in the grid; bound `count` before."""
-        places: Iterator[tuple[int, ...]] = product(*map(range, self.sizes))
+        """Return the coordinate of a rank in the grid; bound `count` before."""
+        every: Iterator[tuple[int, ...]] = product(*map(range, self.sizes))
         found = (
-            at for at, each in zip(places, self.flat(), strict=True) if each == rank
+            at for at, each in zip(every, self.flat(), strict=True) if each == rank
         )
         return next(found, None)
 
 
-class Mesh(Struct, frozen=True, eq=False, array_like=True, forbid_unknown_fields=True):
+class Mesh(_LayoutData, frozen=True, eq=False):
     """A device mesh; ``root`` is the mesh that it is a slice of.
 
     Two meshes are equal if all of their fields but ``root`` are equal.
@@ -134,18 +120,14 @@ class Mesh(Struct, frozen=True, eq=False, array_like=True, forbid_unknown_fields
         return f"a mesh{names} of {sizes} {self.device_type[:20]} ranks"
 
 
-class Replicate(
-    Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="replicate"
-):
+class Replicate(_LayoutData, frozen=True, tag="replicate"):
     """Every rank of the mesh dimension has the whole tensor."""
 
     def __str__(self) -> str:
         return "replicate"
 
 
-class Split(
-    Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="shard"
-):
+class Split(_LayoutData, frozen=True, tag="shard"):
     """The ranks of the mesh dimension split dimension ``dim`` of the tensor."""
 
     dim: _Natural
@@ -154,9 +136,7 @@ class Split(
         return f"shard {self.dim}"
 
 
-class StridedSplit(
-    Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="strided"
-):
+class StridedSplit(_LayoutData, frozen=True, tag="strided"):
     """As `Split`, after another mesh dimension has split it into ``pieces``."""
 
     dim: _Natural
@@ -166,9 +146,7 @@ class StridedSplit(
         return f"strided {self.dim} {self.pieces}"
 
 
-class Partial(
-    Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="partial"
-):
+class Partial(_LayoutData, frozen=True, tag="partial"):
     """Every rank of the mesh dimension has a term of ``operation``."""
 
     operation: _Operation
@@ -180,12 +158,12 @@ class Partial(
 Placement: TypeAlias = Replicate | Split | StridedSplit | Partial
 
 
-class DTensorLayout(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class DTensorLayout(_LayoutData, frozen=True):
     """A DTensor without its local tensor.
 
     Attributes:
         mesh: The device mesh of its sender.
-        coordinate: The place of the sender in the mesh; None if it has none.
+        coordinate: The coordinate of the sender in the mesh; None if it has none.
         placements: One for each dimension of the mesh.
         order: For each tensor dimension, which mesh dimensions split it first; None
             where the placements say so.
@@ -255,7 +233,7 @@ class DTensorLayout(Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return f"{what}, the part at {self.coordinate}" if held else what
 
 
-class Shard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Shard(_LayoutData, frozen=True):
     """One shard of a ShardedTensor, with the rank and the device that hold it."""
 
     offsets: _Dims
@@ -264,7 +242,7 @@ class Shard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     device: str
 
 
-class ShardedLayout(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ShardedLayout(_LayoutData, frozen=True):
     """A ShardedTensor without its local tensors, which are the shards ``held``."""
 
     tag: ClassVar[str] = "torch.ShardedTensor"
@@ -288,10 +266,15 @@ class ShardedLayout(Struct, frozen=True, array_like=True, forbid_unknown_fields=
             _demand(fits, "a shard has other dimensions")
         _demand(math.prod(self.size) < _MAX_ELEMENTS, "no tensor has that size")
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.size
+
     def comparable(self) -> tuple[object, ...]:
         """Return the fields that must be equal for shards to replace other ones."""
-        places = tuple((shard.offsets, shard.sizes) for shard in self.shards)
-        return self.held, places, self.size, self.dtype
+        blocks = tuple((shard.offsets, shard.sizes) for shard in self.shards)
+        return self.held, blocks, self.size, self.dtype
 
     def __str__(self) -> str:
         what = f"a ShardedTensor {self.dtype[:20]} {list(self.size)}"

@@ -7,20 +7,22 @@ nodes. Only keys of dicts are decoded, because they are compared.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from decimal import Decimal
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import msgspec
 
-from aiockpt.errors import LimitExceededError, RemoteProtocolError
+from aiockpt.errors import AiockptError, LimitExceededError, RemoteProtocolError
 from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE, Node, Step
 from aiockpt.format.references import registered
-from aiockpt.format.tree import decode_tree
+from aiockpt.format.tree import decode_tree, fault_of
+from aiockpt.runtime.system import is_callers
 from aiockpt.state.flatten import ODD
-from aiockpt.state.leaves import registry
+from aiockpt.state.leaves import TreeRegistry
 from aiockpt.state.selection import below, item
 from aiockpt.state.sharding import LAYOUTS
 
@@ -33,9 +35,9 @@ HOLE: Final[Node] = ["ext", ODD, secrets.token_hex()]
 The trees of peers cannot have it, since its payload is random.
 """
 
-_COLLISIONS: Final = 1000  # keys of equal hashes, which take time to compare
-_LONG_BITS: Final = 4096
-_KEY_BYTES: Final = 1 << 20  # a key may take so much memory
+_MAX_COLLISIONS: Final = 1000  # keys of equal hashes, which take time to compare
+_LONG_KEY_BITS: Final = 4096
+_MAX_KEY_BYTES: Final = 1 << 20  # the memory of a key
 
 Items: TypeAlias = dict[object, Node]
 """The items of a container by key or position; a key without a decoder is a `Step`."""
@@ -102,6 +104,27 @@ def entered(node: Any, path: str) -> Iterable[tuple[object, Node, str]] | None:
     return None
 
 
+@contextmanager
+def blaming(sources: Sequence[Manifest]) -> Iterator[None]:
+    """Blame the sources for what a malformed tree of theirs makes fail.
+
+    Raises:
+        RemoteProtocolError: a tree is malformed, or nested too deeply.
+    """
+    try:
+        yield
+    except RecursionError:
+        raise RemoteProtocolError("the tree is nested too deeply") from None
+    except AiockptError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if is_callers(error):  # such as one of select=
+            raise
+        if any(why := fault_of(each.tree) for each in sources):
+            raise RemoteProtocolError(why) from error
+        raise
+
+
 class Structure(NamedTuple):
     """A value that is made of its items: a tuple, deque, named tuple or pytree node.
 
@@ -165,7 +188,7 @@ def items_of(node: Node) -> Items | None:
         case _:
             return None
     known = _known(keys)
-    if len(known) - len({*map(hash, known)}) > _COLLISIONS:
+    if len(known) - len({*map(hash, known)}) > _MAX_COLLISIONS:
         raise RemoteProtocolError("malformed tree: the keys of a dict collide")
     kinds = {*map(type, known)}
     if {int, Decimal} <= kinds and any(map(_is_long, known)):
@@ -178,7 +201,7 @@ def items_of(node: Node) -> Items | None:
 
 def _is_long(key: object) -> bool:
     """Say whether a number has so many digits that comparing it takes long."""
-    return type(key) is int and key.bit_length() > _LONG_BITS
+    return type(key) is int and key.bit_length() > _LONG_KEY_BITS
 
 
 def _known(keys: list[Node]) -> Sequence[object]:
@@ -193,7 +216,7 @@ def _key_of(key: Node) -> object:
             raise RemoteProtocolError("malformed tree: a key is a JSON object")
         return key
     with suppress(RemoteProtocolError, LimitExceededError, TypeError):
-        types = registry({}, allow_pickle=False, travelled=_KEY_BYTES)
+        types = TreeRegistry({}, allow_pickle=False, travelled=_MAX_KEY_BYTES)
         found: Any = decode_tree(key, registry=types, tensors=(), limits=Limits())
         hash(found)
         if found == found:

@@ -31,11 +31,12 @@ from aiockpt.memory.copies import WORDS, physical
 from aiockpt.memory.device import Event
 from aiockpt.runtime.system import allocating, collector_paused
 from aiockpt.state.catalogue import Catalogue, Piece
+from aiockpt.state.composing import BoxCopy
 from aiockpt.state.leaves import DTYPES
 from aiockpt.state.load_plan import Ranges
 from aiockpt.state.mesh import Box, ByteRuns, byte_runs, merged, touched
 from aiockpt.state.rebuild import parts_over
-from aiockpt.state.reshard import BoxCopy, Claim, United
+from aiockpt.state.reshard import Claim, United
 from aiockpt.state.segment import Segment, check_memory
 from aiockpt.storage.placement import Placement, Turns
 from aiockpt.storage.read import LoadSource, OnBytes, Verify, read_segment

@@ -55,7 +55,7 @@ def test_pages_are_there_before_bytes_are(
     monkeypatch, quick: float, at, every: bool, least: int, most: int
 ) -> None:
     """The pages are populated where that is slow, and what they hold stays."""
-    monkeypatch.setattr(memory, "_QUICK", quick)
+    monkeypatch.setattr(memory, "_QUICK_S", quick)
     arena = Arena(40 * MIB)
     (view,) = arena.buffers(at[0] * MIB, at[0] * MIB + 6)
     view[:5] = b"bytes"

@@ -46,7 +46,7 @@ def both_ways(state: object, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]
     for row, part in ((1, 3), (1 << 60, 1)):
         with monkeypatch.context() as patch:
             patch.setattr(tree, "_MIN_ROW", row)
-            patch.setattr(_flatten, "_SLICE", part)
+            patch.setattr(_flatten, "TENSORS_PER_CALL", part)
             try:
                 found.append(facts(describe(state, limits=LIMITS)))
             except UnsupportedLeafError as error:
