@@ -12,7 +12,7 @@ Nothing is read here. `aiockpt.storage.boxes` reads the boxes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +22,16 @@ from aiockpt.format.entries import Entries, Entry
 from aiockpt.format.manifest import CONJ, NEG, Manifest, TensorSpec, dense_stride
 from aiockpt.format.references import check_numbers
 from aiockpt.state.catalogue import Catalogue, Piece, in_memory
-from aiockpt.state.mesh import Box, ShardRuns, apart, block, cover, shape_of, shard_of
+from aiockpt.state.mesh import (
+    Box,
+    Cover,
+    ShardRuns,
+    apart,
+    block,
+    cover,
+    shape_of,
+    shard_of,
+)
 from aiockpt.state.sharding import DTensorLayout, Layout, Partial, ShardedLayout
 
 _PARTIAL: Final = "redistribute partial tensors before the save"
@@ -189,34 +198,6 @@ def dtype_of(layout: Layout) -> str:
     return layout.dtype if isinstance(layout, ShardedLayout) else "float32"
 
 
-class _Recipe(NamedTuple):
-    """How a shard is put together from others, wherever they lie.
-
-    Attributes:
-        shape: The shape of the local tensor.
-        are_apart: Whether no two different shards have an element in common.
-        parts: The positions of the shards that it takes, and the boxes of each.
-        missing: How many elements no shard has.
-    """
-
-    shape: tuple[int, ...]
-    are_apart: bool
-    parts: Sequence[tuple[int, Sequence[Box]]]
-    missing: int
-
-
-def _recipe_of(
-    shards: tuple[ShardRuns, ...], mine: ShardRuns, *, prefer: int
-) -> _Recipe:
-    """Return the recipe of ``mine``.
-
-    Raises:
-        ValueError: there are more runs or boxes than any real mesh makes.
-    """
-    are_apart = apart(shards)
-    return _Recipe(shape_of(mine), are_apart, *cover(mine, shards, prefer))
-
-
 class Composer:
     """Makes new pieces of boxes of the sources' pieces.
 
@@ -236,7 +217,8 @@ class Composer:
         self.copies: list[list[BoxCopy]] = []
         self.paths: list[str] = []
         self._catalogue, self._name = catalogue, name
-        self._recipe = cache(partial(_recipe_of, prefer=prefer))
+        self._prefer = prefer
+        self._are_apart, self._cover = cache(apart), cache(cover)
         self._piece = cache(catalogue.piece)
         self._entries: dict[object, int] = {}  # the number in `pieces` of a memory
         self._refs: list[tuple[int, int]] = []  # such a number, and flags
@@ -270,25 +252,25 @@ class Composer:
         if len(dtypes := {dtype for dtype, _ in kinds}) > 1:
             why = f"the files disagree about its dtype: {sorted(dtypes)}"
             raise refusal(self._name, path, why)
-        recipe = self._checked_recipe(shards, mine, path)
+        found, shape = self._covered(shards, mine, path), shape_of(mine)
         dtype, lazy = self._kind_of(numbers[0]) if numbers else (dtype, 0)
         # Two tensors of the same memory become two of one piece's.
-        key = id(recipe), dtype, *map(self._home_of, numbers)
+        key = id(found), dtype, *map(self._home_of, numbers)
         if (key, flags) in self._made:
             return self._made[key, flags]
         boxes: list[BoxCopy] = []
-        for at, some in recipe.parts:
+        for at, some in found.parts:
             piece = self._piece(numbers[at])
             number = numbers[at] - self._catalogue.numbers_of(piece.source).start
             boxes += [BoxCopy(piece, number, box) for box in some]
         if len(boxes) == 1 and not flags:
             ((piece, _, box),) = boxes
-            if box.sizes == recipe.shape == piece.shape and piece.flags == lazy:
-                number = self._made[key, flags] = numbers[recipe.parts[0][0]]
+            if box.sizes == shape == piece.shape and piece.flags == lazy:
+                number = self._made[key, flags] = numbers[found.parts[0][0]]
                 return number
         if key not in self._entries:
             self._entries[key] = len(self.pieces)
-            self._add(dtype, recipe.shape, lazy, boxes, path)
+            self._add(dtype, shape, lazy, boxes, path)
         self._refs.append((self._entries[key], lazy | flags))
         number = len(self._catalogue) + len(self._refs) - 1
         self._made[key, flags] = number
@@ -317,30 +299,30 @@ class Composer:
                 views.append(TensorSpec(number, *facts))
         return in_memory(Entries.of(entries), views), numbers
 
-    def _checked_recipe(
+    def _covered(
         self, shards: tuple[ShardRuns, ...], mine: ShardRuns, path: str
-    ) -> _Recipe:
-        """Return the recipe of ``mine``, which brings all of its elements."""
+    ) -> Cover:
+        """Return which shards bring all elements of ``mine``; equal ones share it."""
         try:
-            recipe = self._recipe(shards, mine)
+            are_apart = self._are_apart(shards)
+            found = self._cover(mine, shards, self._prefer)
         except ValueError as error:
             why = f"no mesh splits a tensor like this: {error}"
             raise refusal(self._name, path, why) from error
-        if not recipe.are_apart:
+        if not are_apart:
             why = "shards of different ranks overlap in part"
             raise refusal(self._name, path, why)
-        if recipe.missing:
-            count = prod(recipe.shape)
-            lost = f"no file has {recipe.missing} of the {count} elements"
+        if found.missing:
+            count = prod(shape_of(mine))
+            lost = f"no file has {found.missing} of the {count} elements"
             remedy = "the part of a rank is lost"
             if len(self._catalogue.sources) == 1:
                 remedy = (
                     "this is the file of one rank: load the directory of all ranks, or "
                     "pass rank= to load its local tensors"
                 )
-            why = f"{lost} that this rank needs; {remedy}"
-            raise refusal(self._name, path, why)
-        return recipe
+            raise refusal(self._name, path, f"{lost} that this rank needs; {remedy}")
+        return found
 
     def _kind_of(self, number: int) -> tuple[str, int]:
         """Return the dtype of a piece, and the flags that change its elements."""

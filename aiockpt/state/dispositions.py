@@ -215,8 +215,8 @@ def _odd_ones(
     entries: Sequence[int] = pieces
     if catalogue.has_views:
         entries = array("q", map(catalogue.whole_entry, pieces))
-    busy = _repeated(entries).union(map(catalogue.whole_entry, others))
-    crowded = _repeated(tensors)
+    busy = repeated(entries).union(map(catalogue.whole_entry, others))
+    crowded = repeated(tensors)
     columns = catalogue.codes, catalogue.shapes, wanted.codes, wanted.shapes
     for start in range(0, len(pieces), PAIRS_PER_CALL):
         window = slice(start, start + PAIRS_PER_CALL)
@@ -241,7 +241,7 @@ def _odd_ones(
                 yield at
 
 
-def _repeated(numbers: Sequence[int]) -> set[int]:
+def repeated(numbers: Sequence[int]) -> set[int]:
     """Return the numbers that are there more than once."""
     if all(map(lt, numbers, islice(numbers, 1, None))):  # a set takes much memory
         return set()

@@ -15,7 +15,7 @@ leaf.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -34,6 +34,7 @@ from aiockpt.errors import (
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import PARAMETER, REQUIRES_GRAD
 from aiockpt.format.paths import Node, Path, format_path
+from aiockpt.format.references import registered
 from aiockpt.format.registry import Registry
 from aiockpt.format.tree import decode_tree
 from aiockpt.state.leaves import DTYPE_NAMES, DTYPES
@@ -474,6 +475,12 @@ class LayoutReader:
         if len(numbers) != count:
             raise _malformed(path, tag, f"it has {len(numbers)} local tensors")
         return cast("list[int]", numbers), layout
+
+    def all_in(self, tree: Node) -> Iterator[tuple[Path, list[int], Layout]]:
+        """Yield the path of each distributed tensor in a tree, and what `read` says."""
+        for path, tag, node in registered(tree):
+            if tag in LAYOUTS:
+                yield path, *self.read(path, tag, node)
 
     def are_same(self, one: Layout, other: Layout) -> bool:
         """Say whether a tensor of one layout, which this has read, fits another one."""

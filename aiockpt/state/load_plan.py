@@ -18,12 +18,10 @@ from __future__ import annotations
 import logging
 import sys
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, islice, starmap
-from operator import lt
+from itertools import chain, starmap
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -50,6 +48,7 @@ from aiockpt.state import match
 from aiockpt.state.catalogue import Catalogue
 from aiockpt.state.containers import Adoption
 from aiockpt.state.contents import Contents, entries_of, entries_with
+from aiockpt.state.dispositions import repeated
 from aiockpt.state.distributed import has_version
 from aiockpt.state.flatten import ODD, Wanted, wanted
 from aiockpt.state.leaves import DTYPE_NAMES, kind_of
@@ -522,14 +521,11 @@ def _doubtful(found: match.Matched) -> Iterator[int]:
 
     Their pieces are also those of other tensors, or of what is made anew.
     """
-    made = {*found.new, *found.values}
     pieces = array("q", found.straight.pieces)
     pieces.extend(found.copied.pieces)
-    if _has_repeated(pieces) or not made.isdisjoint(pieces):
-        count = Counter(pieces)
-        for piece, number in found.fills():
-            if count[piece] > 1 or piece in made:
-                yield number
+    others = repeated(pieces).union(found.new, found.values)
+    if not others.isdisjoint(pieces):
+        yield from (number for piece, number in found.fills() if piece in others)
 
 
 class _NewOnDevice:
@@ -722,7 +718,7 @@ def _by_entry(
     entries, straight = catalogue.sources[0].entries, found.straight
     order, sizes = array("q", [-1]) * len(entries), array("Q", [0]) * len(entries)
     late: list[_LateFill] = []
-    if not (catalogue.has_views or _has_repeated(straight.pieces)):  # most have none
+    if not (catalogue.has_views or repeated(straight.pieces)):  # most have none
         for piece, number in zip(*straight, strict=True):
             order[piece], sizes[piece] = number, own.sizes[number]
     else:
@@ -771,13 +767,6 @@ def _holds(own: Wanted, number: int, nbytes: int) -> bool:
     tensor = own.tensors[number]
     offset = tensor.storage_offset() * tensor.itemsize
     return offset + nbytes <= own.held.storage_sizes[number]
-
-
-def _has_repeated(pieces: Sequence[int]) -> bool:
-    """Say whether a piece is there twice; a set of all of them takes much memory."""
-    return not all(map(lt, pieces, islice(pieces, 1, None))) and (
-        len({*pieces}) < len(pieces)
-    )
 
 
 def state_over(

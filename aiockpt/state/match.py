@@ -55,7 +55,7 @@ from aiockpt.errors import (
 )
 from aiockpt.format.limits import raise_if_cancelled
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE, Node
-from aiockpt.format.references import check_numbers, mentions, registered
+from aiockpt.format.references import check_numbers, mentions
 from aiockpt.format.tree import remedy_for, unsupported
 from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused
@@ -66,7 +66,7 @@ from aiockpt.state.distributed import check_places
 from aiockpt.state.flatten import NO_MEMORY, ODD, Wanted
 from aiockpt.state.node_types import TYPES, NodeTypes, mismatch_of
 from aiockpt.state.selection import Select, Selection, below, item
-from aiockpt.state.sharding import LAYOUTS, Layout, is_filled
+from aiockpt.state.sharding import Layout, is_filled
 from aiockpt.state.trees import (
     DICTS,
     HOLE,
@@ -178,13 +178,13 @@ class Matched:
         Raises:
             DeviceMeshError: it lacks a process group that one needs.
         """
-        new, found = {*self.new}, {}
-        for path, tag, node in registered(self.tree) if new else ():
-            if tag in LAYOUTS:
-                numbers, layout = catalogue.layouts.read(path, tag, node)
-                if not (numbers and new.isdisjoint(numbers)):
-                    found[path] = layout
-        check_places(found)
+        if new := {*self.new}:
+            found = {
+                path: layout
+                for path, numbers, layout in catalogue.layouts.all_in(self.tree)
+                if not (numbers and new.isdisjoint(numbers))
+            }
+            check_places(found)
 
 
 def match(
@@ -219,8 +219,8 @@ def match(
             missing, warnings = walk.checked(name)
         others = [*walk.new, *walk.values]
         if rule.is_near:
-            read, found = catalogue.layouts.read, registered(catalogue.tree)
-            wholes = [read(*each)[0] for each in found if each[1] in LAYOUTS]
+            found = catalogue.layouts.all_in(catalogue.tree)
+            wholes = [numbers for _, numbers, _ in found]
             straight, copied, made = near(catalogue, own, walk.pairs, others, wholes)
             walk.new.extend(made)
         else:

@@ -14,7 +14,7 @@ import torch
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.dtypes import CODES
-from aiockpt.format.entries import Entries, Entry
+from aiockpt.format.entries import Entry
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import (
     CONJ,
@@ -25,13 +25,13 @@ from aiockpt.format.manifest import (
     TensorSpec,
 )
 from aiockpt.format.paths import Node, Path
-from aiockpt.format.references import check_numbers, registered
+from aiockpt.format.references import check_numbers
 from aiockpt.format.tree import decode_tree
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.distributed import LayoutReader, check_places, decoders
 from aiockpt.state.leaves import DTYPES, TreeRegistry
 from aiockpt.state.nodes import Decoders
-from aiockpt.state.sharding import LAYOUTS, Layout
+from aiockpt.state.sharding import Layout
 
 OnDevice: TypeAlias = Mapping[int, torch.Tensor]
 """Entries whose bytes are not in the segment's buffer but in these tensors."""
@@ -56,9 +56,15 @@ def tensors_over(
             dtype, or its size overflows.
     """
     with collector_paused(), _blaming_the_manifest():
-        tensors = _entry_tensors(manifest.entries, buffer, base=base)
+        entries = manifest.entries
+        dtypes = {code: _dtype(code) for code in dict.fromkeys(entries.dtypes)}
+        columns = entries.dtypes, entries.shapes, entries.starts, entries.stops
+        tensors = [
+            _dense(buffer, dtypes[code], shape, base + start, base + stop)
+            for code, shape, start, stop in zip(*columns, strict=True)
+        ]
         for number, data in (on_device or {}).items():
-            tensors[number] = _typed(manifest.entries[number], data)
+            tensors[number] = _typed(entries[number], data)
         bases = tensors.copy()
         tensors += (view_of(bases[spec.storage], spec) for spec in manifest.views)
     return tensors
@@ -113,19 +119,6 @@ def _blaming_the_manifest() -> Iterator[None]:
         yield
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise RemoteProtocolError(f"a tensor of the manifest: {error}") from error
-
-
-def _entry_tensors(
-    entries: Entries, buffer: mmap | memoryview, *, base: int = 0
-) -> list[torch.Tensor]:
-    """Return the dense tensor of every entry."""
-    dtypes = {code: _dtype(code) for code in dict.fromkeys(entries.dtypes)}
-    return [
-        _dense(buffer, dtypes[code], shape, base + start, base + stop)
-        for code, shape, start, stop in zip(
-            entries.dtypes, entries.shapes, entries.starts, entries.stops, strict=True
-        )
-    ]
 
 
 def _dense(
@@ -236,12 +229,11 @@ def check_meshes(frame: Frame, *, limits: Limits) -> None:
         DeviceMeshError: this process lacks a process group that one needs.
         RemoteProtocolError, LimitExceededError: one is malformed, or too large.
     """
-    reader, found = LayoutReader(limits), dict[Path, Layout]()
+    found: dict[Path, Layout] = {}
     with collector_paused():
-        for path, tag, node in registered(frame.tree):
-            if tag in LAYOUTS:
-                numbers, found[path] = reader.read(path, tag, node)
-                check_numbers(numbers, frame.tensors)
+        for path, numbers, layout in LayoutReader(limits).all_in(frame.tree):
+            check_numbers(numbers, frame.tensors)
+            found[path] = layout
         check_places(found)
 
 
