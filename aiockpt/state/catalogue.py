@@ -64,6 +64,7 @@ class Catalogue:
 
     Attributes:
         sources: The manifest of each source.
+        firsts: The number of each source's first piece, and the count of all pieces.
         odd: As the argument.
         tree: The tree of all sources together.
         has_views: Whether a piece may be another one than the whole of its entry.
@@ -84,7 +85,7 @@ class Catalogue:
         self.sources, self.odd = sources, odd
         self.layouts = LayoutReader(limits)
         counts = [source.tensor_count for source in sources]
-        self._firsts = [*accumulate(counts, initial=0)]
+        self.firsts = [*accumulate(counts, initial=0)]
         self.has_views = any(source.views for source in sources)
         self.codes: Sequence[str | None] = sources[0].entries.dtypes
         self.shapes: Sequence[tuple[int, ...]] = sources[0].entries.shapes
@@ -95,16 +96,16 @@ class Catalogue:
         self._stride = cache(dense_stride)  # most pieces have one of few shapes
 
     def __len__(self) -> int:
-        return self._firsts[-1]
+        return self.firsts[-1]
 
     def source_of(self, number: int) -> int:
         """Return the source of a piece."""
-        return bisect_right(self._firsts, number) - 1
+        return bisect_right(self.firsts, number) - 1
 
     def reach(self, number: int) -> tuple[int, int, int]:
         """Return the source of a piece, its first byte there, and its end."""
         source = self.source_of(number)
-        entries, entry = self.sources[source].entries, number - self._firsts[source]
+        entries, entry = self.sources[source].entries, number - self.firsts[source]
         if entry < len(entries):
             return source, entries.starts[entry], entries.stops[entry]
         piece = self.piece(number)
@@ -112,22 +113,22 @@ class Catalogue:
 
     def entries(self) -> list[range]:
         """Return the numbers of the pieces that are whole entries."""
-        firsts = zip(self._firsts, self.sources, strict=False)
+        firsts = zip(self.firsts, self.sources, strict=False)
         return [range(first, first + len(each.entries)) for first, each in firsts]
 
     def numbers_of(self, source: int) -> range:
         """Return the numbers of a source's pieces."""
-        return range(self._firsts[source], self._firsts[source + 1])
+        return range(self.firsts[source], self.firsts[source + 1])
 
     def entry_of(self, number: int) -> tuple[int, int]:
         """Return the source and the entry of a piece."""
         source = self.source_of(number)
-        return source, self.sources[source].storage_of(number - self._firsts[source])
+        return source, self.sources[source].storage_of(number - self.firsts[source])
 
     def whole_entry(self, number: int) -> int:
         """Return the number of the piece that is the whole entry of a piece."""
         source, entry = self.entry_of(number)
-        return self._firsts[source] + entry
+        return self.firsts[source] + entry
 
     def moved(self, source: int, node: Node) -> Node:
         """Return a node of a source's own tree, with the numbers of its pieces.
@@ -156,13 +157,13 @@ class Catalogue:
         check_numbers([number], len(self))
         source = self.source_of(number)
         manifest = self.sources[source]
-        entries, entry = manifest.entries, number - self._firsts[source]
+        entries, entry = manifest.entries, number - self.firsts[source]
         if entry < len(entries):  # most are whole entries
             where = source, entry, entries.starts[entry], entries.stops[entry]
             shape = entries.shapes[entry]
             facts = torch_name(entries.dtypes[entry]), shape, self._stride(shape), 0
             return Piece(*where, *facts)
-        spec = manifest.tensor(number - self._firsts[source])
+        spec = manifest.tensor(number - self.firsts[source])
         size, reach = itemsize(spec.dtype), 0
         if 0 not in spec.shape:
             pairs = zip(spec.shape, spec.stride, strict=True)

@@ -12,7 +12,7 @@ Nothing is read here. `aiockpt.storage.boxes` reads the boxes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -99,9 +99,9 @@ class SourceLayouts:
     def read(self, source: int, node: Any, path: str) -> SourceShards:
         """Return what a source has of a distributed tensor."""
         numbers, layout = self._catalogue.layouts.read((path,), node[1], node[2])
-        every = self._catalogue.numbers_of(source)
-        check_numbers(numbers, len(every))
-        return SourceShards(source, [every.start + each for each in numbers], layout)
+        first, stop = self._catalogue.firsts[source : source + 2]
+        check_numbers(numbers, stop - first)
+        return SourceShards(source, [first + each for each in numbers], layout)
 
     def shards_of(
         self, layout: Layout, sizes: Sequence[tuple[int, ...]]
@@ -198,6 +198,33 @@ def dtype_of(layout: Layout) -> str:
     return layout.dtype if isinstance(layout, ShardedLayout) else "float32"
 
 
+def _covered(
+    shards: tuple[ShardRuns, ...], mine: ShardRuns, *, prefer: int, is_alone: bool
+) -> tuple[Cover, tuple[int, ...]]:
+    """Return which shards bring all elements of ``mine``, and its shape.
+
+    Raises:
+        ValueError: they do not; the error says why.
+    """
+    try:
+        are_apart, found = apart(shards), cover(mine, shards, prefer)
+    except ValueError as error:
+        raise ValueError(f"no mesh splits a tensor like this: {error}") from error
+    if not are_apart:
+        raise ValueError("shards of different ranks overlap in part")
+    shape = shape_of(mine)
+    if found.missing:
+        lost = f"no file has {found.missing} of the {prod(shape)} elements"
+        remedy = "the part of a rank is lost"
+        if is_alone:
+            remedy = (
+                "this is the file of one rank: load the directory of all ranks, or "
+                "pass rank= to load its local tensors"
+            )
+        raise ValueError(f"{lost} that this rank needs; {remedy}")
+    return found, shape
+
+
 class Composer:
     """Makes new pieces of boxes of the sources' pieces.
 
@@ -217,8 +244,8 @@ class Composer:
         self.copies: list[list[BoxCopy]] = []
         self.paths: list[str] = []
         self._catalogue, self._name = catalogue, name
-        self._prefer = prefer
-        self._are_apart, self._cover = cache(apart), cache(cover)
+        is_alone = len(catalogue.sources) == 1
+        self._covered = cache(partial(_covered, prefer=prefer, is_alone=is_alone))
         self._piece = cache(catalogue.piece)
         self._entries: dict[object, int] = {}  # the number in `pieces` of a memory
         self._refs: list[tuple[int, int]] = []  # such a number, and flags
@@ -248,20 +275,26 @@ class Composer:
         Raises:
             StorageError: the pieces lack elements, or do not fit each other.
         """
-        kinds = {self._kind_of(number) for number in numbers}
-        if len(dtypes := {dtype for dtype, _ in kinds}) > 1:
+        codes = {self._catalogue.codes[number] for number in numbers}
+        is_plain = len(codes) == 1 and None not in codes  # as most are
+        dtypes = {self._kind_of(each)[0] for each in (() if is_plain else numbers)}
+        if len(dtypes) > 1:
             why = f"the files disagree about its dtype: {sorted(dtypes)}"
             raise refusal(self._name, path, why)
-        found, shape = self._covered(shards, mine, path), shape_of(mine)
+        try:
+            found, shape = self._covered(shards, mine)
+        except ValueError as error:
+            raise refusal(self._name, path, f"{error}") from error
         dtype, lazy = self._kind_of(numbers[0]) if numbers else (dtype, 0)
         # Two tensors of the same memory become two of one piece's.
-        key = id(found), dtype, *map(self._home_of, numbers)
+        homes = map(self._home_of, numbers) if self._catalogue.has_views else numbers
+        key = id(found), dtype, *homes
         if (key, flags) in self._made:
             return self._made[key, flags]
         boxes: list[BoxCopy] = []
         for at, some in found.parts:
             piece = self._piece(numbers[at])
-            number = numbers[at] - self._catalogue.numbers_of(piece.source).start
+            number = numbers[at] - self._catalogue.firsts[piece.source]
             boxes += [BoxCopy(piece, number, box) for box in some]
         if len(boxes) == 1 and not flags:
             ((piece, _, box),) = boxes
@@ -299,31 +332,6 @@ class Composer:
                 views.append(TensorSpec(number, *facts))
         return in_memory(Entries.of(entries), views), numbers
 
-    def _covered(
-        self, shards: tuple[ShardRuns, ...], mine: ShardRuns, path: str
-    ) -> Cover:
-        """Return which shards bring all elements of ``mine``; equal ones share it."""
-        try:
-            are_apart = self._are_apart(shards)
-            found = self._cover(mine, shards, self._prefer)
-        except ValueError as error:
-            why = f"no mesh splits a tensor like this: {error}"
-            raise refusal(self._name, path, why) from error
-        if not are_apart:
-            why = "shards of different ranks overlap in part"
-            raise refusal(self._name, path, why)
-        if found.missing:
-            count = prod(shape_of(mine))
-            lost = f"no file has {found.missing} of the {count} elements"
-            remedy = "the part of a rank is lost"
-            if len(self._catalogue.sources) == 1:
-                remedy = (
-                    "this is the file of one rank: load the directory of all ranks, or "
-                    "pass rank= to load its local tensors"
-                )
-            raise refusal(self._name, path, f"{lost} that this rank needs; {remedy}")
-        return found
-
     def _kind_of(self, number: int) -> tuple[str, int]:
         """Return the dtype of a piece, and the flags that change its elements."""
         code = self._catalogue.codes[number]
@@ -334,8 +342,6 @@ class Composer:
 
     def _home_of(self, number: int) -> int:
         """Return what is equal for pieces of the same elements in the same memory."""
-        if not self._catalogue.has_views:
-            return number
         piece = self._piece(number)
         own = piece._replace(flags=piece.flags & _LAZY)
         entry = self._catalogue.whole_entry(number)

@@ -448,14 +448,16 @@ class LayoutReader:
         Raises:
             RemoteProtocolError, LimitExceededError: it is malformed, or too large.
         """
+        numbers: list[int | None]
         match node:
+            case ["tuple", [["tensor", int(number)], *rest]]:
+                numbers = [number]
             case ["tuple", [["tuple", [*held]], *rest]]:
-                pass
-            case ["tuple", [one, *rest]]:
-                held = [one]
+                numbers = [*map(_number_of, held)]
+            case ["tuple", [_, *rest]]:
+                numbers = [None]
             case _:
                 raise _malformed(path, tag, "its payload is no tuple")
-        numbers = [*map(_number_of, held)]
         if None in numbers:
             raise _malformed(path, tag, "its local part is no tensor")
         key = encode([tag, rest])
