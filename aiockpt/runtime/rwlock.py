@@ -55,6 +55,11 @@ class Hold:
         self._end: Callable[[Hold], None] | None = end
         self.since = time.monotonic()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it was not released."""
+        return self._end is not None
+
     def release(self) -> None:
         """End the hold, and let others in. A second call does nothing."""
         end, self._end = self._end, None

@@ -259,4 +259,4 @@ class LockMachine(RuleBasedStateMachine):
             return "waiting"
         if task.cancelled():
             return "cancelled"
-        return "inside" if repr(task.result()) == "<Hold held>" else "gone"
+        return "inside" if task.result().is_held else "gone"
