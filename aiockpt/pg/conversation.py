@@ -219,7 +219,7 @@ class GroupRanks:
     async def turn(
         self, rank: int, *, sending: bool, deadline: Deadline
     ) -> AsyncIterator[Conversation]:
-        """Wait until no other call talks to ``rank``, then yield an end to talk by.
+        """Wait until no other call talks to ``rank``; yield this end of conversations.
 
         Messages of host memory have tags. A device's communicator has only an order, so
         both ends hold one conversation at a time. At the end of the turn, a peer is

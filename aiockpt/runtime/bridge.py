@@ -40,7 +40,7 @@ Args = TypeVarTuple("Args")
 logger = logging.getLogger(__name__)
 
 _NO_THREAD: Final = "can't start new thread"
-_SHARING_THREADS: Final = 4  # threads; more hardly copy memory faster
+_MAX_COPY_THREADS: Final = 4  # more hardly copy memory faster
 
 _SLEEPS_BY_ITSELF: Final = sys.version_info >= (3, 14)  # such a thread sleeps by itself
 
@@ -449,7 +449,7 @@ def share_out(work: Callable[[T], object], items: Sequence[T]) -> None:
             errors.append(error)
 
     try:
-        for _ in range(min(_SHARING_THREADS, usable_cores(), len(items))):
+        for _ in range(min(_MAX_COPY_THREADS, usable_cores(), len(items))):
             with suppress(StagingError, RuntimeError):
                 threads.append(start_daemon("aiockpt-share", run))
     except BaseException as interrupt:  # noqa: BLE001 - raised below

@@ -32,7 +32,7 @@ _CODE: Final = (
 )
 _POLL_S: Final = 0.01  # between two looks for an exit code
 
-_LONG_LIFE_S: Final = 60.0  # a process that lives as long starts anew at once
+_LONG_LIFE_S: Final = 60.0  # after such a life, a process is replaced at once
 _FIRST_PAUSE_S: Final = 1.0
 _MAX_PAUSE_S: Final = 60.0
 

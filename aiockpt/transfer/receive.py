@@ -232,10 +232,12 @@ def _plan(
 
 
 class _RestPlan(NamedTuple):
-    """The last facts before the bytes of a receive.
+    """What is known once the values of a receive have arrived.
 
-    ``is_busy`` says that another thread computes in Python. ``writes`` are those to the
-    template, if it is filled later.
+    Attributes:
+        chunks: The chunks to receive.
+        is_busy: Whether another thread computes in Python.
+        writes: How often torch has written to the template, if it is filled later.
     """
 
     chunks: Sequence[int]
