@@ -5,7 +5,8 @@ stay the same objects, and their items are assigned. A value without assignable 
 such as a number, a tuple or a set, is replaced in its container. A tuple or deque stays
 if nothing in it differs. Nothing is assigned before `Adoption.finish`.
 
-`left_empty` and `apart` say how a template and a checkpoint differ, for errors.
+For errors, `left_empty` and `how_keys_differ` say how a template and a checkpoint
+differ.
 """
 
 from __future__ import annotations
@@ -103,7 +104,10 @@ class Adoption:
         self._later.append(lambda: container.__setitem__(key, value))
 
     def _put(self, container: Any, key: object, old: object, new: object) -> None:
-        """Assign an item unless it stays; its owner may replace a value meanwhile."""
+        """Assign an item unless it stays.
+
+        A number or text is assigned in any case: the owner may replace it meanwhile.
+        """
         if new is not old or not is_noted(old):
             self._assign(container, key, new)
 
@@ -163,7 +167,7 @@ def left_empty(
     return TemplateMismatchError(path, expected=many, actual="empty", detail=remedy)
 
 
-def apart(target: dict[Any, Any], value: dict[Any, Any], path: str) -> str:
+def how_keys_differ(target: dict[Any, Any], value: dict[Any, Any], path: str) -> str:
     """Return how the keys of a template and a checkpoint differ, and what to do."""
     mine, theirs = _only(target, value), _only(value, target)
     if not mine or not theirs:

@@ -2,7 +2,8 @@
 
 A template is described first, and filled later. In between it belongs to its owner. An
 entry may be replaced or removed, or its tensor may get other memory. A copy would then
-go to a tensor that nobody has any more, and the template would lack the checkpoint.
+go to a tensor that is no longer in the template, and the template would lack the values
+of the checkpoint.
 """
 
 from __future__ import annotations

@@ -102,10 +102,10 @@ def dispose(
         UnsupportedLeafError: a tensor of the template has no memory.
     """
     pieces, tensors = pairs.pieces, pairs.tensors
-    odd = [*_odd_ones(catalogue, wanted, pairs, others)] if pieces else []
-    if not odd:  # most state dicts have no others
+    special = [*_special_pairs(catalogue, wanted, pairs, others)] if pieces else []
+    if not special:  # most state dicts have no others
         return Fills(pieces, tensors), Fills((), ())
-    found_spans = (_span_of(catalogue, wanted, pairs, at) for at in odd)
+    found_spans = (_span_of(catalogue, wanted, pairs, at) for at in special)
     spans = [each for each in found_spans if each is not None]
     _check_apart(spans)
     found = _copied(spans, map(catalogue.piece, others))
@@ -139,7 +139,7 @@ def near(
     pieces, tensors = pairs.pieces, pairs.tensors
     spans: dict[int, _SpecialPair] = {}
     lost: set[int] = set()
-    for at in _odd_ones(catalogue, wanted, pairs, others):
+    for at in _special_pairs(catalogue, wanted, pairs, others):
         try:
             if (span := _span_of(catalogue, wanted, pairs, at)) is not None:
                 spans[at] = span
@@ -207,7 +207,7 @@ def words_of(tensor: torch.Tensor) -> str:
 # -------------------------------------------------------------------------- columns
 
 
-def _odd_ones(
+def _special_pairs(
     catalogue: Catalogue, wanted: Wanted, pairs: Pairs, others: Sequence[int]
 ) -> Iterator[int]:
     """Yield the pairs that are not plain, alike, and alone on both sides."""

@@ -198,7 +198,7 @@ class Survey:
         Returns:
             The description, and the number that each tensor has in it.
         """
-        with _looking():
+        with _blaming_the_state_dict():
             firsts, entries = self.drafts.placed(self.names)
             views, numbers = _number_tensors(self.drafts, firsts)
             renumber(self.tree, numbers)
@@ -248,12 +248,12 @@ def wanted(template: object, *, limits: Limits) -> Wanted:
     numbering = _Numbering(
         limits, allow_pickle=False, reading=False, odd=odd, is_template=True
     )
-    with _looking():
+    with _blaming_the_state_dict():
         tree = numbering.encode(template)
         tensors, wholes, plain = numbering.tensors, numbering.wholes, numbering.plain
         del numbering
         held = HeldMemory.of(tensors)
-        codes, shapes, sizes = _looked_at(held, flags=False)
+        codes, shapes, sizes = _columns_of(held, flags=False)
         for number, code in enumerate(codes):
             if code is None:
                 sizes[number] = 0 if tensors[number].is_meta else span(tensors[number])
@@ -291,7 +291,7 @@ def survey(
     """
     numbering = _Numbering(limits, allow_pickle=allow_pickle, reading=reading, odd=odd)
     refused = Refusals()
-    with _looking():
+    with _blaming_the_state_dict():
         tree: Node = None
         try:
             tree = numbering.encode(state_dict)
@@ -305,7 +305,8 @@ def survey(
 
 
 @contextmanager
-def _looking() -> Iterator[None]:
+def _blaming_the_state_dict() -> Iterator[None]:
+    """Blame the state dict for errors of torch, and of registered types."""
     try:
         with collector_paused():
             yield
@@ -473,8 +474,7 @@ class _Numbering:
             elif codec is not None and not codec.is_structure:
                 payload = None
                 if isinstance(value, dict | list):  # a checkpoint may have a plain one
-                    plain = {**value} if isinstance(value, dict) else [*value]
-                    payload = self.encode(plain, path)
+                    payload = self.encode(_plain_copy(value), path)
                 node = ["ext", codec.tag, payload]
             elif (inside := opened(value)) is not None:
                 node = ["ext", inside.tag, self.encode(inside.payload, path)]
@@ -487,8 +487,7 @@ class _Numbering:
             elif type(value) is bytes:
                 node = ["bytes", ""]
             elif isinstance(value, dict | list):  # a subclass
-                plain = {**value} if isinstance(value, dict) else [*value]
-                node = self.encode(plain, path)
+                node = self.encode(_plain_copy(value), path)
             elif (found := extension(value, path, allow_pickle=False)) is not None:
                 is_scalar = found.tag == "numpy.scalar"  # its dtype says what fits
                 payload = self.encode(found.payload, path) if is_scalar else None
@@ -581,6 +580,11 @@ class _Numbering:
         return unique
 
 
+def _plain_copy(value: dict[Any, Any] | list[Any]) -> object:
+    """Return a plain dict or list with the items of one of another type."""
+    return {**value} if isinstance(value, dict) else [*value]
+
+
 def _is_key(value: object, path: Path) -> bool:
     """Say whether a value is a key at the end of a path, or inside of such a key."""
     for start, key in enumerate(path):
@@ -635,7 +639,7 @@ def _draft(
             written, since one of its elements belongs to another entry too.
     """
     held = HeldMemory.of(tensors)
-    codes, shapes, sizes = _looked_at(held)
+    codes, shapes, sizes = _columns_of(held)
     members: dict[int, OverlapMember] = {}
     for number, code in enumerate(codes):
         if code is None:
@@ -665,7 +669,7 @@ def _draft(
     )
 
 
-def _looked_at(held: HeldMemory, *, flags: bool = True) -> _Columns:
+def _columns_of(held: HeldMemory, *, flags: bool = True) -> _Columns:
     """Return the codes, shapes and sizes; equal shapes share one tuple.
 
     Without ``flags``, parameters and tensors that require gradients count as plain.

@@ -60,7 +60,7 @@ from aiockpt.format.tree import remedy_for, unsupported
 from aiockpt.memory.held import HeldMemory
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.catalogue import Catalogue
-from aiockpt.state.containers import STAYS, apart, left_empty, renamed
+from aiockpt.state.containers import STAYS, how_keys_differ, left_empty, renamed
 from aiockpt.state.dispositions import Fills, Pairs, check, dispose, near
 from aiockpt.state.distributed import check_places
 from aiockpt.state.flatten import NO_MEMORY, ODD, Wanted
@@ -270,7 +270,7 @@ class _Differences:
             raise mismatch_of(self.unfilled, "nothing", "a tensor")
         if rule.is_whole and not self.found:
             some, others = (_nested(items_of(each) or {}) for each in trees)
-            detail = apart(some, others, "")
+            detail = how_keys_differ(some, others, "")
             raise mismatch_of("", "other keys", "none of them", detail)
         unmet = selection.unmet()
         missing = [*dict.fromkeys([*self.missing, *unmet])]
@@ -540,7 +540,9 @@ class _Walk:
         elif lacking := [*self._lacking(old, where)]:
             self._differences.missing += lacking
             if not self._differences.keys:
-                self._differences.keys = apart(_nested(left), _nested(right), path)
+                self._differences.keys = how_keys_differ(
+                    _nested(left), _nested(right), path
+                )
 
     def _note_unfilled(self, old: Node, path: str) -> None:
         """Note the first tensor that the sources lack."""

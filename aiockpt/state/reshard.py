@@ -82,7 +82,7 @@ _IN_LEAF: Final = 3  # it is a part of a registered leaf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What a rank takes of several sources.
+    """What a rank takes from several sources.
 
     Attributes:
         own: The number of this rank's own source; None if another number of ranks

@@ -29,8 +29,8 @@ class Segment:
         tensors: The tensors by number, if a program has made them already.
         odd: Its values that have no encoding, by the payload of `ODD`.
         on_device: The bytes of the entries that a device receives by itself.
-        lent: The view through which a pool lends the memory of the arena, if one does;
-            it sees by that view whether the memory is still in use.
+        lent: The view through which a pool lends the arena, if one does. The pool takes
+            the arena back when nothing refers to this view any more.
     """
 
     tensors: Sequence[torch.Tensor] | None = None
