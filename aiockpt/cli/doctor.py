@@ -25,11 +25,11 @@ from aiockpt.runtime.words import printable
 
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
-_FAR: Final = 0.05  # seconds of a long round trip
-_FEW_CORES: Final = 4
-_FEW_FILES: Final = 4096
-_SMALL_BUFFER: Final = 8 * _MIB
-_SMALL_SHARED: Final = 256 * _MIB
+_LONG_TRIP_S: Final = 0.05  # of a round trip on a long line
+_MIN_CORES: Final = 4
+_MIN_FILES: Final = 4096
+_MIN_BUFFER_BYTES: Final = 8 * _MIB
+_MIN_SHARED_BYTES: Final = 256 * _MIB
 _TCP: Final = Path("/proc/sys/net/ipv4")
 _NETWORK: Final = Path("/sys/class/net")
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage")
@@ -189,7 +189,7 @@ def judge(settings: HostSettings) -> list[Finding]:
 
 def _machine(settings: HostSettings) -> Iterator[Finding]:
     quota = "" if settings.quota is None else f", quota {settings.quota:g}"
-    few = min(settings.cores, settings.quota or settings.cores) < _FEW_CORES
+    few = min(settings.cores, settings.quota or settings.cores) < _MIN_CORES
     cores = "give the process 4 cores: an end of a transfer keeps one or two busy"
     yield Finding(
         name="cores",
@@ -243,7 +243,7 @@ def _network(settings: HostSettings) -> Iterator[Finding]:
         yield Finding(name="socket buffers", value="unknown")
     else:
         receive, send = settings.buffers
-        most = min(receive, send) / _FAR / 1e6
+        most = min(receive, send) / _LONG_TRIP_S / 1e6
         larger = (
             "on long lines: sysctl -w net.ipv4.tcp_rmem='4096 131072 33554432' "
             "net.ipv4.tcp_wmem='4096 16384 33554432', or more Receive(connections=)"
@@ -251,8 +251,8 @@ def _network(settings: HostSettings) -> Iterator[Finding]:
         yield Finding(
             name="socket buffers",
             value=f"to {receive / _MIB:.0f} MiB in, {send / _MIB:.0f} MiB out: at most "
-            f"{most:.0f} MB/s a connection at {1e3 * _FAR:.0f} ms",
-            remedy=larger if min(receive, send) < _SMALL_BUFFER else "",
+            f"{most:.0f} MB/s a connection at {1e3 * _LONG_TRIP_S:.0f} ms",
+            remedy=larger if min(receive, send) < _MIN_BUFFER_BYTES else "",
             figures={"receive": receive, "send": send, "far_mb_per_s": most},
         )
     if settings.networks:
@@ -281,14 +281,14 @@ def _process(settings: HostSettings) -> Iterator[Finding]:
         yield Finding(
             name=_SHM,
             value=f"{size / _GIB:.2f} GiB, {free / _GIB:.2f} free",
-            remedy=larger if size < _SMALL_SHARED else "",
+            remedy=larger if size < _MIN_SHARED_BYTES else "",
             figures={"size": size, "free": free},
         )
     more = f"ulimit -n {1 << 16}: each reader of a sender is an open file"
     yield Finding(
         name="open files",
         value=f"{settings.files} at most",
-        remedy=more if 0 <= settings.files < _FEW_FILES else "",
+        remedy=more if 0 <= settings.files < _MIN_FILES else "",
         figures={"limit": settings.files},
     )
 

@@ -49,8 +49,8 @@ _ALWAYS_KNOWN = ("torch.", "numpy.", f"{PYTREE}torch.return_types.")
 _HINT = " (--json)"
 _MAX_DIGESTS = 8
 _MAX_LINES = 30
-_MAX_LINE = 200
-_MAX_KEY = 60
+_LINE_WIDTH = 200
+_KEY_WIDTH = 60
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -108,7 +108,7 @@ def _as_text(name: str, header: Manifest | ForeignHeader) -> Iterator[str]:
     yield ""
     if isinstance(header, Manifest):
         yield "Tree"
-        yield from (f"  {clipped(line, _MAX_LINE)}" for line in outline(header.tree))
+        yield from (f"  {clipped(line, _LINE_WIDTH)}" for line in outline(header.tree))
         yield ""
         if strangers := _strangers(header):
             yield from (*strangers, "")
@@ -191,7 +191,7 @@ def _described(manifest: Manifest, index: int, path: str) -> _TensorLine:
 
 
 def _foreign(manifest: Manifest, spec: TensorSpec, path: str) -> str:
-    """Return what other safetensors readers get instead of a tensor; "" if they do."""
+    """Return what other safetensors readers get instead; "" if they get the tensor."""
     entry = manifest.entries[spec.storage]
     if manifest.names[spec.storage] != path:
         return "absent"
@@ -214,7 +214,7 @@ def _heading(name: str, header: Manifest | ForeignHeader) -> Iterator[str]:
     yield f"  safetensors file, not written by aiockpt: {size}"
 
     def fact(item: tuple[str, str]) -> str:
-        return f"{clipped(item[0], MAX_CELL)}: {clipped(item[1], _MAX_LINE)}"
+        return f"{clipped(item[0], MAX_CELL)}: {clipped(item[1], _LINE_WIDTH)}"
 
     facts = some(header.metadata.items(), _MAX_LINES, fact, _HINT)
     yield from (f"  {line}" for line in facts)
@@ -241,7 +241,7 @@ def _strangers(manifest: Manifest) -> list[str]:
     if not found:
         return []
     lines = (
-        f"  {clipped(where, MAX_CELL)}: {clipped(rebuilding(tag), _MAX_LINE)}"
+        f"  {clipped(where, MAX_CELL)}: {clipped(rebuilding(tag), _LINE_WIDTH)}"
         for tag, where in islice(found.items(), _MAX_LINES)
     )
     return ["Types that a load needs to know (see --import):", *lines]
@@ -289,11 +289,11 @@ def outline(node: Node) -> list[str]:
         return [_describe(node)]
     if all(_open(child)[0] == "tensor" for _, child in children):
         return [_describe(node)]  # the table of tensors says the rest
-    keys = [clipped(key, _MAX_KEY) for key, _ in children[:_MAX_LINES]]
+    keys = [clipped(key, _KEY_WIDTH) for key, _ in children[:_MAX_LINES]]
     width = max(map(len, keys), default=0)
 
     def line(child: tuple[str, Node]) -> str:
-        return f"{clipped(child[0], _MAX_KEY).ljust(width)}  {_describe(child[1])}"
+        return f"{clipped(child[0], _KEY_WIDTH).ljust(width)}  {_describe(child[1])}"
 
     below = some(children, _MAX_LINES, line)
     return [f"{kind} of {len(children)}", *(f"  {each}" for each in below)]

@@ -37,7 +37,7 @@ from aiockpt.storage.directory import find_checkpoint, list_checkpoints
 from aiockpt.storage.files import named, open_regular
 from aiockpt.storage.statefile import StateFile, read_state_file
 
-_LONGEST_NAME = 200  # bytes; suffixes follow, and a file system takes 255
+_MAX_NAME_BYTES = 200  # suffixes follow, and a file system takes 255
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 _READABLE = re.compile(r".*\.safetensors|checkpoint_[0-9]+\.pt")
 
@@ -161,7 +161,7 @@ def _announcement(
 
 def _output(name: str) -> str:
     """Return the name of a file that no command takes for an option or a home."""
-    while len(os.fsencode(name)) > _LONGEST_NAME:
+    while len(os.fsencode(name)) > _MAX_NAME_BYTES:
         name = name[1:]  # the step is at its end
     file = f"{name}.safetensors"
     return f"./{file}" if file.startswith(("-", "~", "@")) else file

@@ -24,11 +24,11 @@ _WORDS = {
     "load": "copying",
     "write": "writing",
 }
-_MAX_BAR = 40
+_MAX_BAR_CHARACTERS = 40
 MAX_CELL = 100  # characters of a cell of a table
 MAX_ROWS = 10_000  # of a table; a JSON document has all
-_FRAME = 0.1
-_LINE_EVERY = 5.0
+_REDRAW_S = 0.1
+_LINE_EVERY_S = 5.0
 _CLEAR = "\r\x1b[2K"
 
 
@@ -119,7 +119,7 @@ def render(progress: Progress, width: int) -> str:
     if progress.rate:
         left = (total - done) / progress.rate
         facts += f"  {format_bytes(progress.rate)}/s  ETA {format_seconds(left)}"
-    room = min(width - len(word) - len(facts) - 6, _MAX_BAR)
+    room = min(width - len(word) - len(facts) - 6, _MAX_BAR_CHARACTERS)
     if room < 5:
         return f"{word} {facts}"[:width]
     filled = math.floor(share * room)
@@ -142,7 +142,7 @@ class ProgressBar:
         self._stream = stream
         self._quiet = quiet
         self._bar = not quiet and stream.isatty()
-        self._pause = _FRAME if self._bar else _LINE_EVERY
+        self._pause = _REDRAW_S if self._bar else _LINE_EVERY_S
         self._moves = False
         self._next = time.monotonic() + (0 if self._bar else self._pause)
 

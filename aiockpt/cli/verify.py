@@ -20,8 +20,8 @@ from aiockpt.http.protocol import Address
 from aiockpt.runtime.words import printable
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 
-_SHOWN = 10
-_WINDOW = 256 << 20  # bytes of a peer's checkpoint that are in memory at a time
+_MAX_CHUNKS_SHOWN = 10
+_WINDOW_BYTES = 256 << 20  # of a peer's checkpoint, in memory at a time
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,7 +71,7 @@ def _describe(damage: Iterator[IntegrityError], manifest: Manifest) -> str:
     """Name the damaged chunks, and what the first one should have been; "" if none."""
     if (first := next(damage, None)) is None:
         return ""
-    others = [error.chunk for error in islice(damage, _SHOWN)]
+    others = [error.chunk for error in islice(damage, _MAX_CHUNKS_SHOWN)]
     more = sum(1 for _ in damage)
     start, stop = manifest.grid.range(first.chunk or 0)
     base = manifest.header_bytes
@@ -121,7 +121,7 @@ async def _read_all(address: Address, arguments: argparse.Namespace) -> Manifest
             found = await peer.find(step, keep=True)
             manifest = found.manifest
             count = len(manifest.grid)
-            many = max(_WINDOW // manifest.chunk_bytes, 1)
+            many = max(_WINDOW_BYTES // manifest.chunk_bytes, 1)
             window = _Window(min(many * manifest.chunk_bytes, manifest.segment_bytes))
             target = PlainDestination(window)
             peer.deadline.phase = "fetch_chunk"

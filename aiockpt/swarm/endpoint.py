@@ -51,7 +51,7 @@ from aiockpt.http.tokens import swarm_token
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.secrets import Token
 from aiockpt.swarm import messages
-from aiockpt.swarm.relay import Copy, Relay, Slots
+from aiockpt.swarm.relay import Relay, Slots
 from aiockpt.swarm.tracker import Tracker
 
 _MEMBERS: Final = http.ResourceKind.MEMBERS.value
@@ -210,7 +210,10 @@ class SwarmEndpoint(ServiceExtension):
             async with relay.slots.take(nbytes, wait=wait) as sent:
                 copy = None
                 if chunks and relay.is_lent:
-                    copy = await self._copy(asked.publication, relay, chunks)
+                    async with self._store.reading(asked.publication, evict=relay.end):
+                        copy = await self._bridge.run(relay.copied, chunks)
+                    if copy is None:  # the caller of the receive has changed a chunk
+                        relay.end()
                 if relay.ended:
                     raise StepNotFoundError(asked.publication.step)
                 rate = relay.slots.body_rate
@@ -256,16 +259,6 @@ class SwarmEndpoint(ServiceExtension):
             manifest = publication.servable.manifest
             given = _chunks_within(manifest, reply.start, body.arrived)
             self.tracker(publication).promises.give(given)
-
-    async def _copy(
-        self, publication: Publication, relay: Relay, chunks: range
-    ) -> Copy | None:
-        """Return a copy of chunks of a relay, or end the relay if one has changed."""
-        async with self._store.reading(publication, evict=relay.end):
-            copy = await self._bridge.run(relay.copied, chunks)
-        if copy is None:
-            relay.end()
-        return copy
 
     # ------------------------------------------------------------- the members
 

@@ -238,14 +238,6 @@ class RelayHost(Front):
         self.store.share(relay)
         return self.url()
 
-    async def mark(self, snapshot_id: str) -> str:
-        """Return this host's mark in the swarm of a snapshot; empty if unknown.
-
-        Only processes of this host can make it.
-        """
-        known = await self._bridge.run(identity)
-        return "" if known is None else format_mark(known, snapshot_id)
-
     async def end_lingering(self) -> None:
         """End the relays of receives that have returned; nothing reads their memory."""
         for each in tuple(self.members):
@@ -452,7 +444,9 @@ class Membership(ReceiveExtension):
         try:
             url = await self._host.enter(relay)
             if joined.scope is Scope.HOST:
-                self._mark = await self._host.mark(relay.manifest.snapshot_id)
+                known = await self._client.bridge.run(identity)
+                if known is not None:  # only processes of this host can make the mark
+                    self._mark = format_mark(known, relay.manifest.snapshot_id)
             if why := _why_not(joined, url):
                 joined.tell(f"in no swarm: {why}", level=logging.WARNING)
             else:
