@@ -208,7 +208,7 @@ class Admission:
     def _end_slowest(self, short: Counter[str], count: int, now: float) -> None:
         """End up to ``count`` bodies, for hosts that are short of slots."""
         held = Counter(each.host for each in self._bodies)  # slots, by host
-        share = self._most / len({*held, *short})
+        part = self._most / len({*held, *short})
         slowest = sorted(
             (each for each in self._bodies if each.is_long(now)),
             key=lambda each: each.rate,
@@ -217,12 +217,12 @@ class Admission:
         turns = deque(sorted(short, key=held.__getitem__))
         while turns and count > 0:
             host = turns.popleft()
-            is_owed = held[host] < share
+            is_owed = held[host] < part
             ended = next(
                 (
                     each
                     for each in slowest
-                    if (held[each.host] > share if is_owed else each.host == host)
+                    if (held[each.host] > part if is_owed else each.host == host)
                 ),
                 None,
             )

@@ -42,7 +42,7 @@ class Asked:
         resource: What is asked for.
         publication: The checkpoint that has it.
         lease: The lease of the receive that asks. None: the request names none, or the
-            checkpoint is a share, on which no lease holds.
+            checkpoint is a relay, on which no lease holds.
         identity: The headers that go with each answer of this server.
     """
 

@@ -76,8 +76,8 @@ logger = logging.getLogger("aiockpt")
 SMALL_BYTES: Final = 64 << 10
 """A body up to this size is copied and handed to aiohttp whole."""
 
-SHARE: Final = web.RequestKey("aiockpt.share", Publication)
-"""The key of the share that the token of a request opens."""
+RELAY: Final = web.RequestKey("aiockpt.relay", Publication)
+"""The key of the relay that the token of a request opens."""
 
 _RETRY_AFTER_S: Final = 1.0
 _METHODS: Final = ("GET", "HEAD")
@@ -298,9 +298,9 @@ class CheckpointService:
             raise ClosedError("the server")
         config, token = self.config, self.config.token
         what, offered = request.match_info.get("what"), bearer(request.headers)
-        if what is not None and (share := self.store.shared(offered)) is not None:
-            request[SHARE] = share
-            token = offered  # the share's own
+        if what is not None and (relay := self.store.relay_of(offered)) is not None:
+            request[RELAY] = relay
+            token = offered  # the relay's own
         grant = admit(request.headers, token=token, hosts=config.hosts, public=public)
         if grant is not None:
             visit = request[VISIT]
@@ -387,7 +387,7 @@ class CheckpointService:
         if asked.lease is not None and request.method == "GET":
             silent = self.config.stall_timeout
             self.store.lease(asked.publication, asked.lease, silence_timeout=silent)
-        is_own = not asked.publication.is_shared
+        is_own = not asked.publication.is_relay
         if is_own and asked.resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._about(asked))
         if reply.status == HTTPStatus.NOT_MODIFIED:
@@ -401,9 +401,9 @@ class CheckpointService:
 
     async def _locate(self, request: web.Request, lease: http.Lease | None) -> Asked:
         """Return what a request names, and the publication that has it."""
-        step, share = request.match_info["step"], request.get(SHARE)
-        publication = share
-        if share is None and step == http.LATEST:
+        step, relay = request.match_info["step"], request.get(RELAY)
+        publication = relay
+        if relay is None and step == http.LATEST:
             publication = await self._find(request)
             step = str(publication.step)
         try:
@@ -414,7 +414,7 @@ class CheckpointService:
             publication = await self._find(request, step=resource.step, lease=lease)
         elif publication.step != resource.step:
             raise StepNotFoundError(resource.step, serving=publication.step)
-        kept_by = lease if share is None else None
+        kept_by = lease if relay is None else None
         return Asked(request, resource, publication, kept_by, self._identity)
 
     async def _about(self, asked: Asked) -> Mapping[str, str]:

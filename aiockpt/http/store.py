@@ -81,8 +81,8 @@ class Servable(HasViews, Protocol):
         """Undo one :meth:`acquire`."""
 
 
-class Shareable(Servable, Protocol):
-    """A checkpoint with a token and an owner of its own, such as a receive."""
+class Relayed(Servable, Protocol):
+    """A checkpoint with a token and an owner of its own, such as a receive has."""
 
     def opens(self, offered: str) -> bool:
         """Return whether a request with this token may read it."""
@@ -239,7 +239,7 @@ class Publication:
 
     Attributes:
         servable: The checkpoint's bytes.
-        is_shared: Whether its own token opens it, and no lease keeps it.
+        is_relay: Whether its own token opens it, and no lease keeps it.
         kept: Whether the store still holds a reference, so that readers may come.
         lock: Every request holds it for reading; the store drains readers by writing.
         reads: What evicts each request that reads the memory now, and since when it
@@ -249,9 +249,9 @@ class Publication:
             the state dict gave it up.
     """
 
-    def __init__(self, servable: Servable, *, is_shared: bool = False) -> None:
+    def __init__(self, servable: Servable, *, is_relay: bool = False) -> None:
         servable.acquire()
-        self.servable, self.is_shared, self.kept = servable, is_shared, True
+        self.servable, self.is_relay, self.kept = servable, is_relay, True
         self.lock = RWLock()
         self.reads: dict[Callable[[], None], float] = {}
         self.deltas: dict[int, bytes | None] = {}
@@ -472,7 +472,7 @@ class Store:
         self.latest: Publication | None = None
         self._base: Publication | None = None
         self._outgoing: set[Publication] = set()
-        self._shares: dict[Shareable, Publication] = {}
+        self._relays: dict[Relayed, Publication] = {}
         self._failure: Failure | None = None
         self._waits = _Waits()
         self._expiry: asyncio.TimerHandle | None = None
@@ -502,7 +502,7 @@ class Store:
 
     def statistics(self) -> Statistics:
         """Return which step the store serves, and what reads its checkpoints."""
-        held = [*self._publications(), *self._shares.values()]
+        held = [*self._publications(), *self._relays.values()]
         locks = [each.lock.statistics() for each in held]
         return Statistics(
             step=self.step,
@@ -581,45 +581,45 @@ class Store:
         """Serve nothing for good: evict readers at once, end every wait."""
         self._waits.close()
         await self.retract(grace=0.0)
-        for share in tuple(self._shares):
-            await self.unshare(share)
+        for relay in tuple(self._relays):
+            await self.end_relay(relay)
 
-    # ----------------------------------------------------------------- shares
+    # ----------------------------------------------------------------- relays
 
-    def share(self, share: Shareable) -> None:
+    def serve_relay(self, relay: Relayed) -> None:
         """Serve another checkpoint, too, to each request that sends its token.
 
         Raises:
             ClosedError: after :meth:`close`.
         """
         self._waits.check_open()
-        self._shares[share] = Publication(share, is_shared=True)
+        self._relays[relay] = Publication(relay, is_relay=True)
 
-    def shared(self, offered: str) -> Publication | None:
-        """Return the share that a request's token opens."""
-        found = (each for share, each in self._shares.items() if share.opens(offered))
+    def relay_of(self, token: str) -> Publication | None:
+        """Return the relay that a request's token opens."""
+        found = (each for relay, each in self._relays.items() if relay.opens(token))
         return next(found, None)
 
     @asynccontextmanager
-    async def unread(self, share: Shareable) -> AsyncIterator[Publication | None]:
-        """Interrupt the requests that read a share, and admit none during the block.
+    async def unread(self, relay: Relayed) -> AsyncIterator[Publication | None]:
+        """Interrupt the requests that read a relay, and admit none during the block.
 
-        Yields the publication of the share; None if it is not served.
+        Yields the publication of the relay; None if it is not served.
         """
-        publication = self._shares.get(share)
+        publication = self._relays.get(relay)
         if publication is None:
             yield None
             return
         with await publication.lock.acquire_write(grace=0.0):
             yield publication
 
-    async def unshare(self, share: Shareable) -> None:
+    async def end_relay(self, relay: Relayed) -> None:
         """Serve it no more; once this returns, no byte of it is read. Idempotent."""
-        share.end()
-        async with self.unread(share) as publication:
+        relay.end()
+        async with self.unread(relay) as publication:
             if publication is not None:
                 publication.let_go()
-        self._shares.pop(share, None)
+        self._relays.pop(relay, None)
 
     # ---------------------------------------------------------------- finding
 

@@ -265,7 +265,7 @@ class SwarmEndpoint(ServiceExtension):
     async def _members(self, asked: Asked) -> web.StreamResponse:
         """Add, renew or remove a member of the snapshot's swarm."""
         request, publication, lease = asked.request, asked.publication, asked.lease
-        if self._config.swarm is None or publication.is_shared:
+        if self._config.swarm is None or publication.is_relay:
             raise RefusedError(HTTPStatus.NOT_FOUND, "there is no swarm here")
         wanted, actual = request.headers.get("If-Match"), publication.snapshot_id
         if not http.if_match(wanted, actual):

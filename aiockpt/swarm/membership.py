@@ -235,7 +235,7 @@ class RelayHost(Front):
             AiockptError, OSError: the server cannot start.
         """
         await self.start()
-        self.store.share(relay)
+        self.store.serve_relay(relay)
         return self.url()
 
     async def end_lingering(self) -> None:
@@ -456,7 +456,7 @@ class Membership(ReceiveExtension):
         finally:
             self._leaves = True
             relay.let_go()
-            await self._host.store.unshare(relay)
+            await self._host.store.end_relay(relay)
             self._gone.set()
             if url is not None:
                 await self._say_goodbye(joined, url)

@@ -113,7 +113,7 @@ class Copy(NamedTuple):
 
 
 class Relay:
-    """A checkpoint that is being received, as a `Shareable` of the receiver's store.
+    """A checkpoint that is being received; the receiver's store serves it.
 
     Args:
         manifest: The manifest of the whole checkpoint.

@@ -316,7 +316,7 @@ async def test_the_rate_limits_only_what_a_member_sends() -> None:
             relay.tokens = [Token("of-members")]
             for chunk in range(len(memory.manifest.grid)):
                 relay.add(chunk)
-            site.store.share(relay)
+            site.store.serve_relay(relay)
 
             def paced() -> int:
                 sock = site.connections[0].transport.get_extra_info("socket")
@@ -330,7 +330,7 @@ async def test_the_rate_limits_only_what_a_member_sends() -> None:
                 assert answer.status == HTTPStatus.PARTIAL_CONTENT
                 found.append(paced())
             assert found == [UNLIMITED, 20_000_000, UNLIMITED]
-            await site.store.unshare(relay)
+            await site.store.end_relay(relay)
 
 
 async def test_senders_that_hold_the_same_are_sources_beside_members() -> None:

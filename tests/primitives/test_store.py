@@ -98,29 +98,29 @@ async def test_a_body_of_a_relay_is_a_reader():
     """A member of a swarm counts whom it serves, as a sender does."""
     store, relay = Store(), Relay(Memory().manifest, {}, Slots(2))
     relay.tokens = [Token("of-members")]
-    store.share(relay)
-    publication = store.shared("of-members")
+    store.serve_relay(relay)
+    publication = store.relay_of("of-members")
     assert publication is not None
     async with store.reading(publication, evict=lambda: None):
         assert store.statistics() == Statistics(readers=1, oldest_reader=ANY)
     assert store.statistics() == Statistics()
 
 
-async def test_a_share_is_found_by_its_tokens_until_it_ends():
-    """Then nobody reads it, and a closed store accepts no other share."""
+async def test_a_relay_is_found_by_its_tokens_until_it_ends():
+    """Then nobody reads it, and a closed store accepts no other relay."""
     store, relay = Store(), Relay(Memory().manifest, {}, Slots(2))
-    store.share(relay)
-    assert store.shared("") is None  # it has no token yet
+    store.serve_relay(relay)
+    assert store.relay_of("") is None  # it has no token yet
     relay.tokens = Token("one"), Token("other")
-    share = store.shared("one")
+    share = store.relay_of("one")
     assert share is not None
-    assert share is store.shared("other")
-    assert store.shared("third") is None
+    assert share is store.relay_of("other")
+    assert store.relay_of("third") is None
     async with store.unread(relay) as publication:
         assert publication is share
     for _ in range(2):
-        await store.unshare(relay)
-        assert store.shared("one") is None
+        await store.end_relay(relay)
+        assert store.relay_of("one") is None
         async with store.unread(relay) as publication:
             assert publication is None
     with pytest.raises(CheckpointChangedError):
@@ -128,7 +128,7 @@ async def test_a_share_is_found_by_its_tokens_until_it_ends():
             raise AssertionError("it has ended")
     await store.close()
     with pytest.raises(ClosedError):
-        store.share(relay)
+        store.serve_relay(relay)
 
 
 async def test_waiting_ends_when_the_step_was_skipped():

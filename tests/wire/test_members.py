@@ -253,11 +253,11 @@ async def relaying(site: Site, chunks: Iterable[int]) -> AsyncIterator[dict[str,
     with closing(Arena(len(held.data))) as relay.memory:
         for chunk in chunks:
             relay.add(chunk)
-        site.store.share(relay)
+        site.store.serve_relay(relay)
         try:
             yield {"Authorization": f"Bearer {relay.tokens[0]}"}
         finally:
-            await site.store.unshare(relay)
+            await site.store.end_relay(relay)
 
 
 @pytest.mark.parametrize(
@@ -289,13 +289,13 @@ async def lending(
         memory[:] = held.data
         for chunk in (0, 1):
             relay.add(chunk)
-        site.store.share(relay)
+        site.store.serve_relay(relay)
         try:
             async with site.peer(receive_buffer=4096, token=relay.tokens[0]) as peer:
                 yield held, relay, memory, peer
         finally:
             memory.release()
-            await site.store.unshare(relay)
+            await site.store.end_relay(relay)
 
 
 @proves("threat T14")
@@ -336,7 +336,7 @@ async def test_a_request_that_waits_while_the_memory_is_lent_asks_again() -> Non
     """It was let in before; the next one gets a copy."""
     async with serving(swarm=SWARM) as site, lending(site) as found:
         held, relay, memory, peer = found
-        share = site.store.shared(relay.tokens[0])
+        share = site.store.relay_of(relay.tokens[0])
         assert share is not None
         async with site.store.unread(relay):
             await peer.request("/checkpoint/7/0")
