@@ -125,7 +125,7 @@ _HOMES = {
     "recover": "aiockpt.checkpointers.recovery",
     "register_leaf": "aiockpt.state.flatten",
 }
-_ROOMS = ("checkpointers", "http", "testing")
+_PACKAGES = ("checkpointers", "http", "testing")
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy(__name__, _HOMES, rooms=_ROOMS)
+    __getattr__, __dir__ = lazy(__name__, _HOMES, packages=_PACKAGES)

@@ -8,7 +8,7 @@ from importlib import import_module
 
 
 def lazy(
-    package: str, homes: Mapping[str, str], *, rooms: Collection[str] = ()
+    package: str, homes: Mapping[str, str], *, packages: Collection[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and the ``__dir__`` of a package (PEP 562).
 
@@ -18,12 +18,12 @@ def lazy(
     Args:
         package: The package's ``__name__``. A name stays there after its first use.
         homes: The module of each lazy name.
-        rooms: Packages inside this one that load on first use, too.
+        packages: Those inside this one that load on first use, too.
     """
     names = vars(sys.modules[package])
 
     def load(name: str) -> object:
-        if name in rooms:
+        if name in packages:
             return import_module(f"{package}.{name}")
         home = homes.get(name)
         if home is None:
