@@ -306,6 +306,7 @@ class _Walk:
         self.pairs, self.new, self.values = Pairs(), array("q"), array("q")
         self._catalogue, self._wanted, self._rule = catalogue, wanted, rule
         self._selection = Selection(select)
+        self._is_whole, self._is_near = rule.is_whole, rule.is_near
         self._types = NodeTypes(wanted, catalogue)
         self._differences = _Differences()
         self._optimizers: set[str] = set()  # the paths of their states
@@ -323,7 +324,7 @@ class _Walk:
 
     def checked(self, name: str) -> tuple[Sequence[str], Sequence[str]]:
         """Return the missing paths and the warnings, unless the rule refuses them."""
-        if self._rule.is_near:
+        if self._is_near:
             return (), ()
         trees = self._wanted.tree, self._catalogue.tree
         return self._differences.checked(self._rule, self._selection, trees, name)
@@ -338,7 +339,7 @@ class _Walk:
         try:
             return self._fitting(mine, theirs, path)
         except (TemplateMismatchError, UnsupportedLeafError):
-            if not self._rule.is_near:
+            if not self._is_near:
                 raise
             return self._taken(theirs)
 
@@ -349,7 +350,7 @@ class _Walk:
             return _emptied(own, mine) if self._in_leaf else HOLE
         kinds = tag_of(mine), tag_of(theirs)
         is_open = kinds[0] in DICTS or kinds[0] == "list"
-        is_empty = self._rule.is_whole and values_of(theirs) == []
+        is_empty = self._is_whole and values_of(theirs) == []
         if is_empty or not (is_open and values_of(mine)):
             self._differences.found = True
         if mine is None:
@@ -374,9 +375,7 @@ class _Walk:
             found = [self._pair(*pair, item(path, at)) for at, pair in pairs]
             self._in_leaf -= 1
             return new.made_of(found)
-        if self._rule.is_whole and any(
-            _first_tensor(each, path) for each in (mine, theirs)
-        ):
+        if self._is_whole and any(_first_tensor(each, path) for each in (mine, theirs)):
             raise self._types.unfit(mine, theirs, path, lengths=True)
         return self._taken(theirs)
 
@@ -396,7 +395,7 @@ class _Walk:
             numbers, layout = self._catalogue.layouts.read((path,), *mine[1:])
         tensors = [*map(self._wanted.tensors.__getitem__, numbers)]
         is_meta = any(tensor.is_meta for tensor in tensors)
-        if is_meta and self._rule.is_whole:
+        if is_meta and self._is_whole:
             raise UnsupportedLeafError(path, "meta tensor", NO_MEMORY)
         if layout is None and tag_of(theirs) == "tensor":
             pieces = [number_of(theirs, path)]
@@ -409,7 +408,7 @@ class _Walk:
                 check(tensor, self._catalogue.piece(piece), path)
             return self._taken(theirs)
         self._add(path, None, pieces, numbers)
-        if layout is not None and not (self._rule.is_whole or self._in_leaf):
+        if layout is not None and not (self._is_whole or self._in_leaf):
             return HOLE  # nothing is made: only its local tensors are filled
         return cast("Node", theirs)
 
@@ -455,12 +454,12 @@ class _Walk:
             elif self._is_selected(right[key], where):
                 taken[key] = self._pair(old, right[key], where)
         self._add_row(path, row)
-        for key, new in right.items() if self._rule.is_whole else ():
+        for key, new in right.items() if self._is_whole else ():
             if key not in left:
                 taken[key] = self._added(new, below(path, key), path, left, right)
-        order = right if self._rule.is_near else taken  # the result is a new dict then
+        order = right if self._is_near else taken  # the result is a new dict then
         taken = {key: taken[key] for key in order if taken.get(key, HOLE) is not HOLE}
-        beside = self._attributes(mine, theirs, path) if self._rule.is_whole else []
+        beside = self._attributes(mine, theirs, path) if self._is_whole else []
         return self._dict_of(theirs, taken, beside)
 
     def _attributes(self, mine: Any, theirs: Any, path: str) -> list[Node]:
@@ -503,7 +502,7 @@ class _Walk:
     def _pair_lists(self, mine: Any, theirs: Any, path: str) -> Node:
         old, new = mine[1], theirs[1]
         stay: list[Node] = []  # the items that only the template has
-        if self._rule.is_near:
+        if self._is_near:
             old = old[: len(new)]
         elif len(old) > len(new) and not self._selects(mine, path, len(new)):
             old, stay = old[: len(new)], [HOLE] * (len(old) - len(new))
@@ -513,7 +512,7 @@ class _Walk:
         taken: list[Node] = [HOLE] * len(old)
         for at, (one, other) in enumerate(zip_longest(old, new)):
             where = item(path, at)
-            if self._rule.is_whole and at >= len(old):
+            if self._is_whole and at >= len(old):
                 left, right = (items_of(each) or {} for each in (mine, theirs))
                 taken.append(self._added(other, where, path, left, right))
             elif self._is_selected(other, where):
@@ -528,14 +527,14 @@ class _Walk:
         self, old: Node, where: str, path: str, left: Items, right: Items
     ) -> None:
         """Note what the sources lack."""
-        if self._rule.is_near:
+        if self._is_near:
             return
         match old:
-            case ["ext", tag, int(number)] if tag == ODD and self._rule.is_whole:
+            case ["ext", tag, int(number)] if tag == ODD and self._is_whole:
                 value = self._wanted.odd[number]
                 if remedy := remedy_for(value):
                     raise unsupported(value, where, remedy)
-        if self._rule.is_whole:
+        if self._is_whole:
             self._note_unfilled(old, where)
         elif lacking := [*self._lacking(old, where)]:
             self._differences.missing += lacking
@@ -553,7 +552,7 @@ class _Walk:
         self, new: Node, where: str, path: str, left: Items, right: Items
     ) -> Node:
         """Return a value that the template lacks, and gets; refuse tensors."""
-        if self._rule.is_near or not (first := _first_tensor(new, where)):
+        if self._is_near or not (first := _first_tensor(new, where)):
             return self._taken(new)
         if not self._differences.extra:
             self._differences.extra = first
@@ -563,7 +562,7 @@ class _Walk:
     def _is_left_empty(self, mine: Any, theirs: Any, path: str) -> bool:
         """Say whether a container is empty here, and full there, and stays so."""
         kind = TYPES.get(tag_of(mine) or "")
-        if self._rule.is_near or kind is None:
+        if self._is_near or kind is None:
             return False
         if values_of(mine) != [] or not values_of(theirs):
             return False
@@ -572,10 +571,10 @@ class _Walk:
             return False
         if not self._selects(theirs, path):
             return False
-        if self._rule.is_whole and not _first_tensor(theirs, path):
+        if self._is_whole and not _first_tensor(theirs, path):
             return False
         there = items_of(theirs) or {}
-        optimizer, whole = path in self._optimizers, self._rule.is_whole
+        optimizer, whole = path in self._optimizers, self._is_whole
         error = left_empty(path, kind, there, optimizer=optimizer, whole=whole)
         if whole:
             raise error
