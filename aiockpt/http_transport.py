@@ -919,6 +919,7 @@ class HTTPTransport(CheckpointTransport[T]):
             have=have,
             select=listed(select),
             progress=progress,
+            ports=port_for,
             marks=Marks.of_caller(port_for),
         )
         return options, attaching
