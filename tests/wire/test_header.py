@@ -176,7 +176,7 @@ class TestManifest:
             {"entries": entries_of(("\ud800", "U8", (1,), 1))},
             {"entries": entries_of(("a", "U8", (1,), 1), ("a", "U8", (1,), 1))},
         ],
-        ids=lambda changes: min(changes),
+        ids=min,
     )
     def test_what_a_receiver_would_refuse_is_not_built(
         self, changes: dict[str, Any]
