@@ -284,7 +284,7 @@ class Composer:
         try:
             found, shape = self._covered(shards, mine)
         except ValueError as error:
-            raise refusal(self._name, path, f"{error}") from error
+            raise refusal(self._name, path, f"{error}") from error.__cause__
         dtype, lazy = self._kind_of(numbers[0]) if numbers else (dtype, 0)
         # Two tensors of the same memory become two of one piece's.
         homes = map(self._home_of, numbers) if self._catalogue.has_views else numbers
