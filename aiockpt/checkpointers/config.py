@@ -13,7 +13,7 @@ from typing import Final, Literal, get_args
 from aiockpt.transport import check_fields, whole_number
 
 BusyPolicy = Literal["wait", "skip", "replace", "fail"]
-"""What a save does while another is being written and a third one waits."""
+"""What a save does while one save is being written and a second one waits."""
 
 CLOSING_S: Final = 5.0
 """How long the end of an object waits for its calls, and then for its threads."""
@@ -232,7 +232,7 @@ class CheckpointerConfig:
         staging_config: How an asynchronous save stages.
         process_config: The process of an asynchronous checkpointer.
         use_process: Write in a separate process. Without it, in a thread.
-        busy_policy: What a save does while another is being written and a third one
+        busy_policy: What a save does while one save is being written and a second one
             waits: it waits too (``wait``), is skipped (``skip``), replaces the waiting
             one (``replace``), or fails (``fail``).
         raise_on_failure: Raise the error of a failed save from ``save``, the next

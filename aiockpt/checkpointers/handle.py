@@ -64,7 +64,7 @@ SaveEnd: TypeAlias = Written | BaseException | Literal["skipped", "replaced"]
 
 
 class SaveHandle:
-    """One save. It is staged when a checkpointer returns it, and is written later.
+    """One save. A checkpointer returns it before the checkpoint is written.
 
     It belongs to the event loop that made it. Make one yourself to hand something to a
     :class:`BackgroundWriter` without a checkpointer.
@@ -120,7 +120,7 @@ class SaveHandle:
 
     @property
     def staged(self) -> bool:
-        """Whether the state dict was copied, before any skip or failure."""
+        """Whether a writer has taken over the copy. A save may end before that."""
         return self.number > 0
 
     @property

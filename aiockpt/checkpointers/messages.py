@@ -1,9 +1,9 @@
 """The messages between the trainer and its checkpoint process, as plain data.
 
 The trainer sends `WorkerSetup` first, then a `Write` for each save. The process answers
-with `Progressed` while it works and with one `Ended` for the setup and for each write.
-`runtime.ipc` carries the messages. Paths are bytes, because not every path is valid
-text.
+the setup with one `Ended`. It answers each write with `Progressed` while it works, with
+`Kept` once the file is complete, and with one `Ended`. `runtime.ipc` carries the
+messages. Paths are bytes, because not every path is valid text.
 
 Exceptions and keyword arguments become data here, too.
 """

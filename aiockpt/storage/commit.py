@@ -131,7 +131,7 @@ class Draft(AbstractContextManager["Draft"]):
         self.close()
 
     def __del__(self) -> None:
-        # A signal's handler has raised before anything else had it.
+        # If a signal handler raises right after `__init__`, no `with` block closes it.
         self.close()
 
     @property
