@@ -198,7 +198,7 @@ class TCPStoreBarrier:
             TransportError: the store cannot be reached.
         """
         with self._translating_errors():
-            self._choose_round(self._save(meeting))
+            self._choose_round(self._keys_of(meeting))
 
     def meet(self, meeting: Meeting) -> dict[int, str]:
         """Block until every rank has arrived.
@@ -212,7 +212,7 @@ class TCPStoreBarrier:
             TransportError: the store cannot be reached.
         """
         with self._translating_errors():
-            save = self._save(meeting)
+            save = self._keys_of(meeting)
             timeout = min(meeting.timeout, self._longest)
             until = time.monotonic() + timeout
             number = self._rounds.get(save.key) or self._choose_round(save)
@@ -248,7 +248,7 @@ class TCPStoreBarrier:
             TransportError: the store cannot be reached.
         """
         with self._translating_errors():
-            save, phase = self._save(meeting), meeting.phase
+            save, phase = self._keys_of(meeting), meeting.phase
             # Its predecessor may have died before it left its mark. Without the mark,
             # the next save of this rank would join this round, and get this failure.
             number = self._rounds.get(save.key) or self._join(
@@ -374,7 +374,7 @@ class TCPStoreBarrier:
 
     # -------------------------------------------------------------------- the store
 
-    def _save(self, meeting: Meeting) -> _SaveKeys:
+    def _keys_of(self, meeting: Meeting) -> _SaveKeys:
         return _SaveKeys(self._connect(), f"{self._prefix}/{meeting.key}")
 
     def _connect(self) -> Store:

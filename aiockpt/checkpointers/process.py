@@ -242,10 +242,10 @@ class CheckpointProcess(BackgroundWriter):
                 header_bytes=len(header),
                 segment_bytes=handle.nbytes,
             )
-            write = _Delivery(handle, message, parcel)
-            self._deliveries.add(write)
+            delivery = _Delivery(handle, message, parcel)
+            self._deliveries.add(delivery)
             if running is not None:  # else the next process gets it
-                self._deliveries.post(write, running)
+                self._deliveries.post(delivery, running)
 
     def drop(self, handle: SaveHandle) -> None:
         """Drop a save, unless its write has begun. The handle ends in either case."""
@@ -467,39 +467,39 @@ class _Deliveries:
     def __iter__(self) -> Iterator[_Delivery]:
         return iter(self._by_number.values())
 
-    def add(self, write: _Delivery) -> None:
+    def add(self, delivery: _Delivery) -> None:
         """Note a write that a process will get."""
-        self._by_number[write.handle.number] = write
+        self._by_number[delivery.handle.number] = delivery
 
     def get(self, number: int) -> _Delivery | None:
         """Return a write that has not ended."""
         return self._by_number.get(number)
 
-    def post(self, write: _Delivery, running: _Running) -> None:
+    def post(self, delivery: _Delivery, running: _Running) -> None:
         """Send a write to a process, or fail it if no descriptor is left for it."""
         try:
-            running.post(write)
+            running.post(delivery)
         except OSError as error:
             what = "handing over what was staged"
-            self.end(write.handle.number, refused_by_host(what, error))
+            self.end(delivery.handle.number, refused_by_host(what, error))
 
     def post_all(self, running: _Running) -> None:
         """Give a new process the writes that the previous one has left."""
         for message in self.untold:
             running.child.send(message)
         self.untold.clear()
-        for write in [*self]:
-            if write.tries < _MAX_TRIES:
-                self.post(write, running)
+        for delivery in [*self]:
+            if delivery.tries < _MAX_TRIES:
+                self.post(delivery, running)
             else:
                 detail = "each checkpoint process dies before it begins this write"
-                self.end(write.handle.number, WorkerError(detail))
+                self.end(delivery.handle.number, WorkerError(detail))
 
     def end(self, number: int, outcome: SaveEnd) -> None:
         """End a write, unless it has ended."""
-        if (write := self._by_number.pop(number, None)) is not None:
-            os.close(write.parcel)
-            write.handle.end(outcome)
+        if (delivery := self._by_number.pop(number, None)) is not None:
+            os.close(delivery.parcel)
+            delivery.handle.end(outcome)
 
     def end_all(self, outcome: SaveEnd) -> None:
         """End every write."""
@@ -533,13 +533,13 @@ class _Deliveries:
 
     def _fail(self, lost: Sequence[_Delivery], error: AiockptError) -> None:
         """Fail writes; if one has begun, the disk is asked before any of them ends."""
-        if not any(write.handle.begun for write in lost):
-            for write in lost:
-                self.end(write.handle.number, error)
+        if not any(delivery.handle.begun for delivery in lost):
+            for delivery in lost:
+                self.end(delivery.handle.number, error)
             return
-        for write in lost:
-            del self._by_number[write.handle.number]
-            os.close(write.parcel)
+        for delivery in lost:
+            del self._by_number[delivery.handle.number]
+            os.close(delivery.parcel)
         task = asyncio.get_running_loop().create_task(self._end_lost(lost, error))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
@@ -547,8 +547,8 @@ class _Deliveries:
     async def _end_lost(self, lost: Sequence[_Delivery], error: AiockptError) -> None:
         """End the writes of a dead process, in their order."""
         killed = isinstance(error, WorkerError) and error.exitcode is not None
-        for write in lost:
-            handle, message = write.handle, write.message
+        for delivery in lost:
+            handle, message = delivery.handle, delivery.message
             outcome: Written | AiockptError = error
             told = handle.file is not None or self._writers.are_default
             try:
@@ -600,20 +600,20 @@ class _Running:
         """For how many seconds there has been this process."""
         return self._loop.time() - self._began
 
-    def post(self, write: _Delivery) -> None:
+    def post(self, delivery: _Delivery) -> None:
         """Send a write to the process.
 
         Raises:
             OSError: the message has to wait, and no descriptor is left for it.
         """
-        handle = write.handle
+        handle = delivery.handle
         assert handle.snapshot is not None
         arena = handle.snapshot.arena
         assert arena is not None
-        self.child.send(write.message, [write.parcel, arena.fd])
+        self.child.send(delivery.message, [delivery.parcel, arena.fd])
         if len(self._deliveries) == 1:
             self._heard = self._loop.time()  # it need not have said anything before
-        write.tries += 1
+        delivery.tries += 1
         self.changed.set()
 
     def overdue(self, close_by: float) -> tuple[str, float]:
@@ -649,15 +649,15 @@ class _Running:
                 self.ready = True
                 self.start_ended.set()
             return
-        if (write := self._deliveries.get(message.number)) is None:
+        if (delivery := self._deliveries.get(message.number)) is None:
             return
         if isinstance(message, Ended):
-            outcome = outcome_of(message, f"writing {write.handle.path}")
+            outcome = outcome_of(message, f"writing {delivery.handle.path}")
             self._deliveries.end(message.number, outcome)
             return
-        write.handle.hear(message)
-        if write.handle.begun and write.deadline == math.inf:
-            write.deadline = self._heard + self._config.write_timeout_secs
+        delivery.handle.hear(message)
+        if delivery.handle.begun and delivery.deadline == math.inf:
+            delivery.deadline = self._heard + self._config.write_timeout_secs
 
 
 def _emit_restart(detail: str, level: int = logging.WARNING) -> None:

@@ -175,7 +175,7 @@ class CheckpointWriter:
         from aiockpt.transfer.live import LiveState
 
         save = self._begin(path, step_for(path, kwargs))
-        with save.reporting("written"):
+        with save.telling_failures("written"):
             live = LiveState(
                 state_dict,
                 step=save.step,
@@ -191,7 +191,7 @@ class CheckpointWriter:
             def report(done: int) -> None:
                 report_written(told, began, done, total)
 
-            written = self._save(path, save, _Reporting(live, report), kwargs)
+            written = self._save(path, save, _WithProgress(live, report), kwargs)
             report(total)
         return written
 
@@ -251,14 +251,14 @@ class CheckpointWriter:
     ) -> Written:
         """Write this rank's file and commit it with the other ranks, step by step."""
         config, rank = self._config, self._rank_info.global_rank
-        with save.reporting("written"):
+        with save.telling_failures("written"):
             if not rank:
                 sweep(save.destination.parent, shared=self._barrier is not None)
             draft = Draft(save.destination, rank, durable=config.fsync)
         written: Written | None = None  # until it is committed
         try:
             with draft:
-                with save.reporting("written", draft):
+                with save.telling_failures("written", draft):
                     header = write_file(
                         draft.temporary, draft.fd, writable, durable=config.fsync
                     )
@@ -272,7 +272,7 @@ class CheckpointWriter:
                 warning, snapshots = save.meet(draft, rank, header.snapshot_id)
                 unused: list[Path] = []
                 try:
-                    with save.reporting("committed", draft):
+                    with save.telling_failures("committed", draft):
                         if not rank:
                             unused = draft.commit(save.step, snapshots)
                     warning = warning or save.confirm(draft, rank)
@@ -313,7 +313,7 @@ def remove_old(destination: Path, config: CheckpointWriterConfig) -> None:
         logger.warning("old checkpoints are not removed", exc_info=True)
 
 
-class _Reporting:
+class _WithProgress:
     """Wraps a `Writable` and reports the writer's progress."""
 
     def __init__(self, writable: Writable, report: Callable[[int], object]) -> None:
@@ -351,10 +351,8 @@ class _Save:
                 self._barrier.expect(self._meeting)
 
     @contextmanager
-    def reporting(
-        self,
-        phase: Phase,
-        draft: Draft | None = None,
+    def telling_failures(
+        self, phase: Phase, draft: Draft | None = None
     ) -> Iterator[None]:
         """Clean up after a failure of the block, and tell the other ranks."""
         try:
@@ -530,7 +528,7 @@ def write_job(job: WriteJob, writers: Writers) -> Written:
     staged = WritableSnapshot(snapshot, on_seal=job.seal)
     try:
         if getattr(type(writer), "write", None) is CheckpointWriter.write:
-            watched = _Reporting(staged, job.advance)
+            watched = _WithProgress(staged, job.advance)
             told = writer.write_staged(job.path, watched, step, **keywords)
             return told if isinstance(told, Written) else Written()
         manifest = staged.seal()
