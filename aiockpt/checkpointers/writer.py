@@ -16,7 +16,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -127,7 +127,7 @@ class CheckpointWriter:
         self._hook = commit_hook
         self._pool = ArenaPool(keep=1)
         self._remarks = Remarks(FILE_LIMITS, FILE_LIMITS)
-        self._on_kept: Callable[[tuple[int, int]], object] | None = None
+        self._tell_file: Callable[[tuple[int, int]], object] | None = None
 
     @property
     def config(self) -> CheckpointWriterConfig:
@@ -227,6 +227,18 @@ class CheckpointWriter:
         if self._barrier is not None:
             self._barrier.close()
 
+    @contextmanager
+    def telling_file(self, tell: Callable[[tuple[int, int]], object]) -> Iterator[None]:
+        """Within the block, call ``tell`` with the `Draft.identity` of a complete file.
+
+        It is no argument of :meth:`write`: a user's own ``write`` would not pass it on.
+        """
+        self._tell_file = tell
+        try:
+            yield
+        finally:
+            self._tell_file = None  # or it would keep the snapshot
+
     def _begin(self, path: StrPath, step: int) -> _Save:
         try:
             destination = resolve_target(path)
@@ -263,8 +275,8 @@ class CheckpointWriter:
                         draft.temporary, draft.fd, writable, durable=config.fsync
                     )
                     draft.keep_file()
-                    if self._on_kept is not None:
-                        self._on_kept(draft.identity)
+                    if self._tell_file is not None:
+                        self._tell_file(draft.identity)
                     if self._hook is not None:
                         _finish(self._hook.pre_commit(os.fspath(path), **kwargs))
                 content = content_of(header)
@@ -523,25 +535,21 @@ def write_job(job: WriteJob, writers: Writers) -> Written:
         raise
     writer = writers.of(job.ranks)
     ours = isinstance(writer, CheckpointWriter)
-    if ours:
-        writer._on_kept = job.keep  # noqa: SLF001 - it belongs to this module
     staged = WritableSnapshot(snapshot, on_seal=job.seal)
     try:
-        if getattr(type(writer), "write", None) is CheckpointWriter.write:
-            watched = _WithProgress(staged, job.advance)
-            told = writer.write_staged(job.path, watched, step, **keywords)
-            return told if isinstance(told, Written) else Written()
-        manifest = staged.seal()
-        writer.write(path=job.path, state_dict=_state(manifest, job), **keywords)
-        return Written(content=content_of(manifest), nbytes=manifest.segment_bytes)
+        with writer.telling_file(job.keep) if ours else nullcontext():
+            if getattr(type(writer), "write", None) is CheckpointWriter.write:
+                watched = _WithProgress(staged, job.advance)
+                told = writer.write_staged(job.path, watched, step, **keywords)
+                return told if isinstance(told, Written) else Written()
+            manifest = staged.seal()
+            writer.write(path=job.path, state_dict=_state(manifest, job), **keywords)
+            return Written(content=content_of(manifest), nbytes=manifest.segment_bytes)
     except BaseException as error:
         if (written := committed_before(error)) is None:
             raise
         what = f"{Path(job.path).name} is committed, but {type(error).__name__} came"
         return written._replace(warning=f"{what} after the commit: {_reason(error)}")
-    finally:
-        if ours:
-            writer._on_kept = None  # noqa: SLF001 - or it would keep the snapshot
 
 
 def _state(manifest: Manifest, job: WriteJob) -> Any:
