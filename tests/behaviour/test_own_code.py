@@ -94,6 +94,36 @@ async def test_an_own_writer_gets_what_the_default_one_saves(
     assert (tmp_path / "a.txt").read_text() == "Pair Box Odd True"
 
 
+class Inheriting(CheckpointWriter):
+    """Writes as the default writer does when that has a state dict."""
+
+    def write(self, path: Any, state_dict: Any, **kwargs: Any) -> None:
+        """Pass nothing on but the arguments."""
+        super().write(path, state_dict, **kwargs)
+
+
+def inheriting(rank_info: RankInfo) -> Inheriting:
+    """Make it."""
+    return Inheriting(CheckpointWriterConfig(), rank_info)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("use_process", [True, False])
+async def test_the_trainer_knows_the_file_of_an_own_writer(
+    tmp_path: Path, use_process: bool
+) -> None:
+    """So it can ask the disk whether the file was committed, if the writer dies."""
+    async with aiockpt.make_async_checkpointer(
+        aiockpt.CheckpointerConfig(use_process=use_process),
+        checkpoint_writer_init_fn=inheriting,
+    ) as made:
+        for step in (1, 2):
+            handle = await made.save({"w": torch.ones(2)}, tmp_path / f"{step}")
+            assert await handle.written()
+            files = [each.stat() for each in (tmp_path / f"{step}").iterdir()]
+            assert handle.file in [(each.st_dev, each.st_ino) for each in files]
+
+
 @pytest.mark.asyncio
 async def test_what_is_recovered_has_its_named_tuples(tmp_path: Path) -> None:
     """A named tuple has this program's type, or one with the same fields."""
