@@ -38,7 +38,13 @@ from aiockpt.http.planner import Assignment, Dismiss, Planner, Rest, Stop
 from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import Liveness
 from aiockpt.http.tuning import MemberTuning, SlowAfter, Tuning
-from aiockpt.swarm.policy import FIRST, LEASE, Candidate, heartbeat, neighbours
+from aiockpt.swarm.policy import (
+    FIRST,
+    HEARTBEATS_PER_LEASE,
+    Candidate,
+    heartbeat,
+    neighbours,
+)
 
 __all__ = ["CASES", "Case", "Outcome", "simulate"]
 
@@ -214,7 +220,7 @@ class _Run(ChunkRun):
             if self.came < size - 1:  # a byte less is an error of the arithmetic
                 break
             self.came = max(self.came - size, 0.0)
-            self.complete()
+            self.mark_patched()
 
 
 class _Request:
@@ -389,7 +395,7 @@ class _Swarm:
             if hint is not None:
                 self.unsent.append(hint)
 
-        self.later(LEASE * self.period, forget)
+        self.later(HEARTBEATS_PER_LEASE * self.period, forget)
 
     # ----------------------------------------------------------------- tracker
 

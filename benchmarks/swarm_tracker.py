@@ -24,7 +24,7 @@ import aiohttp
 import torch
 
 from aiockpt import HTTPTransport, Server, Swarm
-from aiockpt.swarm.policy import FIRST, LEASE
+from aiockpt.swarm.policy import FIRST, HEARTBEATS_PER_LEASE
 from benchmarks.measures import BenchmarkError
 from benchmarks.workers import Worker
 
@@ -92,7 +92,7 @@ class _Member:
         while True:
             await self.announce()
             counts[0] += 1
-            await asyncio.sleep(part * self.lease / LEASE)
+            await asyncio.sleep(part * self.lease / HEARTBEATS_PER_LEASE)
             part = min(2 * part, 1.0)
 
 
@@ -129,7 +129,7 @@ async def _measure(count: int, seconds: float) -> dict[str, Any]:
             counts = [0]
             tasks = [asyncio.create_task(each.keep(counts)) for each in members]
             first = await _cost(source, counts, _BEGINNING)
-            beat = max(each.lease for each in members) / LEASE
+            beat = max(each.lease for each in members) / HEARTBEATS_PER_LEASE
             await asyncio.sleep(beat)
             # Those that joined together announce themselves together.
             later = await _cost(source, counts, max(round(seconds / beat), 1) * beat)

@@ -102,7 +102,7 @@ async def save(
             chunks = await missing(part)
             meter.at("fetch_chunk")
             outline, filled = manifest.outline, PlainDestination(part)
-            extension.fill(filled)
+            extension.reads_into(filled)
             for chunk in {*range(len(manifest.grid))}.difference(chunks):
                 extension.verified(chunk)
             await Download(peers, outline, filled, chunks, meter.add, extension).run()

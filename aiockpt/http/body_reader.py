@@ -145,7 +145,7 @@ class BodySink:
                 has_ended |= self._digest(piece)
                 self._next_window()
         if has_ended and self._run is not None:
-            self._run.placed()
+            self._run.mark_stored()
         return has_ended
 
     def write(self, data: bytes | memoryview) -> None:
@@ -159,11 +159,11 @@ class BodySink:
         self.report()
 
     def report(self) -> None:
-        """Have the run make known, on the loop, which chunks were placed."""
+        """Have the run make known, on the loop, which chunks were stored."""
         if self._run is None:
             self.arrived = Arrived(None, self.filled, self.size)
         else:
-            self._run.note()
+            self._run.verify_stored()
             self.arrived = self._run.arrived()
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class BodySink:
             self._check_memory = _no_buffers
 
     def _digest(self, data: memoryview) -> bool:
-        return self._run is not None and self._run.take(data)
+        return self._run is not None and self._run.digest(data)
 
     def _check(self, start: int, stop: int) -> None:
         """Check that memory is still there, by its distance from the next byte."""
@@ -249,12 +249,10 @@ def _no_buffers(start: int, stop: int) -> Sequence[memoryview]:
     return ()
 
 
-async def read_body(
-    response: ClientResponse, writer: BodySink, threads: Bridge
-) -> None:
-    """Read a body, which must be exactly as long as what remains of ``writer``.
+async def read_body(response: ClientResponse, sink: BodySink, threads: Bridge) -> None:
+    """Read a body, which must be exactly as long as what remains of ``sink``.
 
-    The writer is closed, and nothing refers to its buffers, once this has returned or
+    The sink is closed, and nothing refers to its buffers, once this has returned or
     raised. If cancelled, or if the body breaks off, the connection is closed; what had
     arrived is in the destination and counted.
 
@@ -268,27 +266,25 @@ async def read_body(
             # Reading may make the parser give out more, and the transport resume.
             # Nothing arrives in between, because nothing here awaits.
             while data := content.read_nowait():
-                writer.write(data)
+                sink.write(data)
             # Once the body has ended, what is left to come is an error.
             if not (content.is_eof() or connection[0].is_closing()):
-                direct = _DirectReader(writer, *connection, threads)
+                direct = _DirectReader(sink, *connection, threads)
         if direct is None:
-            while writer.remaining:
+            while sink.remaining:
                 if not (data := await content.readany()):
                     raise ConnectionResetError("the body ended early")
-                writer.write(data)
+                sink.write(data)
             return
         with direct as sock:
             await direct.read_on_loop()
-            while writer.remaining:
+            while sink.remaining:
                 # Other requests may have taken the last free thread meanwhile.
                 if sock is not None and threads.free:
-                    await threads.run(
-                        _receive, sock, writer, direct.report_soon, Turn()
-                    )
+                    await threads.run(_receive, sock, sink, direct.report_soon, Turn())
                     direct.report()
                     direct.check()
-                if writer.remaining:
+                if sink.remaining:
                     direct.resume()  # for more, or for why there is none
                     await direct.read_on_loop()
         content.feed_eof()  # aiohttp takes the connection back
@@ -296,7 +292,7 @@ async def read_body(
         response.close()  # never to the pool: nobody knows what is still to come
         raise
     finally:
-        writer.close()
+        sink.close()
 
 
 def _plain_connection(
@@ -324,12 +320,12 @@ class _DirectReader(asyncio.BufferedProtocol):
 
     def __init__(
         self,
-        writer: BodySink,
+        sink: BodySink,
         transport: asyncio.Transport,
         protocol: asyncio.Protocol,
         threads: Bridge,
     ) -> None:
-        self._writer = writer
+        self._sink = sink
         self._transport, self._protocol = transport, protocol
         self._threads = threads
         self._loop = asyncio.get_running_loop()
@@ -340,7 +336,7 @@ class _DirectReader(asyncio.BufferedProtocol):
 
     def __enter__(self) -> socket.socket | None:
         """Take over; return a socket for threads, where that is worth a descriptor."""
-        if self._writer.remaining >= MIN_TURN_BYTES:
+        if self._sink.remaining >= MIN_TURN_BYTES:
             self._sock = duplicate(self._transport)
         self._install(self)
         return self._sock
@@ -372,7 +368,7 @@ class _DirectReader(asyncio.BufferedProtocol):
     def report(self) -> None:
         """Report the bytes that came; `check` raises the error of a report."""
         try:
-            self._writer.report()
+            self._sink.report()
         except Exception as error:  # noqa: BLE001 - belongs to the caller, not the loop
             self._failed = error
 
@@ -380,7 +376,7 @@ class _DirectReader(asyncio.BufferedProtocol):
         """Raise the error that has ended the body early, if there is one."""
         if self._failed is not None:
             raise self._failed
-        if self._lost is not None and self._writer.remaining:
+        if self._lost is not None and self._sink.remaining:
             raise self._lost
 
     def _install(self, protocol: asyncio.BaseProtocol) -> None:
@@ -391,7 +387,7 @@ class _DirectReader(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         try:
-            return self._writer.next_buffer()
+            return self._sink.next_buffer()
         except Exception as error:  # noqa: BLE001 - belongs to the caller, not the loop
             self._failed = error
             return memoryview(bytearray(1))  # dropped, as the connection will be
@@ -399,14 +395,14 @@ class _DirectReader(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self._failed is None:
             try:
-                self._writer.advance(nbytes)
+                self._sink.advance(nbytes)
             except Exception as error:  # noqa: BLE001 - belongs to the caller
                 self._failed = error
             else:
                 self.report()
-        is_long = self._sock is not None and self._writer.remaining >= MIN_TURN_BYTES
+        is_long = self._sock is not None and self._sink.remaining >= MIN_TURN_BYTES
         for_thread = is_long and self._threads.free
-        if self._failed or not self._writer.remaining or for_thread:
+        if self._failed or not self._sink.remaining or for_thread:
             self._transport.pause_reading()
             self._wake()
 
@@ -421,13 +417,13 @@ class _DirectReader(asyncio.BufferedProtocol):
 
 
 def _receive(
-    sock: socket.socket, writer: BodySink, report: Callable[[], None], turn: Turn
+    sock: socket.socket, sink: BodySink, report: Callable[[], None], turn: Turn
 ) -> None:
     """Receive for a turn; for a thread."""
     unreported, due = False, 0.0
-    while writer.remaining and not turn.over:
+    while sink.remaining and not turn.over:
         try:
-            count, *_ = sock.recvmsg_into(writer.next_buffers())
+            count, *_ = sock.recvmsg_into(sink.next_buffers())
         except BlockingIOError:
             if turn.wait(sock, select.POLLIN):
                 continue
@@ -436,7 +432,7 @@ def _receive(
             return  # the connection's transport finds out, too
         if not count:
             return
-        unreported |= writer.advance(count)
+        unreported |= sink.advance(count)
         if unreported and (now := time.monotonic()) >= due:
             report()
             unreported, due = False, now + _SECONDS_PER_REPORT

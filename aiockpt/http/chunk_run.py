@@ -3,6 +3,10 @@
 One request for several chunks costs a fraction of one request for each. Chunks are
 digested as they arrive, while their bytes are in the processor's cache. The chunk stays
 the unit of verification, of blame and of retry.
+
+A chunk of a run passes these states: its bytes arrive (`ChunkRun.digest`), all of them
+are in the destination (`mark_stored`), and its digest is compared (`verify_stored`).
+Then `ChunkRun` tells the `Download` that assigned it, or has the chunk fetched again.
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ class Arrived(NamedTuple):
 class ChunkRun:
     """Chunks that one connection fetches, in order; they outlive its requests.
 
-    A thread may call `take` and `placed` while the event loop calls everything else.
-    What the loop sees changes only with `note`.
+    A thread may call `digest` and `mark_stored` while the event loop calls everything
+    else. What the loop sees changes only with `verify_stored`.
 
     Args:
         outline: The chunk grid and the digests.
@@ -46,7 +50,7 @@ class ChunkRun:
         self._todo = deque(chunks)
         self._bad: list[HashedChunk] = []
         self._hashed: list[HashedChunk] = []
-        self._placed = deque[HashedChunk]()
+        self._stored = deque[HashedChunk]()
         self.position = self.steals = 0
         self.unverified = sum(map(self._grid.size, self._todo))
         self._owner: object = None
@@ -132,7 +136,7 @@ class ChunkRun:
         return lost
 
     def begin_request(self) -> tuple[int, int]:
-        """Return the bytes that the next request asks for; `take` gets them."""
+        """Return the bytes that the next request asks for; `digest` gets them."""
         self._next = self.position
         return self.position, self.stop
 
@@ -143,7 +147,7 @@ class ChunkRun:
         start, stop = self._grid.range(self._todo[0])
         return Arrived(self._todo[0], self.position - start, stop - start)
 
-    def take(self, data: memoryview) -> bool:
+    def digest(self, data: memoryview) -> bool:
         """Digest bytes that arrived directly behind those of the last call.
 
         Returns:
@@ -154,15 +158,15 @@ class ChunkRun:
         self._hashed += hashed
         return bool(hashed)
 
-    def placed(self) -> None:
-        """Note that all bytes that `take` got are in the destination."""
-        self._placed += self._hashed
+    def mark_stored(self) -> None:
+        """Note that all bytes that `digest` got are in the destination."""
+        self._stored += self._hashed
         self._hashed = []
 
-    def note(self) -> None:
+    def verify_stored(self) -> None:
         """Verify the chunks that ended and are in the destination; on the loop only."""
-        while self._placed:
-            hashed = self._placed.popleft()
+        while self._stored:
+            hashed = self._stored.popleft()
             self._todo.popleft()
             if hashed.matches:
                 self.unverified -= self._grid.size(hashed.chunk)
@@ -171,7 +175,7 @@ class ChunkRun:
                 self._bad.append(hashed)
         self._locate()
 
-    def complete(self) -> None:
+    def mark_patched(self) -> None:
         """Note that a delta has brought the first chunk, which is verified."""
         chunk = self._todo.popleft()
         self.unverified -= self._grid.size(chunk)

@@ -146,13 +146,13 @@ class CheckedResponse:
             raise RemoteProtocolError(f"{url} does not say how long its answer is")
         return int(length)
 
-    async def read_into(self, writer: BodySink) -> None:
+    async def read_into(self, sink: BodySink) -> None:
         """Read the rest of the body into memory.
 
         If cancelled, the connection is closed, and nothing writes to the memory.
         """
-        self._timer.writer = writer
-        await read_body(self._response, writer, self._threads)
+        self._timer.sink = sink
+        await read_body(self._response, sink, self._threads)
 
     async def read(self, most: int, what: str) -> memoryview:
         """Return the body.
@@ -335,7 +335,7 @@ class CheckpointClient:
             except AiockptError:
                 raise  # some of ours are an OSError or a ValueError too
             except Exception as error:
-                failure = _in_answer(request, timer.writer, error)
+                failure = _in_answer(request, timer.sink, error)
                 if failure is None or is_callers(error):
                     raise
                 raise failure from error
@@ -476,14 +476,14 @@ class _StallTimer:
         on_bytes: See `CheckpointClient.request`.
 
     Attributes:
-        writer: Counts the bytes, once there is a body to read.
-        extra: Bytes that have come without a writer.
+        sink: Counts the bytes, once there is a body to read.
+        extra: Bytes that have come without a sink.
     """
 
     def __init__(
         self, request: Request, stall_timeout: float, on_bytes: Callable[[int], None]
     ) -> None:
-        self.writer: BodySink | None = None
+        self.sink: BodySink | None = None
         self.extra = self._seen = 0
         self._url, self._chunk = request.url, request.chunk
         self._on_bytes = on_bytes
@@ -530,9 +530,9 @@ class _StallTimer:
 
     def _report(self) -> None:
         """Report the bytes that came since the last call."""
-        if self.writer is None or self.writer.filled == self._seen:
+        if self.sink is None or self.sink.filled == self._seen:
             return
-        new, self._seen = self.writer.filled - self._seen, self.writer.filled
+        new, self._seen = self.sink.filled - self._seen, self.sink.filled
         try:
             self._on_bytes(new)
         except Exception as error:  # noqa: BLE001 - raised at the end of the block
@@ -623,7 +623,7 @@ def _host_limit(request: Request, error: BaseException) -> HostLimitError:
 
 
 def _in_answer(
-    request: Request, writer: BodySink | None, error: Exception
+    request: Request, sink: BodySink | None, error: Exception
 ) -> AiockptError | None:
     """Return the package's error for one in an answer; None if it is another's."""
     if is_hosts(error):
@@ -631,8 +631,8 @@ def _in_answer(
     match error:
         case aiohttp.ClientPayloadError() | aiohttp.ClientConnectionError() | OSError():
             chunk, received, expected = request.chunk, 0, 0
-            if writer is not None:
-                chunk, received, expected = writer.arrived
+            if sink is not None:
+                chunk, received, expected = sink.arrived
             return TransferInterruptedError(
                 request.url, received=received, expected=expected, chunk=chunk
             )

@@ -9,6 +9,10 @@ Peers may be added meanwhile: a `ReceiveExtension` is how a swarm takes part.
 
 The path of a run: `Download.run` -> `_act` (do what `Planner.next` says) -> `_fetch`
 (retry) -> `RangeFetcher.fetch` (one range, straight into the destination).
+
+The way back of a chunk: `BodySink.report` (on the loop, also for a thread that reads)
+-> `ChunkRun.verify_stored` -> `Download._verified`, which `_act` gave to the run with
+`assign` -> the planner, the destination and the extension.
 """
 
 from __future__ import annotations
@@ -41,6 +45,19 @@ class ReceiveExtension:
     """What takes part in a receive besides its peers: here, nothing.
 
     A swarm replaces this: it serves what is received, and adds members to a download.
+
+    The order of the calls, most of which `HttpSource` and `Download` make:
+
+    1. `receives`, once the manifest has come.
+    2. For each download: `reads_into`, then `begin` (in `Download.__init__`). During
+       `Download.run`: `gather` once, and `hear`, `verified` and `drop` any number of
+       times. `explain` if the download fails. `aiockpt fetch` calls `verified` before
+       `begin`, for the chunks that it already has.
+    3. `leave` when all bytes have come, unless `can_linger`.
+    4. At the end: `linger` after a success, if `can_linger`, else `leave`.
+
+    A swarm is joined in `begin`, if the manifest came with an invitation, or else in
+    `hear`, with the first answer that has one.
     """
 
     @property
@@ -51,7 +68,7 @@ class ReceiveExtension:
     def receives(self, manifest: Manifest, headers: Mapping[str, str]) -> None:
         """Learn what is received; ``headers`` authenticate the manifest."""
 
-    def fill(self, destination: ChunkDestination) -> None:
+    def reads_into(self, destination: ChunkDestination) -> None:
         """Learn where the chunks go that are verified from now on."""
 
     def begin(self, download: Download) -> None:
@@ -164,7 +181,7 @@ class Download:
                     scope.cancel()
         finally:
             for run in self.planner.unfinished:  # the beginnings of chunks do not count
-                self._forget(run.assign(None))
+                self._lower_progress(run.assign(None))
             # Tracebacks of requests that were cancelled keep this object, which must
             # not keep the memory.
             del self._ranges.destination
@@ -213,7 +230,7 @@ class Download:
             match planner.next(now := _now()):
                 case Assignment() as mine:
                     verified = partial(self._verified, mine.peer)
-                    self._forget(mine.run.assign(mine.peer, verified))
+                    self._lower_progress(mine.run.assign(mine.peer, verified))
                     planner.began(mine, now)
                     self._scopes[mine] = anyio.CancelScope()
                     tasks.start_soon(self._fetch, mine)
@@ -282,7 +299,9 @@ class Download:
         finally:
             del self._scopes[mine]
             self.planner.has_deltas = self._ranges.can_patch
-            self._forget(self.planner.ended(mine, _now(), was_refused=was_refused))
+            self._lower_progress(
+                self.planner.ended(mine, _now(), was_refused=was_refused)
+            )
         self.news.notify()
 
     def _delay_after(
@@ -301,7 +320,7 @@ class Download:
         if (settled := run.want_bad_again()) is not None:
             lost, error = settled
             error.url = peer.origin.base_url
-            self._forget(lost)
+            self._lower_progress(lost)
             raise error
 
     def _hear(self, mine: Assignment, answer: CheckedResponse) -> None:
@@ -316,8 +335,8 @@ class Download:
         self._ranges.destination.complete(chunk)
         self._extension.verified(chunk)
 
-    def _forget(self, nbytes: int) -> None:
-        """Subtract bytes from the progress that have to come once more."""
+    def _lower_progress(self, nbytes: int) -> None:
+        """Subtract bytes that have to come once more from the progress."""
         if nbytes:
             self._on_progress(-nbytes, 0)
 

@@ -572,15 +572,15 @@ class Planner:
                 continue
             if not view.may_bring(state, each.run):
                 continue
-            left = self._seconds_too_slow(each, state, view.now)
+            left = self._seconds_left_if_slow(each, state, view.now)
             if left > longest:
                 slowest, longest = each, left
         return slowest
 
-    def _seconds_too_slow(
+    def _seconds_left_if_slow(
         self, victim: Assignment, thief: _PeerState, now: float
     ) -> float:
-        """Return the seconds that a run still takes; 0.0 if it is not slow."""
+        """Return the estimated seconds left of a slow run; 0.0 of any other."""
         run, tuning = victim.run, self.tuning
         if victim.connection.state is thief:
             in_vain = run.steals >= tuning.steals_by_same_peer or victim.due > now

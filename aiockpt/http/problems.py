@@ -76,6 +76,11 @@ class PeerBusy(TransportError):  # noqa: N818 (not a failure: come back later)
         self.proxy = proxy
 
     def __str__(self) -> str:
+        if self.proxy == HTTPStatus.TOO_MANY_REQUESTS:
+            return (
+                f"{self.url} answered HTTP {self.proxy}, and not as a sender does: a "
+                "proxy in front of the sender limits requests"
+            )
         if self.proxy is not None:
             return (
                 f"{self.url} answered HTTP {self.proxy}, and not as a sender does: a "

@@ -76,7 +76,7 @@ class RangeFetcher:
     async def fetch(
         self, assignment: Assignment, hear: Callable[[CheckedResponse], None]
     ) -> None:
-        """Receive what one request brings of a run directly into the destination.
+        """Request the next bytes of a run, and receive them into the destination.
 
         Args:
             assignment: The run, and the peer.
@@ -131,14 +131,14 @@ class RangeFetcher:
                 return
             _check_length(answer, stop - start)
             memory = self.destination.memory
-            writer = BodySink(memory.buffers, start, stop, run, check=memory.check)
+            sink = BodySink(memory.buffers, start, stop, run, check=memory.check)
             prepare = self.destination.prepare
-            if prepare is None or writer.size < _UNPREPARED_BYTES:
-                await answer.read_into(writer)
+            if prepare is None or sink.size < _UNPREPARED_BYTES:
+                await answer.read_into(sink)
                 return
             read = Notifier()
-            async with beside(partial(self._keep_ready, prepare, writer, start, read)):
-                await answer.read_into(writer)
+            async with beside(partial(self._keep_ready, prepare, sink, start, read)):
+                await answer.read_into(sink)
                 read.notify()
 
     def _reach(self, run: ChunkRun, peer: Peer) -> tuple[int, int, str | None]:
@@ -185,21 +185,21 @@ class RangeFetcher:
             self._patched += 1
             come = min(HEAD_BYTES + len(body), self._outline.grid.size(chunk))
             self._on_progress(come, 0)
-            run.complete()
+            run.mark_patched()
 
     async def _keep_ready(
-        self, prepare: Prepare, writer: BodySink, start: int, read: Notifier
+        self, prepare: Prepare, sink: BodySink, start: int, read: Notifier
     ) -> None:
-        """Prepare memory from ``start`` on, a little ahead of what ``writer`` gets.
+        """Prepare memory from ``start`` on, a little ahead of what ``sink`` gets.
 
         It prepares no more than that: a peer that claims gigabytes and sends nothing
         takes no memory. It ends when all memory is prepared, or when ``read`` says that
         all bytes have come.
         """
-        at, stop = start, start + writer.size
+        at, stop = start, start + sink.size
         ahead = max(_AHEAD_BYTES // self._client.options.connections, _PREPARED_BYTES)
-        while at < stop and writer.remaining:
-            if at - start - writer.filled >= ahead:
+        while at < stop and sink.remaining:
+            if at - start - sink.filled >= ahead:
                 await read.wait(_LOOK_S)
                 continue
             end = min(at - at % _PREPARED_BYTES + _PREPARED_BYTES, stop)

@@ -221,7 +221,7 @@ class HttpSource:
             memory = self._attached
             left = await self._take(memory, outline, destination, chunks, on_progress)
         if left:
-            self._extension.fill(destination)
+            self._extension.reads_into(destination)
             await Download(
                 self._peers, outline, destination, left, on_progress, self._extension
             ).run()

@@ -143,14 +143,16 @@ class Tuning:
         run_s: Seconds that a run takes where several peers share the work.
         max_connections: Connections to all peers together, as a multiple of those that
             a single peer gets.
-        slow_run: When a free connection takes over the run of another one. Usual are
-            the seconds that the free connection needs for the run.
+        slow_run: A run is slow, and a free connection takes it over, if its estimated
+            time left exceeds this. ``usual`` is the time that the free connection would
+            need.
         unknown_run_s: Estimated seconds that a run takes a peer that has brought
             nothing yet.
         steals_by_same_peer: How often a run goes to another connection of the same
             peer, if no byte comes meanwhile.
         rest_after_steal: Rests of a connection that lost its run.
-        watch_s: Seconds for which a connection is watched at most before it is slow.
+        watch_s: A connection counts as slow only after it was watched for so many
+            seconds, or for the usual time if that is shorter.
         look_s: Seconds between two looks at connections that may have become slow.
         late_s: Seconds between two looks after which this process itself was slow.
         members: The numbers for members of a swarm.

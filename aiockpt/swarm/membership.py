@@ -46,7 +46,7 @@ from aiockpt.runtime.same_host import format_mark, identity
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.tasks import task_group
 from aiockpt.swarm import messages
-from aiockpt.swarm.policy import FIRST, LEASE
+from aiockpt.swarm.policy import FIRST, HEARTBEATS_PER_LEASE
 from aiockpt.swarm.relay import Relay, Slots
 from aiockpt.transfer.source import ChunkDestination
 
@@ -284,7 +284,7 @@ class Membership(ReceiveExtension):
         slots = Slots(self._options.slots, self._options.rate)
         self._relay = Relay(manifest, headers, slots)
 
-    def fill(self, destination: ChunkDestination) -> None:
+    def reads_into(self, destination: ChunkDestination) -> None:
         """Learn where the chunks go that are verified from now on.
 
         Chunks that went elsewhere before cannot be served together with these.
@@ -483,7 +483,8 @@ class Membership(ReceiveExtension):
                     if not knows:
                         how = "announces itself no more"
                     joined.tell(f"{how}: {error}")
-            pause = part * lease / LEASE if knows else math.inf
+            # The tracker decides the interval: `heartbeat` in swarm/policy.py.
+            pause = part * lease / HEARTBEATS_PER_LEASE if knows else math.inf
             part = min(2 * part, 1.0)
             if _now() < self._hope_until and not self.known.members:
                 pause = min(pause, _HOPE_S / 2)  # soon it would do without others

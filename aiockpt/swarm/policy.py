@@ -10,13 +10,13 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LEASE = 3
-"""Heartbeats of a member in one lease, so that two of them may be lost."""
+HEARTBEATS_PER_LEASE = 3
+"""The tracker forgets a member after so many intervals without a heartbeat."""
 
 FIRST = 1 / 8
-"""Part of the usual time after which a member's second heartbeat comes.
+"""The second heartbeat comes after this fraction of the usual interval.
 
-Each further one takes twice as long as the one before, up to the usual time.
+The interval then doubles up to the usual one.
 """
 
 _NEIGHBOURS = 12  # more of them cost requests, and no longer make a swarm faster

@@ -40,7 +40,7 @@ from aiockpt.swarm.messages import (
     AnnounceResponse,
     MemberInfo,
 )
-from aiockpt.swarm.policy import LEASE, Candidate, heartbeat, neighbours
+from aiockpt.swarm.policy import HEARTBEATS_PER_LEASE, Candidate, heartbeat, neighbours
 
 _SAMPLED_MEMBERS: Final = 64  # members of which the tracker names some
 _MAX_MEMBERS: Final = 16_384
@@ -150,7 +150,7 @@ class Tracker:
         member.url, member.zone, member.at, member.within = url, said.zone, at, within
         member.have = min(said.have, self._chunks)
         is_complete = member.have == self._chunks
-        seconds = LEASE * heartbeat(len(self._members))
+        seconds = HEARTBEATS_PER_LEASE * heartbeat(len(self._members))
         self._ends.set(key, now + seconds)
         if key not in self._members:
             self._leases.append(key)
@@ -174,7 +174,7 @@ class Tracker:
             lapses: When the grant of the one that is told ends; infinity without one.
             now: The time, in seconds since 1970 as ``lapses`` is.
         """
-        lease = LEASE * heartbeat(len(self._members))
+        lease = HEARTBEATS_PER_LEASE * heartbeat(len(self._members))
         return self._tokens.told(lapses, now, _now(), lease)
 
     def leave(self, lease: str) -> None:

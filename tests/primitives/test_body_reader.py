@@ -63,7 +63,7 @@ SIZES = st.lists(
 )
 
 
-class TestBodyWriter:
+class TestBodySink:
     """A run of bytes lands in its buffers however both are cut."""
 
     @settings(max_examples=50)
@@ -163,14 +163,14 @@ class TestBodyWriter:
         memory, source, seen = bytearray(50_000), noise(50_000), list[int]()
 
         class Late:
-            def take(self, data: memoryview) -> bool:
+            def digest(self, data: memoryview) -> bool:
                 seen.append(data.nbytes)
                 return sum(seen) >= 20_050
 
-            def placed(self) -> None:
+            def mark_stored(self) -> None:
                 assert memory[: sum(seen)] == source[: sum(seen)]
 
-            def note(self) -> None:
+            def verify_stored(self) -> None:
                 pass
 
             def arrived(self) -> Arrived:

@@ -47,9 +47,9 @@ def run_of(verified: list[int], chunks: Iterable[int] = range(5)) -> ChunkRun:
 def receive(run: ChunkRun, data: bytes | bytearray) -> None:
     """Have the bytes of one request arrive, and the loop take note of them."""
     run.begin_request()
-    run.take(memoryview(data))
-    run.placed()
-    run.note()
+    run.digest(memoryview(data))
+    run.mark_stored()
+    run.verify_stored()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_it_says_where_a_chunk_ends() -> None:
     run = run_of([])
     ends = [0, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 1, 4 * CHUNK - 1]
     pieces = [memoryview(SEGMENT)[start:stop] for start, stop in pairwise(ends)]
-    assert [*map(run.take, pieces)] == [False, True, False, True, False]
+    assert [*map(run.digest, pieces)] == [False, True, False, True, False]
 
 
 def test_it_stands_still_until_it_takes_note() -> None:
@@ -104,14 +104,14 @@ def test_it_stands_still_until_it_takes_note() -> None:
     verified: list[int] = []
     run = run_of(verified)
     before = (run.chunk, run.position, run.stop, run.remaining)
-    run.take(memoryview(SEGMENT)[: 2 * CHUNK + 10])
+    run.digest(memoryview(SEGMENT)[: 2 * CHUNK + 10])
     now = (run.chunk, run.position, run.stop, run.remaining)
     assert now == before
-    run.note()
+    run.verify_stored()
     assert (run.chunk, run.position) == (0, 0)
     assert not verified
-    run.placed()
-    run.note()
+    run.mark_stored()
+    run.verify_stored()
     assert (run.chunk, run.position) == (2, 2 * CHUNK + 10)
     assert verified == [0, 1]
 
@@ -160,7 +160,7 @@ def test_steals_are_forgotten_when_bytes_come() -> None:
     """Only steals that brought no byte are counted."""
     run = run_of([])
     run.steals = 2
-    run.note()
+    run.verify_stored()
     assert run.steals == 2
     receive(run, SEGMENT[:10])
     assert run.steals == 0

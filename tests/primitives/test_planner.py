@@ -102,7 +102,7 @@ class Session:
         self.now += longest * CHUNK_S if after is None else after
         for each in mine:
             while each.run.chunk is not None:
-                each.run.complete()
+                each.run.mark_patched()
             self.planner.ended(each, self.now, was_refused=False)
 
     def fail(self, mine: Assignment, *, was_refused: bool = False) -> int:
@@ -142,9 +142,9 @@ def chunks_of(found: list[Assignment]) -> list[list[int]]:
 
 def receive(mine: Assignment, nbytes: float) -> None:
     """Have bytes of a run arrive; they need not be right."""
-    mine.run.take(memoryview(bytes(int(nbytes))))
-    mine.run.placed()
-    mine.run.note()
+    mine.run.digest(memoryview(bytes(int(nbytes))))
+    mine.run.mark_stored()
+    mine.run.verify_stored()
 
 
 # -------------------------------------------------------------------- which chunks

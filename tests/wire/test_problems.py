@@ -152,6 +152,13 @@ EMPTY = {"Content-Type": "application/problem+json"}  # which a gateway may writ
         (404, EMPTY, b"", RemoteProtocolError, "is that an aiockpt server?"),
         (412, {}, b"", RemoteProtocolError, "is that an aiockpt server?"),
         (503, EMPTY | {"Retry-After": "7"}, b"", PeerBusy, "not as a sender does"),
+        (
+            429,
+            {"Retry-After": "7"},
+            b"",
+            PeerBusy,
+            "in front of the sender limits requests",
+        ),
         (404, {}, b"", RemoteProtocolError, "is that an aiockpt server?"),
         (404, {}, PAGE, RemoteProtocolError, "is that an aiockpt server?"),
         (302, THERE, b"", RemoteProtocolError, "redirects are not followed"),
