@@ -897,14 +897,14 @@ class HTTPTransport(CheckpointTransport[T]):
             raise ValueError("prepare=True needs a template: pass into=")
         if share and into is not None:
             raise ValueError("share=True returns new tensors: leave out into=")
-        if share and have is not None:
-            raise ValueError("share=True moves no bytes: leave out have=")
         if have is True and into is None:
             raise LocalProtocolError(
                 "have=True reuses the bytes of the template: pass into= as well"
             )
         if isinstance(have, bool):
             have = into if have else None
+        if share and have is not None:
+            raise ValueError("share=True moves no bytes: leave out have=")
         attaching = AttachOptions(
             attach=self._attach if have is None else None,
             keep=share,

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 import torch
 
 from aiockpt.cli.doctor import describe_machine
-from aiockpt.errors import PeerUnreachableError, WorkerError
+from aiockpt.errors import AiockptError, PeerUnreachableError, WorkerError
 from aiockpt.events import Progress
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.options import Server
@@ -188,13 +188,14 @@ async def _sending(nbytes: int) -> AsyncIterator[tuple[dict[str, Any], _Late]]:
     Give what it offers, and what asks how late its loop was.
 
     Raises:
-        WorkerError: the process has ended when it is asked.
+        WorkerError: the process has failed or ended when it is asked.
     """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", __name__, str(nbytes)),
         stdin=PIPE,
         stdout=PIPE,
         limit=_MAX_ANSWER_BYTES,
+        start_new_session=True,  # the terminal's Ctrl-C is for this process alone
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -205,12 +206,19 @@ async def _sending(nbytes: int) -> AsyncIterator[tuple[dict[str, Any], _Late]]:
             questions.write(b"\n")
             await questions.drain()
         if line := await answers.readline():
-            return json.loads(line)
+            answer = json.loads(line)
+            if isinstance(answer, dict) and "error" in answer:
+                raise WorkerError(answer["error"], exitcode=await process.wait())
+            return answer
         code = await process.wait()
         raise WorkerError("the sending process has ended", exitcode=code)
 
     try:
         yield await ask(), ask
+    except BaseException:
+        with suppress(ProcessLookupError):
+            process.kill()  # it has nothing that could get lost
+        raise
     finally:
         questions.close()
         await process.wait()
@@ -389,4 +397,8 @@ def _conclude_line(found: _Samples, peer: Address) -> list[str]:
 
 
 if __name__ == "__main__":
-    asyncio.run(_send(int(sys.argv[1])))
+    try:
+        asyncio.run(_send(int(sys.argv[1])))
+    except AiockptError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        sys.exit(1)

@@ -416,10 +416,8 @@ class _Waits:
     async def news(self, deadline: float, check: Callable[[], None]) -> bool:
         """Return after news or at the deadline; return False if it has passed already.
 
-        Raises:
-            ClosedError: nothing comes any more.
+        It also returns when the store is closed.
         """
-        self.check_open()
         loop = asyncio.get_running_loop()
         if loop.time() >= deadline:
             return False
@@ -433,7 +431,6 @@ class _Waits:
         finally:
             timer.cancel()
             del self._checks[waiter]
-        self.check_open()
         check()
         return True
 
@@ -646,6 +643,7 @@ class Store:
         """
         deadline = _now() + wait
         while True:
+            self._waits.check_open()
             now = self.latest
             if now is not None and step in (None, now.step):
                 return now
@@ -671,6 +669,7 @@ class Store:
         before, returns = self.withdrawals, self.returns
         deadline = _now() + wait
         while True:
+            self._waits.check_open()
             now = self.latest
             if now is not None and (now.step > step or self.returns != returns):
                 return now

@@ -75,9 +75,10 @@ class _ServingChild:
 
 
 class _Life(NamedTuple):
-    """How a process has ended, and whether it has served."""
+    """How a process has ended, how long it lived, and whether it has served."""
 
     how: str
+    seconds: float = 0.0
     served: bool = False
     was_killed: bool = False
 
@@ -192,10 +193,9 @@ class ServerProcess:
 
     async def _supervise(self, sockets: Sequence[socket]) -> None:
         """Launch processes until this is closed, or too many die at once."""
-        loop, pauses, failures = asyncio.get_running_loop(), Pauses(), 0
+        pauses, failures = Pauses(), 0
         cause: BaseException | None = None
         while not self._closed and failures < _MAX_FAILED_STARTS:
-            began = loop.time()
             try:
                 life, cause = await self._live(sockets), None
             except ClosedError:  # the bridge: the transport shuts down, and stops this
@@ -208,7 +208,7 @@ class ServerProcess:
                 self.restarts += 1
             if life.served and not life.was_killed:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(pauses.next(loop.time() - began)):
+                    async with asyncio.timeout(pauses.next(life.seconds)):
                         await self._started.wait()  # it is closed meanwhile
         if failures >= _MAX_FAILED_STARTS and not self._closed:
             self._error = WorkerError(f"no server process can be started: {life.how}")
@@ -227,7 +227,8 @@ class ServerProcess:
     async def _live(self, sockets: Sequence[socket]) -> _Life:
         """Launch a process, tell it everything, and wait for its end."""
         child = await obtain(self._bridge, _launched, _abandon)
-        running = _ServingChild(child)
+        running, loop = _ServingChild(child), asyncio.get_running_loop()
+        began = loop.time()
         starting = asyncio.create_task(self._kill_if_starting(child))
         try:
             if not self._closed:
@@ -257,7 +258,8 @@ class ServerProcess:
             self._take_back(*self._given.keys() - {self._current})
             for answer in running.unanswered.values():
                 answer.set()  # nobody waits for an answer any more
-        return _Life(f"exit code {code}", served, running.is_killed)
+        seconds = loop.time() - began
+        return _Life(f"exit code {code}", seconds, served, running.is_killed)
 
     async def _kill_if_starting(self, child: Child) -> None:
         """Kill a process that does not serve in time; waits for a core do not count."""

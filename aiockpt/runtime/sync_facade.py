@@ -105,7 +105,8 @@ class SyncFacade:
                 work.result(limit)
             except BaseException as error:
                 if work.cancelled():
-                    self._check_open()
+                    if self.is_closed:
+                        raise ClosedError(self._what) from None
                     raise TransportError("the call was cancelled from within") from None
                 if isinstance(error, TimeoutError) and time.monotonic() >= until:
                     raise TransferTimeoutError(phase, timeout) from error

@@ -391,8 +391,7 @@ class SwarmEndpoint(ServiceExtension):
         loop = asyncio.get_running_loop()
         try:
             await response.prepare(request)
-            first = seen = len(relay.order)
-            began = loop.time()
+            seen = len(relay.order)
             data = messages.format_have(relay.have, count)
             while True:
                 async with asyncio.timeout(self._config.stall_timeout):
@@ -403,8 +402,8 @@ class SwarmEndpoint(ServiceExtension):
                     await relay.news.wait(every)
                 # A chunk that is announced late is served late. But an announcement
                 # costs as much as a few hundred kilobytes, and goes to many members.
-                new_chunks = max(len(relay.order) - first, 1)
-                batch = _BATCH_CHUNKS * (loop.time() - began) / new_chunks
+                seconds = loop.time() - relay.began
+                batch = _BATCH_CHUNKS * seconds / max(len(relay.order), 1)
                 await asyncio.sleep(min(max(batch, _MIN_BATCH_S), _MAX_BATCH_S))
                 transport_of(request)
                 new = relay.order[seen:]

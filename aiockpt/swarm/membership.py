@@ -395,6 +395,7 @@ class Membership(ReceiveExtension):
         relay = self._relay
         assert relay is not None, "it can linger"
         self._lingers, self._until = True, _now() + self._options.linger
+        self._download = None  # it has the caller's progress callback
         self.known.members.clear()
         try:
             async with self._host.store.unread(relay):
@@ -416,6 +417,7 @@ class Membership(ReceiveExtension):
         may read on. If cancelled, it stops serving all the same, but bodies may end a
         moment later.
         """
+        self._download = None
         self.known.members.clear()
         relay, self._relay = self._relay, None
         if relay is not None:

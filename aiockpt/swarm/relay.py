@@ -126,6 +126,7 @@ class Relay:
         tokens: The tokens that members may send to read from it. This member sends the
             first one to others. There are two while the swarm changes its token.
         have: The verified chunks: bit i is chunk i. Bits are only added.
+        began: The loop time at which the receive began to be served.
         order: The verified chunks, in the order in which they were verified.
         news: Wakes those that wait for another chunk.
         changes: Wakes the one that announces it: it was lent or ended, or a member of
@@ -149,6 +150,7 @@ class Relay:
         self.kept: object = None
         self.tokens: Sequence[Token] = ()
         self.have = 0
+        self.began = asyncio.get_running_loop().time()
         self.order: list[int] = []
         self.news, self.changes = Notifier(), Notifier()
         self.ended = self.is_lent = False

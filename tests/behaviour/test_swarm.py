@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import re
 import signal
 import socket
 import sys
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
@@ -359,6 +361,27 @@ async def test_neither_end_needs_to_take_part() -> None:
 
 
 # ----------------------------------------------------------------------- its end
+
+
+async def test_a_member_that_lingers_forgets_the_callback() -> None:
+    """What a progress callback refers to may be as large as a model."""
+
+    class Callback:
+        def __call__(self, progress: Progress) -> None:
+            pass
+
+    async with swarming(2, Swarm(linger=60)) as (_, members, url):
+        callbacks = [Callback() for _ in members]
+        known = [weakref.ref(each) for each in callbacks]
+        await asyncio.gather(
+            *(
+                each.recv_checkpoint(0, url, 1, progress=callback)
+                for each, callback in zip(members, callbacks, strict=True)
+            )
+        )
+        callbacks.clear()
+        gc.collect()
+        assert [each() for each in known] == [None, None]
 
 
 async def test_a_member_lingers_and_serves_a_late_one() -> None:

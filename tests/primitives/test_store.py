@@ -349,3 +349,14 @@ class TestFailure:
         with pytest.raises(StepNotFoundError):
             await store.wait_for(8, wait=0)
         await store.close()
+
+
+async def test_a_closed_store_says_so_first():
+    """A failure of the sender that was told before does not hide it."""
+    store = Store()
+    store.fail(Failure.of(ValueError("x"), step=3, receivers=2))
+    await store.close()
+    with pytest.raises(ClosedError):
+        await store.wait_for(3, wait=FAR)
+    with pytest.raises(ClosedError):
+        await store.wait_past(2, wait=FAR)

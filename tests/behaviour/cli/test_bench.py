@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +44,26 @@ def test_every_sample_as_json() -> None:
     assert found["lags"]["idle"]
     assert {"cores", "kernel"} <= found["machine"].keys()
     assert len(found["conclusion"]) == 3
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("delay", [0.0, 1.0], ids=["at once", "a second later"])
+def test_ctrl_c_prints_one_line(delay: float) -> None:
+    """The sending process ends, too, and prints nothing of its own."""
+    command = [sys.executable, "-m", "aiockpt", "bench", "--size", "8MiB"]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not (sending := children.read_text().split()):
+            time.sleep(0.05)
+        time.sleep(delay)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, err = process.communicate()
+    assert err == "aiockpt: interrupted\n"
+    assert process.returncode == 130
+    while Path(f"/proc/{sending[0]}").exists():  # it ends with its input, at the latest
+        time.sleep(0.05)
 
 
 def test_no_round_begins_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
