@@ -16,7 +16,23 @@ from demo_parts import training  # type: ignore[import-not-found]
 
 import aiockpt
 from aiockpt import Progress, TransferEvent
-from aiockpt.testing import FaultProxy, assert_same
+from aiockpt.testing import Fault, FaultProxy, assert_same
+from aiockpt.testing.faults import Pipe
+
+
+class CutAll(Fault):
+    """Cuts each connection that has brought bytes before ``count`` of all passed."""
+
+    def __init__(self, count: int) -> None:
+        self.left, self.seen = count, set[Pipe]()
+
+    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+        if self.left > 0:
+            self.left -= len(data)
+            self.seen.add(pipe)
+        elif pipe in self.seen:
+            pipe.cut(reset=True)
+        await pipe.send(data)
 
 
 @asynccontextmanager
@@ -59,17 +75,13 @@ async def main(model: Path) -> None:
         print(f"state     {total / 1e6:.1f} MB, {what}")
         print(f"received  in {seconds:.2f} s ({total / seconds / 1e9:.2f} GB/s)")
 
-        url, cuts = urlsplit(metadata), set[asyncio.Task[None]]()
+        url, fault = urlsplit(metadata), CutAll(total // 2)
         events: list[TransferEvent] = []
         aiockpt.add_hook(events.append)
-        async with FaultProxy(url.hostname or "", url.port or 0) as proxy:
-
-            def cut(progress: Progress) -> None:
-                if progress.bytes_done > total / 2 and not cuts:
-                    cuts.add(asyncio.create_task(proxy.cut_all()))
-
+        address = url.hostname or "", url.port or 0
+        async with FaultProxy(*address, otherwise=fault) as proxy:
             through = f"{proxy.url(url.path)}#{url.fragment}"
-            seconds = await receive(through, expected, cut)
+            seconds = await receive(through, expected, seen.append)
         again = sum(event.stop == "retry" for event in events)
         print(f"resumed   in {seconds:.2f} s, all connections cut half way, ", end="")
         print(f"{again} requests made again")

@@ -18,9 +18,11 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
 def run_demo(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the program in another process."""
+    # The program's own directory has the modules that it imports.
+    environment = {k: v for k, v in ENVIRONMENT.items() if k != "PYTHONSAFEPATH"}
     return subprocess.run(
         [sys.executable, DEMO, *map(str, arguments)],
-        env=ENVIRONMENT,
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
