@@ -318,7 +318,7 @@ class Destination:
         used = self._matching.uses_arena and self._owns and not self.values
         if used and self.template_load is not None:
             # Free the pages that the state dict does not use.
-            self.template_load.copies.discard(self.template_load.plan.kept)
+            self.template_load.copies.discard(self.template_load.kept)
         self.arena.close()
 
 
@@ -351,6 +351,8 @@ class TemplateLoad:
         pinned: Whether to page-lock the arena before anything is copied from it.
 
     Attributes:
+        backings: The template's memory for each entry.
+        kept: For each reach, whether its bytes stay in the arena; see `LoadPlan`.
         loaded: The chunks that are in the template already, or on their way. The
             receive adds the chunks that it finds there.
         ends: The ends of the copies that `finish` has enqueued.
@@ -366,7 +368,8 @@ class TemplateLoad:
         *,
         pinned: bool,
     ) -> None:
-        self.plan, self.copies, self._grid = plan, copies, grid
+        self.backings, self.kept = plan.backings, plan.kept
+        self.copies, self._grid = copies, grid
         self._options, self._bridge, self._pinned = options, bridge, pinned
         # The thread that plans allocates new tensors on its own current stream.
         made = {} if plan.allocated else options.marks.events

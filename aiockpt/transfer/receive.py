@@ -218,8 +218,8 @@ def _plan(
         arena, ports = destination.arena, options.ports
         load = destination.template_load
         held: Held
-        if options.have is options.into and stay and load and load.plan.backings:
-            memory = load.plan.backings, load.copies, load.loaded
+        if options.have is options.into and stay and load and load.backings:
+            memory = load.backings, load.copies, load.loaded
             held = HeldInTemplate(manifest, own, *memory, arena=arena, ports=ports)
         else:
             held = Held(manifest, alike(manifest, own), arena=arena, ports=ports)
