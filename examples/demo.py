@@ -13,26 +13,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from demo_parts import training  # type: ignore[import-not-found]
+from demo_parts.cutting import CutAll  # type: ignore[import-not-found]
 
 import aiockpt
 from aiockpt import Progress, TransferEvent
-from aiockpt.testing import Fault, FaultProxy, assert_same
-from aiockpt.testing.faults import Pipe
-
-
-class CutAll(Fault):
-    """Cuts each connection that has brought bytes before ``count`` of all passed."""
-
-    def __init__(self, count: int) -> None:
-        self.left, self.seen = count, set[Pipe]()
-
-    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
-        if self.left > 0:
-            self.left -= len(data)
-            self.seen.add(pipe)
-        elif pipe in self.seen:
-            pipe.cut(reset=True)
-        await pipe.send(data)
+from aiockpt.testing import FaultProxy, assert_same
 
 
 @asynccontextmanager

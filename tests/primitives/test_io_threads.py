@@ -166,14 +166,14 @@ class Witness:
     def __init__(self, fails_at=0):
         self.seen, self.told, self.noted, self._fails_at = set(), set(), 0, fails_at
 
-    def take(self, data):
+    def digest(self, data):
         self.seen.add(threading.get_ident())
         return True
 
-    def placed(self):
-        """Be told that a part was placed."""
+    def mark_stored(self):
+        """Be told that a part was stored."""
 
-    def note(self):
+    def verify_stored(self):
         self.told.add(threading.get_ident())
         self.noted += 1
         if self.noted == self._fails_at:

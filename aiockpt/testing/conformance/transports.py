@@ -54,6 +54,9 @@ TURNS: Final = (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987)
 PROMPT: Final = 0.5
 """Seconds within which a call ends after its deadline."""
 
+SHUTDOWN_S: Final = 5.0
+"""Seconds within which a shutdown ends, with a process that it ends on a busy host."""
+
 
 class Conformance(ABC, Generic[T]):
     """The base of the suites: creates transports and moves checkpoints."""
@@ -425,7 +428,7 @@ class Endings(Conformance[T]):
             await self.send(sender, sample())
             metadata = sender.metadata()
             for transport in (sender, receiver) * 2:
-                with _prompt():
+                with _prompt(SHUTDOWN_S):
                     await transport.shutdown(wait=wait)
             with pytest.raises(ClosedError):
                 await self.send(sender, sample())
@@ -445,7 +448,7 @@ class Endings(Conformance[T]):
         async with self.transports(2) as (sender, receiver):
             waiting = asyncio.create_task(self.receive(sender, receiver))
             await turn()
-            with _prompt():
+            with _prompt(SHUTDOWN_S):
                 await receiver.shutdown(wait=False)
                 await asyncio.wait({waiting})
             assert isinstance(waiting.exception(), AiockptError)
@@ -460,10 +463,10 @@ class Endings(Conformance[T]):
 
 
 @contextmanager
-def _prompt() -> Iterator[None]:
+def _prompt(seconds: float = PROMPT) -> Iterator[None]:
     started = time.monotonic()
     yield
-    assert time.monotonic() - started < PROMPT
+    assert time.monotonic() - started < seconds
 
 
 # --------------------------------------------------------------------- into a template
