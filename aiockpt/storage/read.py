@@ -236,10 +236,9 @@ def _spans(manifest: Manifest, ranges: Ranges, verify: Verify) -> Iterator[_Span
             for at in range(start, stop, _UNVERIFIED_BYTES):
                 yield _Span(at, min(at + _UNVERIFIED_BYTES, stop))
         return
+    # Small chunks are read together, as one block.
     grid, last = manifest.grid, -1
-    together = max(
-        _BLOCK_BYTES // grid.chunk_bytes, 1
-    )  # small chunks, read as one block
+    together = max(_BLOCK_BYTES // grid.chunk_bytes, 1)
     for start, stop in ranges:
         chunk = max(grid.index_of(start), last + 1)
         last = max(grid.index_of(stop - 1), last)
