@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from aiockpt.events import Progress, TransferEvent, add_hook
     from aiockpt.format.limits import Limits
     from aiockpt.http.options import Auth, Receive, Server, Swarm
+    from aiockpt.http.protocol import join_metadata
     from aiockpt.http.tokens import make_token
     from aiockpt.http_transport import HTTPTransport
     from aiockpt.pg.transport import PGTransport
@@ -82,6 +83,7 @@ __all__ = [
     "TransportError",
     "__version__",
     "add_hook",
+    "join_metadata",
     "latest",
     "list_checkpoints",
     "load",
@@ -114,6 +116,7 @@ _HOMES = {
     "SyncCheckpointer": "aiockpt.checkpointers.sync",
     "TransferEvent": "aiockpt.events",
     "add_hook": "aiockpt.events",
+    "join_metadata": "aiockpt.http.protocol",
     "latest": "aiockpt.storage.directory",
     "list_checkpoints": "aiockpt.storage.directory",
     "load": "aiockpt.checkpointers.factories",

@@ -56,9 +56,14 @@ MEMBER_PATH = "/checkpoint/"
 
 MAX_METADATA = 4096
 """Most characters: servers take lines of 8 KiB, torchft's Manager messages of 4 MiB."""
+MAX_SENDERS = 4096
+"""Most senders that joined metadata names."""
+MAX_JOINED = MAX_SENDERS * 256
+"""Most characters of joined metadata. A sender's own metadata has about 80."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750 section 2.1, b64token
+_BETWEEN_SENDERS = "|"  # of joined metadata: no token has it, so older peers refuse it
 _UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
 _WAIT = re.compile(
     r'wait\s*=\s*"?([0-9]{1,9}(?:\.[0-9]{1,9})?)"?\s*(?:;.*)?', re.IGNORECASE
@@ -273,21 +278,130 @@ def parse_metadata(text: str) -> Origin:
 
     Raises:
         TypeError: not a string.
-        LocalProtocolError: not an http(s) URL of the form that ``metadata()`` has.
+        LocalProtocolError: not an http(s) URL of the form that ``metadata()`` has, or
+            the joined metadata of several senders.
     """
     if not isinstance(text, str):
         raise TypeError(
             "metadata= must be the string that the sender's metadata() returned, or a "
             f"list of such strings; it is of type {type(text).__name__}"
         )
-    if fault := url_fault(text):
+    if (senders := _senders_in(text)) > 1:
+        raise LocalProtocolError(
+            f"this is the joined metadata of {senders} senders, and only one sender "
+            "fits here: pass what that sender's metadata() returned; recv_checkpoint, "
+            "prepare, follow and steps of an HTTPTransport take joined metadata"
+        )
+    if fault := _metadata_fault(text):
         raise _bad_metadata(fault)
+    return _origin_of(text)
+
+
+@discreet
+def parse_joined(text: str) -> tuple[Origin, ...]:
+    """Return the senders that `join_metadata` joined, in the same order.
+
+    The metadata of one sender gives that sender alone.
+
+    Raises:
+        TypeError: not a string.
+        LocalProtocolError: the part of a sender is not metadata, two have the same
+            address, or the text exceeds `MAX_SENDERS` or `MAX_JOINED`.
+    """
+    if (senders := _senders_in(text)) == 1:
+        return (parse_metadata(text),)
+    if senders > MAX_SENDERS or len(text) > MAX_JOINED:
+        raise _bad_joined(
+            f"{senders} senders in {len(text)} characters are more than {MAX_SENDERS} "
+            f"in {MAX_JOINED}"
+        )
+    location, _, rest = text.partition("#")
+    token, *others = rest.split(_BETWEEN_SENDERS)
+    origins: dict[str, Origin] = {}
+    for number, part in enumerate((f"{location}#{token}", *others), start=1):
+        if fault := _metadata_fault(part) or _separator_fault(part):
+            raise _bad_joined(f"sender {number} of {senders}: {fault}")
+        origin = _origin_of(part)
+        if origin.base_url in origins:
+            raise _bad_joined(f"two of its {senders} senders are {origin.base_url}")
+        origins[origin.base_url] = origin
+    return tuple(origins.values())
+
+
+@discreet
+def join_metadata(metadata: Sequence[str]) -> str:
+    """Return one string that names all senders of a checkpoint's shards.
+
+    Each rank of a trainer publishes the shards that it holds. A receiver that gets this
+    string fetches what it needs from all of them. The string contains all tokens.
+
+    Args:
+        metadata: What ``metadata()`` or ``grant()`` returned on each rank, in the order
+            of the ranks. The metadata of one sender is returned as it is.
+
+    Raises:
+        TypeError: not a list of strings.
+        ValueError: the list is empty.
+        LocalProtocolError: a string is not metadata, or joined metadata already; two
+            strings name the same address; there are more than 4,096 senders; the
+            result is longer than 1 MiB.
+    """
+    if isinstance(metadata, str | bytes):
+        raise TypeError("join_metadata takes a list of strings, one of each sender")
+    texts = [*metadata]
+    if not texts:
+        raise ValueError("metadata is an empty list: name a sender at least")
+    for number, text in enumerate(texts, start=1):
+        if (senders := _senders_in(text)) > 1:
+            raise LocalProtocolError(
+                f"string {number} of {len(texts)} joins {senders} senders already: "
+                "collect what metadata() returned on each rank, and join that once"
+            )
+    first, *others = map(parse_metadata, texts)
+    if not others:
+        return _text_of(first)
+    start = f"{first.base_url}#{first.token or ''}"
+    joined = _BETWEEN_SENDERS.join([start, *map(_text_of, others)])
+    parse_joined(joined)
+    return joined
+
+
+def _senders_in(metadata: object) -> int:
+    """Return how many senders a metadata string names; 1 unless it is joined."""
+    if not isinstance(metadata, str):
+        return 1
+    return 1 + metadata.partition("#")[2].count(_BETWEEN_SENDERS)
+
+
+def _metadata_fault(text: str) -> str | None:
+    """Return why a text is not the metadata of one sender; None if it is."""
+    if fault := url_fault(text):
+        return fault
+    path = urlsplit(text).path
+    if (length := len(text) + (not path.endswith("/"))) > MAX_METADATA:
+        return f"{length} characters are more than {MAX_METADATA}"
+    return None
+
+
+def _separator_fault(text: str) -> str | None:
+    return (
+        f"its address contains {_BETWEEN_SENDERS}" if _BETWEEN_SENDERS in text else None
+    )
+
+
+def _origin_of(text: str) -> Origin:
+    """Return the sender that a text without a fault names."""
     parts = urlsplit(text)
     path = parts.path if parts.path.endswith("/") else f"{parts.path}/"
-    if (length := len(text) + len(path) - len(parts.path)) > MAX_METADATA:
-        raise _bad_metadata(f"{length} characters are more than {MAX_METADATA}")
     token = Token(parts.fragment) if parts.fragment else None
     return Origin(f"{parts.scheme}://{parts.netloc}{path}", token)
+
+
+def _text_of(origin: Origin) -> str:
+    """Return the metadata of one sender."""
+    return (
+        origin.base_url if origin.token is None else f"{origin.base_url}#{origin.token}"
+    )
 
 
 def url_fault(text: str) -> str | None:
@@ -332,11 +446,18 @@ def _bad_metadata(why: str) -> LocalProtocolError:
     )
 
 
+def _bad_joined(why: str) -> LocalProtocolError:
+    return LocalProtocolError(
+        f"bad joined metadata: {why}; pass what aiockpt.join_metadata() returned"
+    )
+
+
 @discreet
 def format_metadata(base_url: str, token: str | None) -> str:
     """Return the metadata string; `parse_metadata` is its inverse."""
-    origin = parse_metadata(base_url if token is None else f"{base_url}#{token}")
-    return origin.base_url if token is None else f"{origin.base_url}#{token}"
+    return _text_of(
+        parse_metadata(base_url if token is None else f"{base_url}#{token}")
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import trustme
 
 import aiockpt
 from aiockpt import HTTPTransport
+from aiockpt.http.protocol import parse_joined, parse_metadata
 from tests.support.proofs import proves
 from tests.support.transports import grouped, transport
 
@@ -278,6 +279,54 @@ async def test_metadata_that_leads_nowhere_is_not_shown(
             async with asyncio.timeout(5):
                 await anext(receiver.steps(metadata, reconnect_timeout=0))
         check(caught.value, *logged)
+
+
+GOOD = f"http://a:1/checkpoint/#{SECRET}"
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        [GOOD, f"ftp://b:1/#{SECRET}-b"],
+        [GOOD, GOOD],
+        [GOOD, f"{GOOD}|http://b:1/#{SECRET}-b"],
+        [GOOD, f"http://b:1/#{SECRET}?"],
+        [GOOD, None],
+    ],
+)
+def test_metadata_that_cannot_be_joined_is_not_shown(metadata: Any) -> None:
+    """Neither the list, nor a string, nor a part of one is in a frame or a message."""
+    with pytest.raises((aiockpt.AiockptError, TypeError)) as caught:
+        aiockpt.join_metadata(metadata)
+    check(caught.value, "1", "2", "3")
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        f"|ftp://b:1/#{SECRET}-b",
+        f"|{GOOD}",
+        f"|http://b:1/#{SECRET}-b?",
+        f"|{SECRET}",
+        f"|http://b:1/#{SECRET}#",
+        f"|http://b:1/#{SECRET}" * 4096,
+    ],
+)
+def test_joined_metadata_that_is_refused_is_not_shown(rest: str) -> None:
+    """No token of any sender is in a frame or a message, nor in those of a repr."""
+    with pytest.raises(aiockpt.AiockptError) as caught:
+        parse_joined(GOOD + rest)
+    check(caught.value, "1", "2", "3")
+    with pytest.raises(aiockpt.AiockptError) as caught:
+        parse_metadata(GOOD + rest)
+    check(caught.value, "1", "2", "3")
+
+
+def test_the_senders_of_joined_metadata_show_no_token() -> None:
+    """A repr of what was parsed ends up in logs and in frames."""
+    origins = parse_joined(f"{GOOD}|http://b:1/#{SECRET}-b")
+    assert [origin.token for origin in origins] == [SECRET, f"{SECRET}-b"]
+    assert SECRET not in repr([(origin, origin.token) for origin in origins])
 
 
 @pytest.mark.asyncio

@@ -66,6 +66,7 @@ FIELDS = (
     *("bytes=0-9", "bytes=-5", "bytes=7-", "bytes 0-9/100", "bytes */100", "items=0-1"),
     *('"abc"', 'W/"abc", "d"', "*", "wait=5", 'wait="1.5"; x, respond-async', "120"),
     *("http://h:1/checkpoint/#token", "https://[fe80::1%25eth0]:1/a/7/full", "7"),
+    "http://h:1/checkpoint/#token|http://h:2/checkpoint/#other|https://[::1]:3/",
     "xxh3-128=" + "ab" * 16,
     make_token("secret", "rank-3", step=7, expires=1e9),
 )
@@ -78,6 +79,7 @@ PARSERS: tuple[Callable[[str], object], ...] = (
     http.parse_digest,
     problems.parse_retry_after,
     http.parse_metadata,
+    http.parse_joined,
     parse_address,
     lambda text: http.parse_resource(text, text),
     lambda text: read_token(text, "secret"),

@@ -113,6 +113,7 @@ def trusted() -> None:
     transport = aiockpt.HTTPTransport[dict[str, int]](auth=auth, same_host=True)
     granted = transport.grant("rank-3", step=7, lifetime=timedelta(minutes=1))
     assert_type(granted, str)
+    assert_type(aiockpt.join_metadata(["http://h:1/", "http://h:2/"]), str)
     assert_type(aiockpt.make_token("secret", "rank-3", expires=1e9, step=7), str)
     aiockpt.make_token("secret", 3, expires=1e9)  # type: ignore[arg-type]
     auth.peers = None  # type: ignore[misc]
