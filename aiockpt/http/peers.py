@@ -25,6 +25,7 @@ from aiockpt.errors import (
     AiockptError,
     AuthenticationError,
     CheckpointChangedError,
+    LocalProtocolError,
     StepNotFoundError,
     TransportError,
     advice,
@@ -415,12 +416,50 @@ def origins_of(metadata: str | Sequence[str]) -> list[Origin]:
         TypeError: neither a string nor strings.
         LocalProtocolError: not what ``metadata()`` returns.
     """
+    return distinct(map(http.parse_metadata, _texts_of(metadata)))
+
+
+@discreet
+def shards_of(metadata: str | Sequence[str]) -> list[list[Origin]]:
+    """Return the senders of each shard that a caller names; several are replicas.
+
+    Metadata of one sender has one shard. Each string of a list names all shards.
+
+    Raises:
+        ValueError: there is none.
+        TypeError: neither a string nor strings.
+        LocalProtocolError: not what ``metadata()`` or ``join_metadata`` returns, or the
+            strings of the list do not name the same shards.
+    """
+    replicas = [http.parse_joined(text) for text in _texts_of(metadata)]
+    first = replicas[0]
+    for number, senders in enumerate(replicas, start=1):
+        if len(senders) != len(first):
+            raise LocalProtocolError(
+                f"the strings 1 and {number} of the list name {len(first)} and "
+                f"{len(senders)} senders: each string must join the metadata of all "
+                "ranks of one replica"
+            )
+    shards = [distinct(shard) for shard in zip(*replicas, strict=True)]
+    ranks: dict[str, int] = {}
+    for rank, shard in enumerate(shards):
+        for origin in shard:
+            if (other := ranks.setdefault(origin.base_url, rank)) != rank:
+                raise LocalProtocolError(
+                    f"{origin.base_url} is sender {other + 1} of one string and sender "
+                    f"{rank + 1} of another: join the metadata of each replica in the "
+                    "order of its ranks"
+                )
+    return shards
+
+
+def _texts_of(metadata: str | Sequence[str]) -> list[Any]:
     given: object = metadata  # callers without types pass anything
     several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
     texts: list[Any] = [*metadata] if several else [metadata]
     if not texts:
         raise ValueError("metadata is an empty list: name a sender at least")
-    return distinct(map(http.parse_metadata, texts))
+    return texts
 
 
 def distinct(origins: Iterable[Origin]) -> list[Origin]:

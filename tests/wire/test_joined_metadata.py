@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 import aiockpt
 from aiockpt.errors import LocalProtocolError
+from aiockpt.http.peers import shards_of
 from aiockpt.http.protocol import (
     MAX_JOINED,
     MAX_METADATA,
@@ -114,6 +116,49 @@ def test_other_joined_metadata_is_refused(text: str, fault: str) -> None:
 def test_plain_metadata_is_that_of_one_sender(text: str) -> None:
     """No second function is needed for it."""
     assert parse_joined(text) == (parse_metadata(text),)
+
+
+D = "http://d:1/checkpoint/"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "shards"),
+    [
+        (A, [[A]]),
+        ([A, B], [[A, B]]),
+        ([A, B, A], [[A, B]]),
+        (f"{A}#|{B}", [[A], [B]]),
+        ([f"{A}#|{B}"], [[A], [B]]),
+        ([f"{A}#|{B}", f"{C}#|{D}"], [[A, C], [B, D]]),
+        ([f"{A}#|{B}", f"{A}#|{D}"], [[A], [B, D]]),
+    ],
+)
+def test_a_list_names_replicas_and_a_joined_string_shards(
+    metadata: str | list[str], shards: list[list[str]]
+) -> None:
+    """Each shard has the senders that hold it, each address once."""
+    found = [[each.base_url for each in shard] for shard in shards_of(metadata)]
+    assert found == shards
+
+
+@pytest.mark.parametrize(
+    ("metadata", "kind", "fault"),
+    [
+        ([], ValueError, "empty list"),
+        (7, TypeError, "type int"),
+        ([A, 7], TypeError, "type int"),
+        ([f"{A}#|{B}", C], LocalProtocolError, "strings 1 and 2 .* 2 and 1 senders"),
+        ([A, B, f"{C}#|{D}"], LocalProtocolError, "strings 1 and 3 .* 1 and 2 send"),
+        ([f"{A}#|{B}", f"{B}#|{A}"], LocalProtocolError, f"{B} is sender 1 of one"),
+        ([A, "ftp://b/"], LocalProtocolError, "bad metadata"),
+    ],
+)
+def test_strings_that_name_no_replicas_are_refused(
+    metadata: Any, kind: type[Exception], fault: str
+) -> None:
+    """Each string of a list names the same shards, in the same order."""
+    with pytest.raises(kind, match=fault):
+        shards_of(metadata)
 
 
 def many(count: int, path: str = "") -> list[str]:
