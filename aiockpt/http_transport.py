@@ -850,7 +850,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._lifetime.check()
         return Follower(
             self._client,
-            origin,
+            [origin],
             self._lifetime,
             after=after,
             reconnect_timeout=silent,

@@ -46,7 +46,7 @@ async def _follow(arguments: argparse.Namespace, bar: ProgressBar) -> None:
         aclosing(peer.client()) as client,
     ):
         lifetime = Lifetime("the command")
-        follower = Follower(client, peer.origins[0], lifetime, after=None)
+        follower = Follower(client, peer.origins, lifetime, after=None)
 
         async def fetch(step: int) -> Path:
             target: Path = arguments.output / f"step-{step}.safetensors"

@@ -1,8 +1,8 @@
 """Asks a peer for a manifest, for what it serves now, or for something newer.
 
 The receiver uses a manifest only after every check. One loop, `poll`, waits for what a
-peer does not serve yet. A `Follower` waits for each next step of a sender, and receives
-it.
+peer does not serve yet. A `Follower` waits for each next step of one sender, or of
+several that each serve their own shards, and receives it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,21 @@ import logging
 import math
 import mmap
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import NamedTuple, Self, TypeAlias, TypeVar
 
+import anyio
 from aiohttp import hdrs
 
 from aiockpt.errors import (
@@ -43,6 +51,7 @@ from aiockpt.http.tokens import MAC_HEADER, check_manifest_mac
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.system import collector_paused
+from aiockpt.runtime.tasks import run_all
 
 V = TypeVar("V")
 
@@ -58,6 +67,7 @@ perhaps from a lower step, or serves another one soon.
 
 _ANSWER_S = 0.5  # seconds that the answer to a request may take once it is decided
 _NEWS_WAIT_S = 30.0  # seconds for which a peer is asked to wait for a newer step
+_OTHERS_ANSWER_S = 0.5  # in which other senders say whether they serve a newer step
 _SMALL_HEADER_BYTES = 1 << 20
 
 
@@ -219,7 +229,7 @@ async def fetch_latest(
         StepNotFoundError: nothing is published.
     """
     retries = client.retries(origin, None, on_retry)
-    found = await retries.run(partial(_ask_latest, client, origin, wait=wait))
+    found, _ = await retries.run(partial(_ask_latest, client, origin, wait=wait))
     assert found is not None, "only a request for a newer step may come back empty"
     return found
 
@@ -231,9 +241,9 @@ async def _ask_latest(
     *,
     known: str | None = None,
     wait: float = 0.0,
-) -> LatestInfo | None:
-    """Return what a peer serves, if that is newer than ``after``; else None."""
-    headers = {"Prefer": http.format_prefer_wait(wait)} if wait else {}
+) -> tuple[LatestInfo | None, str | None]:
+    """Return what a peer serves, if newer than ``after``, else None; and its start."""
+    headers = {"Prefer": http.format_prefer_wait(wait)}
     if known is not None:
         headers[http.INCARNATION_HEADER] = known
     request = Request(
@@ -244,6 +254,7 @@ async def _ask_latest(
         may_be_empty=after is not None,
     )
     async with client.request(request) as answer:
+        incarnation = _incarnation_of(answer)
         if answer.status == HTTPStatus.NO_CONTENT:
             its_headers = http.INCARNATION_HEADER, http.STEP_HEADER
             if not any(name in answer.headers for name in its_headers):
@@ -251,16 +262,15 @@ async def _ask_latest(
                     f"{request.url} answered HTTP {answer.status} without a header of "
                     "a sender; is that an aiockpt server?"
                 )
-            return None
+            return None, incarnation
         step = _step_of(answer)
         snapshot_id = http.parse_etag(answer.headers.get(hdrs.ETAG))
-        incarnation = _incarnation_of(answer)
     if snapshot_id is None:
         raise RemoteProtocolError(f"{request.url} does not name its snapshot")
     # A server that does not know ``after`` answers with what it has.
     if after is None or step > after or _has_restarted(known, incarnation):
-        return LatestInfo(step, snapshot_id, incarnation)
-    return None
+        return LatestInfo(step, snapshot_id, incarnation), incarnation
+    return None, incarnation
 
 
 def _incarnation_of(answer: CheckedResponse) -> str | None:
@@ -310,14 +320,34 @@ async def chase(
         failures += 1
 
 
+@dataclass(eq=False, slots=True)
+class FollowedSender:
+    """One sender that a `Follower` asks.
+
+    Attributes:
+        origin: Its address and token.
+        incarnation: Which start of it served what the follower knows, if known.
+        acquainted: Whether it has been asked for that.
+        restarted: Whether it has started again since the follower gave a step.
+    """
+
+    origin: Origin
+    incarnation: str | None = None
+    acquainted: bool = False
+    restarted: bool = False
+
+
 class Follower:
     """Gives the newest step of a sender whenever there is one after the last given.
+
+    Of several senders, each of which serves its own shards, it gives the highest step
+    that any of them serves. The others are then about to publish it.
 
     Between two steps nothing is held or under way, so it may be dropped at any time.
 
     Args:
-        client: Asks the sender.
-        origin: Which sender.
+        client: Asks the senders.
+        origins: Which senders.
         lifetime: Ends the waiting.
         after: The last step that is known.
         reconnect_timeout: Seconds for which a silent sender is asked again.
@@ -326,23 +356,23 @@ class Follower:
     def __init__(
         self,
         client: CheckpointClient,
-        origin: Origin,
+        origins: Sequence[Origin],
         lifetime: Lifetime,
         *,
         after: int | None,
         reconnect_timeout: float = math.inf,
     ) -> None:
         self._client = client
-        self._origin = origin
+        self._senders = [*map(FollowedSender, origins)]
         self._lifetime = lifetime
         self._after = self._before = after
-        self._incarnation: str | None = None
-        self._acquainted = False
         self._asks = False
         self._reconnect_timeout = reconnect_timeout
 
     def __repr__(self) -> str:
-        return f"<Steps of {self._origin.base_url} after={self._after}>"
+        first, *others = self._senders
+        more = f" and {len(others)} more" if others else ""
+        return f"<Steps of {first.origin.base_url}{more} after={self._after}>"
 
     def __aiter__(self) -> Self:
         return self
@@ -353,27 +383,19 @@ class Follower:
         Raises:
             LocalProtocolError: another task waits already.
         """
+
+        async def ask() -> int | None:
+            self._before = self._after
+            news = await self._first_news()
+            if len(self._senders) > 1 and news:
+                news |= await self._news_of_others(news)
+            # Until here nothing is noted, so that a cancelled call loses nothing.
+            return self._chosen(news) if news else None
+
         with self._lifetime.call(), self._alone():
-            if self._after is not None and not self._acquainted:
-                # Only a follower who knows who served the last step notices a restart.
-                self._incarnation = await self._ask_incarnation()
-            self._acquainted = True
-
-            async def ask() -> LatestInfo | None:
-                self._before = self._after
-                found = await self._ask_newer()
-                if found is None:
-                    return None
-                if _has_restarted(self._incarnation, found.incarnation):
-                    _tell_of_restart(self._origin, self._after, found.step)
-                    self._before = None
-                self._incarnation = found.incarnation
-                # One address may be that of several senders, who answer in turn.
-                return None if found.step == self._after else found
-
-            found = await poll(ask, pause=self._client.pause)
-        self._after = found.step
-        return found.step
+            step = await poll(ask, pause=self._client.pause)
+        self._after = step
+        return step
 
     async def receive(self, receive: Callable[[int], Awaitable[V]]) -> tuple[int, V]:
         """Wait for the next step, and receive it; return it and what came of it.
@@ -395,43 +417,113 @@ class Follower:
             self.__anext__, attempt, pause=self._client.pause, survives=Advice.ONWARD
         )
 
-    async def _ask_newer(self) -> LatestInfo | None:
-        """Return what is served if it is newer than the last step, or of a new start.
+    async def _first_news(self) -> dict[FollowedSender, LatestInfo]:
+        """Ask all senders at once; return the first news, or none after a while."""
+        news: dict[FollowedSender, LatestInfo] = {}
 
-        A sender that is silent, or busy, is asked again, ever more slowly.
-        """
-        attempt = partial(
-            _ask_latest,
-            self._client,
-            self._origin,
-            self._after,
-            known=self._incarnation,
-            wait=_NEWS_WAIT_S,
-        )
-        with suppress(StepNotFoundError):
-            return await self._retries().run(attempt)
-        return None
+        async def hear(sender: FollowedSender) -> None:
+            if self._after is not None and not sender.acquainted:
+                # Only a follower who knows who served the last step notices a restart.
+                # Nothing is newer than this step, or waited for.
+                unmet = partial(self._ask, sender, INT64_MAX, wait=0.0)
+                with suppress(StepNotFoundError):  # of an older sender without a step
+                    await self._retries(sender).run(unmet)
+                sender.acquainted = True
+            attempt = partial(self._ask, sender, self._after, wait=_NEWS_WAIT_S)
+            with suppress(StepNotFoundError):
+                if (found := await self._retries(sender).run(attempt)) is not None:
+                    news[sender] = found
+                    scope.cancel()
 
-    async def _ask_incarnation(self) -> str | None:
-        """Return the id of the sender's current start; None if it has none."""
-        request = Request(
-            origin=self._origin,
-            path=http.format_latest(INT64_MAX),  # nothing is newer, or waited for
-            headers={"Prefer": http.format_prefer_wait(0)},
-            may_be_empty=True,
-        )
+        with anyio.CancelScope() as scope:
+            await run_all([partial(hear, sender) for sender in self._senders])
+        return news
 
-        async def ask() -> str | None:
-            async with self._client.request(request) as answer:
-                return _incarnation_of(answer)
-
-        with suppress(StepNotFoundError):  # of an older sender that serves nothing
-            return await self._retries().run(ask)
-        return None
-
-    def _retries(self) -> Retries:
+    def _retries(self, sender: FollowedSender) -> Retries:
         liveness = self._client.liveness(self._reconnect_timeout)
-        return self._client.retries(self._origin, None, liveness=liveness)
+        return self._client.retries(sender.origin, None, liveness=liveness)
+
+    async def _news_of_others(
+        self, known: Collection[FollowedSender]
+    ) -> dict[FollowedSender, LatestInfo]:
+        """Return what the other senders serve now, as far as they answer at once.
+
+        Of a sender that has restarted, that is any step, else a newer one.
+        """
+        news: dict[FollowedSender, LatestInfo] = {}
+
+        async def look(sender: FollowedSender) -> None:
+            after = None if sender.restarted else self._after
+            try:
+                found = await self._ask(sender, after, wait=0.0)
+            except AiockptError as error:
+                if Advice.OURS in advice(error):
+                    raise
+            else:
+                if found is not None:
+                    news[sender] = found
+
+        others = [each for each in self._senders if each not in known]
+        with anyio.move_on_after(_OTHERS_ANSWER_S):
+            await run_all([partial(look, sender) for sender in others])
+        return news
+
+    async def _ask(
+        self, sender: FollowedSender, after: int | None, *, wait: float
+    ) -> LatestInfo | None:
+        """Return what a sender serves if it is newer, or of a new start."""
+        known = sender.incarnation
+        found, incarnation = await _ask_latest(
+            self._client, sender.origin, after, known=known, wait=wait
+        )
+        if found is None and known is None:
+            sender.incarnation = incarnation
+        return found
+
+    def _chosen(self, news: Mapping[FollowedSender, LatestInfo]) -> int | None:
+        """Return the highest step of the news if all senders may get to serve it.
+
+        If some have started again from a lower step, the others cannot serve that,
+        unless they have started again, too.
+        """
+        step = max(found.step for found in news.values())
+        fresh = []
+        for sender, found in news.items():
+            if _has_restarted(sender.incarnation, found.incarnation):
+                sender.restarted = True
+                fresh.append(sender)
+            sender.incarnation, sender.acquainted = found.incarnation, True
+        known = [each for each in self._senders if each.incarnation is not None]
+        is_newer = self._after is None or step > self._after
+        waits = not is_newer and not all(each.restarted for each in known)
+        for sender in fresh:
+            self._tell_of_restart(sender.origin, news[sender].step, waits=waits)
+        if waits:
+            return None
+        for sender in self._senders:
+            if sender.restarted:
+                sender.restarted, self._before = False, None
+        # One address may be that of several senders, who answer in turn.
+        return None if step == self._after else step
+
+    def _tell_of_restart(self, origin: Origin, step: int, *, waits: bool) -> None:
+        last = self._after
+        was = "before its first step" if last is None else f"after step {last}"
+        then = f"goes on from step {step}"
+        if waits:
+            then = (
+                f"serves step {step}, which senders that have not started again cannot "
+                f"serve: waiting for them, or for a step after {last}"
+            )
+        emit(
+            TransferEvent(
+                stop="restart",
+                step=step,
+                peer=origin.base_url,
+                detail=f"the sender has gone back or started again {was}, and {then}",
+                level=logging.WARNING,
+            )
+        )
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -445,20 +537,6 @@ class Follower:
             yield
         finally:
             self._asks = False
-
-
-def _tell_of_restart(origin: Origin, last: int | None, step: int) -> None:
-    was = "before its first step" if last is None else f"after step {last}"
-    emit(
-        TransferEvent(
-            stop="restart",
-            step=step,
-            peer=origin.base_url,
-            detail=f"the sender has gone back or started again {was}, and goes on from "
-            f"step {step}",
-            level=logging.WARNING,
-        )
-    )
 
 
 def _now() -> float:

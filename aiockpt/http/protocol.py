@@ -290,7 +290,8 @@ def parse_metadata(text: str) -> Origin:
         raise LocalProtocolError(
             f"this is the joined metadata of {senders} senders, and only one sender "
             "fits here: pass what that sender's metadata() returned; recv_checkpoint, "
-            "prepare, follow and steps of an HTTPTransport take joined metadata"
+            "prepare, follow and steps of an HTTPTransport take joined metadata, and "
+            "the commands fetch, verify and top"
         )
     if fault := _metadata_fault(text):
         raise _bad_metadata(fault)
@@ -489,6 +490,18 @@ def parse_address(text: str) -> Address:
     if found := _URL_OF_LATEST.fullmatch(origin.base_url):
         return Address(Origin(found[1], origin.token), None)
     return Address(origin, None)
+
+
+@discreet
+def parse_addresses(text: str) -> list[Address]:
+    """Parse the joined metadata of several peers, or what `parse_address` takes.
+
+    Raises:
+        LocalProtocolError: it is neither.
+    """
+    if _senders_in(text) == 1:
+        return [parse_address(text)]
+    return [Address(origin, None) for origin in parse_joined(text)]
 
 
 def parse_prefer_wait(value: str | None) -> float | None:

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import (
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+)
 from itertools import chain, cycle, repeat
 from typing import Any
 
@@ -16,7 +21,12 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from aiockpt import AuthenticationError, StepNotFoundError, TemplateMismatchError
+from aiockpt import (
+    AuthenticationError,
+    StepNotFoundError,
+    TemplateMismatchError,
+    join_metadata,
+)
 from aiockpt.errors import (
     ClosedError,
     LocalProtocolError,
@@ -28,6 +38,8 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http import manifests
+from aiockpt.http.manifests import Follower
+from aiockpt.http.protocol import parse_joined
 from aiockpt.testing import (
     Answer,
     CutAfter,
@@ -651,6 +663,201 @@ class TestFollow:
                 await asyncio.wait({task})
                 await follower.aclose()
             check(*await soon(receiver.follow(sender.metadata())))
+
+
+class TestSeveralSenders:
+    """Several senders are followed, each of which serves its own shards."""
+
+    async def test_the_highest_step_is_given(self):
+        """The others are about to publish it, also one that serves nothing yet."""
+        async with trainer(3) as (senders, receiver):
+            steps = steps_of(senders, receiver)
+            for rank, step in ((0, 1), (1, 3), (0, 2), (2, 5), (1, 4), (1, 5)):
+                await publish(senders[rank], step)
+            assert await soon(steps) == 5
+            await nothing(steps)
+            waiting = await waiting_for(steps, senders[0])
+            await publish(senders[2], 6)
+            assert await waiting == 6
+            await publish(senders[0], 6)
+            await publish(senders[1], 6)
+            await nothing(steps)
+            assert (
+                repr(steps) == f"<Steps of {senders[0].address()} and 2 more after=6>"
+            )
+
+    async def test_a_single_sender_gets_no_request_more(self):
+        """One request for each step, and one before the first if a step is known."""
+        async with trainer(1) as (senders, receiver):
+            (sender,) = senders
+            for after, before in ((None, 0), (4, 1)):
+                asked = sender.statistics().requests
+                steps = steps_of(senders, receiver, after=after)
+                for step in (2, 3, 4):
+                    waiting = await waiting_for(steps, sender)
+                    await publish(sender, step + 3 * before)
+                    assert await waiting == step + 3 * before
+                assert sender.statistics().requests - asked == 3 + before
+
+    async def test_steps_rise_while_senders_publish_at_different_moments(self):
+        """No step is given twice, and the last one is given."""
+        async with trainer(3) as (senders, receiver):
+
+            async def publish_all(rank):
+                for step in range(1, 16):
+                    await publish(senders[rank], step)
+                    await asyncio.sleep(0.01 * ((rank * step) % 4))
+
+            steps, seen = steps_of(senders, receiver), [0]
+            publishing = asyncio.gather(*map(publish_all, range(3)))
+            while seen[-1] < 15:
+                seen.append(await soon(steps))
+            await publishing
+            await nothing(steps)
+            assert seen == sorted({*seen})
+
+    async def test_a_cancelled_wait_loses_no_step(self):
+        """Whether it was cancelled before the first answer, or before the others'."""
+        async with trainer(3) as (senders, receiver):
+            for rank, step in enumerate((1, 3, 2)):
+                await publish(senders[rank], step)
+            for turns in range(0, 120, 3):
+                steps = steps_of(senders, receiver)
+                task = asyncio.ensure_future(anext(steps))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait({task})
+                given = await soon(steps) if task.cancelled() else task.result()
+                assert given == 3
+
+    @pytest.mark.parametrize("fault", [Refuse(), StallAfter(0)], ids=repr)
+    async def test_a_sender_that_is_away_does_not_hide_the_others(self, fault):
+        """A replica may serve its shards; if not, the receive finds out."""
+        async with (
+            trainer(2) as (senders, receiver),
+            proxied(senders[0], otherwise=fault) as proxy,
+        ):
+            steps = steps_of(senders, receiver, by={0: proxy})
+            for step in (1, 2):
+                await publish(senders[1], step)
+                async with asyncio.timeout(3):
+                    assert await anext(steps) == step
+
+    async def test_a_sender_that_is_silent_too_long_ends_the_wait(self):
+        """The error names it, as that of a single sender does."""
+        async with (
+            trainer(2) as (senders, receiver),
+            proxied(senders[1], otherwise=Refuse()) as proxy,
+        ):
+            steps = steps_of(senders, receiver, by={1: proxy}, reconnect_timeout=0.1)
+            with pytest.raises(TransportError, match=str(proxy.port)):
+                await soon(steps)
+
+    async def test_a_wrong_token_of_one_sender_is_raised(self):
+        """No receive could succeed."""
+        async with trainer(1) as (senders, receiver), transport() as stranger:
+            steps = steps_of([*senders, stranger], receiver, plain=True)
+            with pytest.raises(AuthenticationError):
+                await soon(steps)
+
+    async def test_one_that_starts_again_lower_is_waited_for(self, caplog):
+        """The others cannot serve the lower step; a newer one is given."""
+        async with trainer(2) as (senders, receiver):
+            for sender in senders:
+                await publish(sender, 102)
+            steps = steps_of(senders, receiver)
+            assert await soon(steps) == 102
+            with events("restart") as restarts:
+                async with restarted(senders[0]) as again:
+                    await publish(again, 90)
+                    await nothing(steps, 0.5)
+                    waiting = asyncio.ensure_future(soon(steps))
+                    await publish(again, 91)
+                    await asyncio.wait({waiting}, timeout=0.5)
+                    assert not waiting.done()
+                    await publish(senders[1], 103)
+                    assert await waiting == 103
+                    name = again.address()
+            assert [(each.step, each.peer) for each in restarts] == [(90, name)]
+            assert "waiting for them, or for a step after 102" in restarts[0].detail
+        assert "cannot serve" in caplog.text
+
+    async def test_all_that_start_again_lower_are_followed(self):
+        """The highest of their steps is given, once the last of them serves one."""
+        async with trainer(2) as (senders, receiver):
+            for sender in senders:
+                await publish(sender, 102)
+            steps = steps_of(senders, receiver)
+            assert await soon(steps) == 102
+            with events("restart") as restarts:
+                async with restarted(senders[0]) as first:
+                    await publish(first, 90)
+                    await nothing(steps, 0.3)
+                    await publish(first, 91)
+                    waiting = asyncio.ensure_future(soon(steps))
+                    async with restarted(senders[1]) as second:
+                        await publish(second, 90)
+                        assert await waiting == 91
+                        await publish(second, 91)
+                        await nothing(steps, 0.3)
+                        await publish(second, 92)
+                        assert await soon(steps) == 92
+                        names = first.address(), second.address()
+            told = [(each.step, each.peer) for each in restarts]
+            assert told == [(90, name) for name in names]
+
+    async def test_one_that_starts_again_at_a_newer_step_is_followed(self):
+        """A replaced rank has caught up with the others."""
+        async with trainer(2) as (senders, receiver):
+            for sender in senders:
+                await publish(sender, 102)
+            steps = steps_of(senders, receiver)
+            assert await soon(steps) == 102
+            with events("restart") as restarts:
+                async with restarted(senders[0]) as again:
+                    await publish(again, 103)
+                    assert await soon(steps) == 103
+                    await publish(senders[1], 104)
+                    assert await soon(steps) == 104
+            assert [each.step for each in restarts] == [103]
+
+    @pytest.mark.parametrize("missed", [False, True])
+    async def test_a_step_that_was_not_received_is_given_again(self, missed):
+        """As that of a single sender; it may be the newest one then."""
+        async with trainer(2) as (senders, receiver):
+            steps, asked = steps_of(senders, receiver), []
+
+            async def receive_once(step):
+                asked.append(step)
+                if len(asked) == 1:
+                    if missed:
+                        await publish(senders[1], 8)
+                    raise StepNotFoundError(step)
+                return "received"
+
+            await publish(senders[0], 7)
+            assert await steps.receive(receive_once) == (7 + missed, "received")
+            assert asked == [7, 7 + missed]
+
+
+@asynccontextmanager
+async def trainer(ranks):
+    """Give the senders of all ranks, and a receiver, which know the same token."""
+    async with AsyncExitStack() as stack:
+        makes = [transport(token=TOKEN, port=free_port()) for _ in range(ranks)]
+        senders = [await stack.enter_async_context(each) for each in makes]
+        yield senders, await stack.enter_async_context(transport(token=TOKEN))
+
+
+def steps_of(senders, receiver, *, by=None, plain=False, **options):
+    """Return the steps of several senders; those in ``by`` are behind a proxy."""
+    texts = [sender.address() if plain else sender.metadata() for sender in senders]
+    for rank, proxy in (by or {}).items():
+        texts[rank] = through(proxy, senders[rank])
+    origins = parse_joined(join_metadata(texts))
+    options = {"after": None, **options}
+    return Follower(receiver._client, origins, receiver._lifetime, **options)
 
 
 @asynccontextmanager
