@@ -8,14 +8,20 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
 from aiockpt import __version__
 from aiockpt.errors import LocalProtocolError, StorageError
 from aiockpt.format.chunks import ALGORITHM, ALGORITHMS
-from aiockpt.http.protocol import Address, parse_address
+from aiockpt.http.protocol import (
+    MAX_JOINED,
+    Address,
+    parse_address,
+    parse_addresses,
+)
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.words import command_line, printable
 from aiockpt.storage.directory import local_path
@@ -30,6 +36,7 @@ class UsageError(LocalProtocolError):
 FLOATS: Final = ("bfloat16", "float16", "float32", "float64")
 """What ``--dtype`` casts tensors from and to."""
 
+_IN_FILE = "@"  # begins the name of a file that holds metadata
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _SIZE = re.compile(
     r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?:(?:([KMGT])(I?))?B)?", re.IGNORECASE
@@ -45,10 +52,40 @@ def is_url(text: str) -> bool:
 
 def address(text: str) -> Address:
     """Parse what names a checkpoint at a peer; see `parse_address`."""
+    with _blaming(text):
+        return parse_address(_metadata(text))
+
+
+def addresses(text: str) -> list[Address]:
+    """Parse what names a checkpoint at a peer, or its shards at several peers."""
+    with _blaming(text):
+        return parse_addresses(_metadata(text))
+
+
+def _metadata(text: str) -> str:
+    """Return an argument, or what the file holds that it names after an ``@``."""
+    if not text.startswith(_IN_FILE):
+        return text
+    # It may be a pipe, as that of a shell's <(COMMAND).
+    with open(text[1:], "rb") as file:
+        content = file.read(MAX_JOINED + 2)
+    # No decoding that could fail: such an error would carry the content.
+    return content.decode("ascii", "replace").strip()
+
+
+@contextmanager
+def _blaming(text: str) -> Iterator[None]:
+    """Name the file of an argument in what is wrong with it."""
+    named = f"{text[1:]}: " if text.startswith(_IN_FILE) else ""
     try:
-        return parse_address(text)
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
     except LocalProtocolError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        why = str(error)
+    else:
+        return
+    raise argparse.ArgumentTypeError(f"{named}{why}")
 
 
 def _local_path(text: str) -> Path:
@@ -73,7 +110,15 @@ def _text(text: str) -> str:
 
 
 def _path_or_address(text: str) -> Path | Address:
-    return address(text) if is_url(text) else _path(text)
+    return address(text) if _names_peers(text) else _path(text)
+
+
+def _path_or_addresses(text: str) -> Path | list[Address]:
+    return addresses(text) if _names_peers(text) else _path(text)
+
+
+def _names_peers(text: str) -> bool:
+    return is_url(text) or text.startswith(_IN_FILE)
 
 
 def _converted(text: str) -> Path:
@@ -144,12 +189,15 @@ _TIME: Final = {"type": _seconds}
 _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "path PATH": {"type": _local_path},
     "what URL|PATH": {"type": _path_or_address},
+    "checkpoint URL|PATH": {"type": _path_or_addresses},
     "url URL": {"type": address},
+    "senders URL": {"type": addresses},
     "urls URL": {
         "nargs": "+",
-        "type": address,
-        "help": "the sender's metadata(), or a URL with a step (.../checkpoint/100); "
-        "several senders of the same checkpoint each deliver a part",
+        "type": addresses,
+        "help": "the sender's metadata(), or a URL with a step (.../checkpoint/100), "
+        "or @FILE with it; several senders of the same checkpoint each deliver a "
+        "part",
     },
     "directory DIR": {"type": _local_path},
     "source FROM": {"type": _local_path},
@@ -326,7 +374,7 @@ _COMMANDS: Final = {
         "fetched is skipped. The command waits for a trainer that is away, and follows "
         "a restarted one from its new step.",
         (
-            ("url URL", "the sender's metadata()"),
+            ("url URL", "the sender's metadata(), or @FILE with it"),
             *("--output DIR", "--overwrite", "--max-size SIZE"),
             *(*_TRUST, "--reconnect SECONDS", "--no-swarm", "--quiet"),
         ),
@@ -335,9 +383,9 @@ _COMMANDS: Final = {
         "watch a sender and its receivers",
         "Show what a sender serves, how much it has sent, and how far the members of "
         "its swarm are, once a second until interrupted. If the output is no terminal, "
-        "the command shows that once.",
+        "the command shows that once. Joined metadata shows all of its senders.",
         (
-            ("url URL", "the sender's metadata()"),
+            ("senders URL", "metadata(), also joined metadata, or @FILE with it"),
             *(*_TRUST, "--reconnect SECONDS"),
         ),
     ),
@@ -353,7 +401,10 @@ _COMMANDS: Final = {
         "checkpoint directory or in a safetensors file of any tool. Only the header "
         "is read.",
         (
-            ("what URL|PATH", "a peer's URL, a directory, or a file"),
+            (
+                "what URL|PATH",
+                "a peer's URL, @FILE with it, a directory, or a file",
+            ),
             ("--rank N", "the rank, for a directory"),
             ("--step N", "the step at a peer"),
             ("--json", "print one JSON document"),
@@ -364,11 +415,15 @@ _COMMANDS: Final = {
     "verify": _Command(
         "verify every chunk of a checkpoint",
         "Verify the header and every chunk of a file that aiockpt wrote, of all files "
-        "of a checkpoint directory, or of the checkpoint that a peer serves. The "
+        "of a checkpoint directory, or of the checkpoint that a peer serves. Joined "
+        "metadata names several peers, which are verified one after the other. The "
         "command fails if something is damaged. It also fails for files of other "
         "tools, because they have no digests.",
         (
-            ("what URL|PATH", "a peer's URL, a directory, or a file"),
+            (
+                "checkpoint URL|PATH",
+                "a peer's URL, joined metadata, @FILE with it, a directory, a file",
+            ),
             ("--step N", "the step at a peer"),
             *_PEER,
         ),

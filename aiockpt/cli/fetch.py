@@ -10,6 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.peer import FoundCheckpoint, SenderClient, open_peer
 from aiockpt.cli.text import ProgressBar, format_bytes
 from aiockpt.errors import Advice, AiockptError, advice
@@ -44,7 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _fetch(arguments: argparse.Namespace, bar: ProgressBar) -> str:
     target = check_target(arguments.output, replace=arguments.overwrite)
-    async with open_peer(arguments.urls, arguments) as peer:
+    if any(len(shards) > 1 for shards in arguments.urls):
+        raise UsageError(
+            "the metadata is that of several senders of shards, and fetch cannot put "
+            "these together yet: fetch the metadata of each sender by itself"
+        )
+    addresses = [address for shards in arguments.urls for address in shards]
+    async with open_peer(addresses, arguments) as peer:
 
         async def fetch(step: int) -> str:
             found = await peer.find(step, keep=True)

@@ -21,6 +21,7 @@ from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.client import CheckpointClient, Request
 from aiockpt.http.protocol import Origin
 from aiockpt.http.status import ShownMember, ShownStatus
+from aiockpt.runtime.tasks import run_all
 from aiockpt.runtime.words import clipped, printable
 
 _PAUSE_S = 1.0
@@ -34,26 +35,37 @@ _decode = msgspec.json.Decoder(ShownStatus).decode
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the status once, or in a terminal until interrupted."""
-    if arguments.url.step is not None:
-        raise UsageError(f"the URL names step {arguments.url.step}; leave it out")
+    if (step := arguments.senders[0].step) is not None:
+        raise UsageError(f"the URL names step {step}; leave it out")
     asyncio.run(_watch(arguments, lives=sys.stdout.isatty()))
     return 0
 
 
 async def _watch(arguments: argparse.Namespace, *, lives: bool) -> None:
     async with (
-        open_peer([arguments.url], arguments) as peer,
+        open_peer(arguments.senders, arguments) as peer,
         aclosing(peer.client()) as client,
     ):
         now = asyncio.get_running_loop().time
-        origin = peer.origins[0]
-        before, asked = None, now()
-        while True:
+
+        async def ask(origin: Origin) -> ShownStatus:
             retries = client.retries(origin, None, peer.deadline.note)
-            found = await retries.run(partial(_ask, client, origin))
+            return await retries.run(partial(_ask, client, origin))
+
+        before: list[ShownStatus | None] = [None] * len(peer.origins)
+        asked = now()
+        while True:
+            found = await run_all([partial(ask, origin) for origin in peer.origins])
             seconds, asked = now() - asked, now()
-            title = printable(f"aiockpt  {origin.base_url}")
-            lines = chain([title], _lines(found, before, seconds))
+            lines = chain.from_iterable(
+                [
+                    printable(f"aiockpt  {origin.base_url}"),
+                    *_lines(status, last, seconds),
+                ]
+                for origin, status, last in zip(
+                    peer.origins, found, before, strict=True
+                )
+            )
             if not lives:
                 for line in lines:
                     print(line)

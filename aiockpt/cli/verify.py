@@ -6,19 +6,25 @@ import argparse
 import asyncio
 import mmap
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.paths import checkpoint_or_file
 from aiockpt.cli.text import counted, format_bytes
-from aiockpt.errors import IntegrityError
+from aiockpt.errors import AiockptError, IntegrityError
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.http.protocol import Address
 from aiockpt.runtime.words import printable
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
+
+if TYPE_CHECKING:
+    from aiockpt.cli.peer import SenderClient
 
 _MAX_CHUNKS_SHOWN = 10
 _WINDOW_BYTES = 256 << 20  # of a peer's checkpoint, in memory at a time
@@ -26,11 +32,9 @@ _WINDOW_BYTES = 256 << 20  # of a peer's checkpoint, in memory at a time
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify everything, also after the first damage."""
-    what: Path | Address = arguments.what
-    if isinstance(what, Address):
-        manifest = asyncio.run(_read_all(what, arguments))
-        print(_intact(what.origin.base_url, manifest))
-        return 0
+    what: Path | list[Address] = arguments.checkpoint
+    if isinstance(what, list):
+        return asyncio.run(_verify_served(what, arguments))
     if arguments.step is not None:
         raise UsageError("--step is for URLs: a file holds one step")
     found = checkpoint_or_file(what)
@@ -55,8 +59,12 @@ def _verify(path: Path, *, expected: str | None = None) -> int:
     else:
         print(_intact(str(path), header))
         return 0
-    print(f"aiockpt: error: {printable(f'{path}: {wrong}')}", file=sys.stderr)
+    _complain(f"{path}: {wrong}")
     return 1
+
+
+def _complain(what: str) -> None:
+    print(f"aiockpt: error: {printable(what)}", file=sys.stderr)
 
 
 def _intact(name: str, manifest: Manifest) -> str:
@@ -103,35 +111,52 @@ class _Window:
         """Do nothing: a view keeps the memory."""
 
 
-async def _read_all(address: Address, arguments: argparse.Namespace) -> Manifest:
-    """Receive every chunk, which verifies it, and keep none.
+async def _verify_served(
+    addresses: Sequence[Address], arguments: argparse.Namespace
+) -> int:
+    """Verify what each of these senders serves, one after the other.
 
     If cancelled, nothing is left behind.
+    """
+    from aiockpt.cli.peer import open_peer  # needs aiohttp, and a file does not
+
+    code = 0
+    async with open_peer(addresses, arguments) as peer:
+        for origin in peer.origins:
+            one = replace(peer, origins=[origin])
+            try:
+                manifest = await one.receive(partial(_read_all, one))
+            except AiockptError as error:
+                if len(peer.origins) == 1:
+                    raise
+                _complain(f"{origin.base_url}: {error}")
+                code = 1
+            else:
+                print(_intact(origin.base_url, manifest), flush=True)
+    return code
+
+
+async def _read_all(peer: SenderClient, step: int) -> Manifest:
+    """Receive every chunk, which verifies it, and keep none.
 
     Raises:
         IntegrityError: a chunk came three times with a wrong digest.
     """
-    from aiockpt.cli.peer import open_peer  # needs aiohttp, and a file does not
     from aiockpt.http.download import Download
     from aiockpt.transfer.source import PlainDestination
 
-    async with open_peer([address], arguments) as peer:
-
-        async def read(step: int) -> Manifest:
-            found = await peer.find(step, keep=True)
-            manifest = found.manifest
-            count = len(manifest.grid)
-            many = max(_WINDOW_BYTES // manifest.chunk_bytes, 1)
-            window = _Window(min(many * manifest.chunk_bytes, manifest.segment_bytes))
-            target = PlainDestination(window)
-            peer.deadline.phase = "fetch_chunk"
-            async with peer.reading(found) as (peers, _):
-                for first in range(0, count, many):
-                    chunks = range(first, min(first + many, count))
-                    window.start = manifest.grid.range(first)[0]
-                    await Download(
-                        peers, manifest.outline, target, chunks, lambda *_: None
-                    ).run()
-            return manifest
-
-        return await peer.receive(read)
+    found = await peer.find(step, keep=True)
+    manifest = found.manifest
+    count = len(manifest.grid)
+    many = max(_WINDOW_BYTES // manifest.chunk_bytes, 1)
+    window = _Window(min(many * manifest.chunk_bytes, manifest.segment_bytes))
+    target = PlainDestination(window)
+    peer.deadline.phase = "fetch_chunk"
+    async with peer.reading(found) as (peers, _):
+        for first in range(0, count, many):
+            chunks = range(first, min(first + many, count))
+            window.start = manifest.grid.range(first)[0]
+            await Download(
+                peers, manifest.outline, target, chunks, lambda *_: None
+            ).run()
+    return manifest
