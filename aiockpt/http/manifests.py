@@ -67,6 +67,7 @@ perhaps from a lower step, or serves another one soon.
 
 _ANSWER_S = 0.5  # seconds that the answer to a request may take once it is decided
 _NEWS_WAIT_S = 30.0  # seconds for which a peer is asked to wait for a newer step
+_OTHERS_PUBLISH_S = 0.05  # in which the ranks of a job publish the same step
 _OTHERS_ANSWER_S = 0.5  # in which other senders say whether they serve a newer step
 _SMALL_HEADER_BYTES = 1 << 20
 
@@ -418,7 +419,10 @@ class Follower:
         )
 
     async def _first_news(self) -> dict[FollowedSender, LatestInfo]:
-        """Ask all senders at once; return the first news, or none after a while."""
+        """Ask all senders at once; return the first news, or none after a while.
+
+        What the others say a moment later is returned, too.
+        """
         news: dict[FollowedSender, LatestInfo] = {}
 
         async def hear(sender: FollowedSender) -> None:
@@ -433,7 +437,9 @@ class Follower:
             with suppress(StepNotFoundError):
                 if (found := await self._retries(sender).run(attempt)) is not None:
                     news[sender] = found
-                    scope.cancel()
+                    # The others usually publish at the same time, and answer by then.
+                    until = anyio.current_time() + _OTHERS_PUBLISH_S
+                    scope.deadline = min(scope.deadline, until)
 
         with anyio.CancelScope() as scope:
             await run_all([partial(hear, sender) for sender in self._senders])

@@ -716,6 +716,19 @@ class TestSeveralSenders:
             await nothing(steps)
             assert seen == sorted({*seen})
 
+    async def test_senders_that_publish_together_are_asked_once(self, monkeypatch):
+        """Their answers to the first request say all, so no connection is cut."""
+        monkeypatch.setattr(manifests, "_OTHERS_PUBLISH_S", 10.0)
+        async with trainer(3) as (senders, receiver):
+            steps = steps_of(senders, receiver)
+            for step in (1, 2, 3):
+                waiting = asyncio.ensure_future(soon(steps))
+                for sender in senders:
+                    await settle(lambda by=sender: by.statistics().waiting == 1)
+                await asyncio.gather(*(publish(sender, step) for sender in senders))
+                assert await waiting == step
+            assert [sender.statistics().requests for sender in senders] == [3, 3, 3]
+
     async def test_a_cancelled_wait_loses_no_step(self):
         """Whether it was cancelled before the first answer, or before the others'."""
         async with trainer(3) as (senders, receiver):
