@@ -14,11 +14,11 @@ own stream, and digests and loads begin only after the messages have arrived.
 A chunk's digest on a device: the chunk is zero-padded to rows of 256 KiB. Each row, as
 signed 32-bit little-endian words ``w``, is folded with two rows of 64-bit keys ``k`` to
 ``sum(w[i] * k[i])`` modulo 2**64. The digest is the XXH3 hash of the chunk's folded
-rows, of 16 bytes each. Multilinear hashing is universal: two rows that differ have the
-same sum for one row of keys in 2**33 at most (Lemire and Kaser, *Strongly universal
-string hashing is fast*, 2014), and there are two. The arithmetic is exact and the sum
-does not depend on the order, so every device gets the same digest. Like XXH3, it
-detects faults and does not prevent forgery.
+rows, of 16 bytes each; `aiockpt.memory.multilinear` folds them. Multilinear hashing is
+universal: two rows that differ have the same sum for one row of keys in 2**33 at most
+(Lemire and Kaser, *Strongly universal string hashing is fast*, 2014), and there are
+two. The arithmetic is exact and the sum does not depend on the order, so every device
+gets the same digest. Like XXH3, it detects faults and does not prevent forgery.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from hashlib import shake_128
 from mmap import mmap
 from typing import Final, TypeAlias
 
@@ -67,6 +66,7 @@ from aiockpt.memory.device import (
     completed,
     port_for,
 )
+from aiockpt.memory.multilinear import fold, keys
 from aiockpt.pg.messages import (
     Digests,
     GroupLike,
@@ -87,41 +87,12 @@ from aiockpt.state.load_plan import Matching
 from aiockpt.transfer.remarks import Remarks
 from aiockpt.transfer.stager import failing_stage, manifest_of
 
-_WORDS: Final = 1 << 16
-ROW_BYTES: Final = 4 * _WORDS
-_FOLDED_BYTES: Final = 16 * ROW_BYTES
-"""So much is folded at once, which needs five times as much memory."""
-
 _CHUNKS_AT_ONCE: Final = 2
 _MIN_PAUSE_S: Final = 50e-6
 _MAX_PAUSE_S: Final = 1e-3
 
 
 # -------------------------------------------------------------------------- digests
-
-
-def keys(device: torch.device) -> torch.Tensor:
-    """Return the keys, ``[2, words]``; the same everywhere."""
-    stream = shake_128(b"aiockpt").digest(2 * 8 * _WORDS)
-    return torch.frombuffer(bytearray(stream), dtype=torch.int64).view(2, -1).to(device)
-
-
-def fold(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return the folded rows of bytes, ``[rows, 2]``, on their device."""
-    folded = []
-    for start in range(0, data.numel(), _FOLDED_BYTES):
-        words = _rows(data[start : start + _FOLDED_BYTES]).to(torch.int64)
-        folded.append(torch.stack([(words * key).sum(1) for key in keys], 1))
-    return torch.cat(folded)
-
-
-def _rows(data: torch.Tensor) -> torch.Tensor:
-    size = data.numel()
-    if size % ROW_BYTES or data.storage_offset() % 4 or data.data_ptr() % 4:
-        padded = data.new_zeros(size + -size % ROW_BYTES)
-        padded[:size] = data
-        data = padded
-    return data.view(torch.int32).view(-1, _WORDS)
 
 
 class _DeviceDigests:

@@ -20,14 +20,12 @@ from aiockpt.errors import (
     UnsupportedLeafError,
 )
 from aiockpt.memory.arena import Arena
+from aiockpt.memory.multilinear import ROW_BYTES, fold, keys
 from aiockpt.pg.device import (
-    ROW_BYTES,
     DeviceChannel,
     MixedSegment,
     decode_placement,
     encode_placement,
-    fold,
-    keys,
 )
 from aiockpt.testing import assert_same
 from aiockpt.testing.conformance.transports import sample

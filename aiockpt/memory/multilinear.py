@@ -1,0 +1,386 @@
+"""Multilinear sums: words times keys, where the tensor is.
+
+`fold` sums rows of bytes, for the digests of a device. `word_sums` sums the words of
+tensors by their place in the full tensor, for fingerprints.
+
+A word has at most 32 bits: an element of 1, 2 or 4 bytes is one signed word (of one
+byte: unsigned), and a larger one is several, in the order of memory. With words of 64
+bits, two flipped top bits would vanish from both sums.
+
+The words of a full tensor lie in rows. A row has the trailing dimensions that together
+have at least 256 words, or all dimensions. Rows are cut into *blocks* of 65,536 words,
+which are numbered through all rows. The word at column ``c`` of block ``b`` has the key
+``hash(b) * table[c]`` modulo 2**64, of which there are two, with two hashes and two
+tables. `fold` uses the tables alone. The hashes are odd, and no number of the tables
+has so many zeros at its end that a single word could vanish.
+
+A shard is a product of indices along each dimension. So its rows and its columns are
+independent of each other: each row is a dot product with a part of the table, however
+short its runs are.
+
+Everything is exact, modulo 2**64, so the order does not matter, and neither do threads
+and devices.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
+from hashlib import shake_128
+from math import prod
+from typing import Final, NamedTuple, TypeAlias
+
+import torch
+
+from aiockpt.format.limits import IS_CANCELLED, WorkCancelledError
+from aiockpt.memory.copies import WORDS
+from aiockpt.runtime.bridge import share_out
+
+HeldRuns: TypeAlias = Sequence[tuple[tuple[int, int], ...]]
+"""For each dimension of a full tensor, the half-open runs of indices of a shard."""
+
+_COLUMNS: Final = 1 << 16
+_MIN_ROW_WORDS: Final = 256
+ROW_BYTES: Final = 4 * _COLUMNS
+
+_FOLDED_BYTES: Final = 16 * ROW_BYTES
+"""So much is folded at once, which needs five times as much memory."""
+
+_HOST_WORDS: Final = 1 << 15
+"""Words that a thread sums at once: they stay in the cache, and torch starts no threads
+of its own for so few."""
+
+_DEVICE_WORDS: Final = 1 << 22  # that a device sums at once
+_TASK_WORDS: Final = 1 << 20  # of one task of a thread
+_STACKED_WORDS: Final = 1 << 12  # smaller tensors are summed together
+_ALONE_WORDS: Final = 1 << 20  # so few are summed without further threads
+
+_SEEDS: Final = (0x243F6A8885A308D3, 0x452821E638D01377)  # digits of pi
+_FACTORS: Final = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64
+
+
+def keys(device: torch.device) -> torch.Tensor:
+    """Return the tables, ``[2, columns]``; the same everywhere."""
+    stream = shake_128(b"aiockpt").digest(2 * 8 * _COLUMNS)
+    return torch.frombuffer(bytearray(stream), dtype=torch.int64).view(2, -1).to(device)
+
+
+_kept_keys: Final = cache(keys)
+
+
+def fold(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return the folded rows of bytes, ``[rows, 2]``, on their device."""
+    return torch.cat(
+        [
+            _dots(_rows(data[start : start + _FOLDED_BYTES]), keys)
+            for start in range(0, data.numel(), _FOLDED_BYTES)
+        ]
+    )
+
+
+def _rows(data: torch.Tensor) -> torch.Tensor:
+    size = data.numel()
+    if size % ROW_BYTES or data.storage_offset() % 4 or data.data_ptr() % 4:
+        padded = data.new_zeros(size + -size % ROW_BYTES)
+        padded[:size] = data
+        data = padded
+    return data.view(torch.int32).view(-1, _COLUMNS)
+
+
+def _dots(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return the dot products of rows of words with both keys, ``[rows, 2]``."""
+    wide = words.to(torch.int64)
+    if wide.device.type == "cpu":
+        return torch.stack([torch.mv(wide, key) for key in keys], 1)
+    return torch.stack([(wide * key).sum(1) for key in keys], 1)
+
+
+def _hashes(blocks: torch.Tensor) -> torch.Tensor:
+    """Return both hashes of block numbers, as a new last dimension."""
+    found = []
+    for seed in _SEEDS:
+        mixed = blocks + seed
+        for shift, factor in zip((30, 27), _FACTORS, strict=True):
+            mixed = (mixed ^ _shifted(mixed, shift)) * factor
+        found.append((mixed ^ _shifted(mixed, 31)) | 1)
+    return torch.stack(found, -1)
+
+
+def _shifted(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift to the right, as unsigned numbers."""
+    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
+
+
+# ------------------------------------------------------------------- words of a shard
+
+
+class HeldTensor(NamedTuple):
+    """A local tensor, and what it holds of a full one.
+
+    Attributes:
+        tensor: The local tensor.
+        shape: The shape of the full tensor.
+        runs: What the local tensor holds of each dimension.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    runs: HeldRuns
+
+
+class _ColumnRun(NamedTuple):
+    """Neighbouring columns of the local rows that are in one block.
+
+    Attributes:
+        start: The first local column.
+        stop: The end of the local columns.
+        block: The number of the block in its row.
+        columns: The columns of the block.
+    """
+
+    start: int
+    stop: int
+    block: int
+    columns: slice | torch.Tensor
+
+
+class _Keys:
+    """The keys of a shard's words: those of its columns, and a factor for each row.
+
+    Args:
+        shape: The shape of the full tensor, in words.
+        runs: What the shard holds of each dimension.
+        table: The tables, on the device of the words.
+
+    Attributes:
+        rows: The number of local rows.
+        width: The number of words in each.
+        runs: The runs of the local columns.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], runs: HeldRuns, table: torch.Tensor
+    ) -> None:
+        dims, width = len(shape), 1
+        while dims and width < _MIN_ROW_WORDS:
+            dims -= 1
+            width *= shape[dims]
+        is_host = table.device.type == "cpu"
+        self._most = _HOST_WORDS if is_host else _DEVICE_WORDS
+        self.runs = [*_column_runs(shape[dims:], runs[dims:], self._most)]
+        self.width = self.runs[-1].stop
+        rows = _indices(shape[:dims], runs[:dims])
+        self.rows = rows.numel()
+        blocks = torch.tensor([run.block for run in self.runs])
+        numbers = rows.unsqueeze(1) * -(-width // _COLUMNS) + blocks
+        self._factors = _hashes(numbers.to(table.device))  # [rows, runs, 2]
+        self._table = table
+
+    def parts(self) -> Iterator[tuple[range, range]]:
+        """Yield rows and runs for tasks of about the same size."""
+        words = max(_TASK_WORDS, self._most)
+        step = max(words // self.width, 1)
+        most = len(self.runs) if step > 1 else words // min(self._most, _COLUMNS)
+        for row in range(0, self.rows, step):
+            for run in range(0, len(self.runs), most):
+                yield (
+                    range(row, min(row + step, self.rows)),
+                    range(run, min(run + most, len(self.runs))),
+                )
+
+    def sum(self, words: torch.Tensor, rows: range, runs: range) -> torch.Tensor:
+        """Return the sums of some rows and some runs of columns, ``[2]``.
+
+        Args:
+            words: The local rows. An element of 8 bytes is two words.
+            rows, runs: Which rows, and which runs.
+        """
+        unit = 2 if words.itemsize == 8 else 1
+        total = torch.zeros(2, dtype=torch.int64, device=words.device)
+        at = runs.start
+        while at < runs.stop:
+            run, count = self.runs[at], self._alike(runs[at - runs.start :], rows)
+            table, size = self._table[:, run.columns], run.stop - run.start
+            step = max(self._most // (size * count), 1)
+            for first in range(rows.start, rows.stop, step):
+                near = slice(first, min(first + step, rows.stop))
+                stop = run.start + size * count
+                block = words[near, run.start // unit : stop // unit]
+                if unit == 2:
+                    block = block.contiguous().view(torch.int32)
+                factors = self._factors[near, at : at + count].flatten(0, 1)
+                total += (_dots(block.reshape(-1, size), table) * factors).sum(0)
+            at += count
+        return total
+
+    def _alike(self, runs: range, rows: range) -> int:
+        """Return how many of the first runs are whole blocks, to be summed as rows."""
+        most = min(self._most // _COLUMNS, len(runs)) if len(rows) == 1 else 0
+        for count in range(most):
+            run = self.runs[runs[count]]
+            if run.stop - run.start < _COLUMNS:
+                return max(count, 1)
+        return max(most, 1)
+
+    def flat(self) -> torch.Tensor:
+        """Return the keys of all local words, ``[2, words]``; for few words."""
+        table = torch.cat([self._table[:, run.columns] for run in self.runs], 1)
+        sizes = torch.tensor([run.stop - run.start for run in self.runs])
+        factors = self._factors.repeat_interleave(sizes.to(table.device), 1)
+        return (factors.permute(2, 0, 1) * table.unsqueeze(1)).flatten(1)
+
+
+def _indices(shape: Sequence[int], runs: HeldRuns) -> torch.Tensor:
+    """Return the index in the flat tensor of each element that a shard holds."""
+    found = torch.zeros(1, dtype=torch.int64)
+    for size, own in zip(shape, runs, strict=True):
+        along = torch.cat([torch.arange(*each) for each in own])
+        found = (found.unsqueeze(1) * size + along).flatten()
+    return found
+
+
+def _column_runs(
+    shape: Sequence[int], runs: HeldRuns, most: int
+) -> Iterator[_ColumnRun]:
+    """Yield the columns that a shard holds of each row, in the order of both.
+
+    A run is at most a block, and has at most about ``most`` words.
+    """
+    inner, dims, at = 1, len(shape), 0
+    while dims and tuple(runs[dims - 1]) == ((0, shape[dims - 1]),):
+        dims -= 1
+        inner *= shape[dims]
+    if dims <= 1:  # few runs, which may be long
+        for first, last in runs[0] if dims else ((0, 1),):
+            yield from _cut(at, first * inner, last * inner, min(most, _COLUMNS))
+            at += (last - first) * inner
+        return
+    below, rest = prod(shape[1:]), _indices(shape[1:], runs[1:])  # fewer than 256
+    step = max(_COLUMNS // below, 1)
+    for lower, upper in runs[0]:
+        for first in range(lower, upper, step):
+            outer = torch.arange(first, min(first + step, upper))
+            found = (outer.unsqueeze(1) * below + rest).flatten()
+            blocks = found // _COLUMNS
+            ends = 1 + (blocks.diff() != 0).nonzero().flatten()
+            for some in found.tensor_split(ends):
+                block, stop = int(some[0]) // _COLUMNS, at + some.numel()
+                yield _ColumnRun(at, stop, block, some % _COLUMNS)
+                at = stop
+
+
+def _cut(at: int, first: int, last: int, most: int) -> Iterator[_ColumnRun]:
+    """Yield the columns ``[first, last)``, so that each run is in one block."""
+    while first < last:
+        size = min(last - first, most - first % most)
+        block, column = divmod(first, _COLUMNS)
+        yield _ColumnRun(at, at + size, block, slice(column, column + size))
+        at, first = at + size, first + size
+
+
+# ------------------------------------------------------------------------------- sums
+
+
+def word_sums(held: Sequence[HeldTensor]) -> list[tuple[int, int]]:
+    """Return the sums of each local tensor, modulo 2**64.
+
+    Tensors of the host are summed in threads, those of a device on its current stream.
+    It blocks, and releases the interpreter lock in between.
+
+    Raises:
+        WorkCancelledError: the caller of this thread's work was cancelled.
+    """
+    found: list[_Found] = []
+    is_cancelled = IS_CANCELLED.get()
+
+    def run(task: _Task) -> None:
+        if is_cancelled is not None and is_cancelled():
+            raise WorkCancelledError("the caller was cancelled")
+        found.append((task.numbers, task.sum()))
+
+    tasks, own = [*_tasks(held)], list[_Task]()
+    for task in tasks:
+        if task.words.device.type == "cpu":
+            own.append(task)
+        else:
+            run(task)
+    if sum(task.words.numel() for task in own) < _ALONE_WORDS:
+        for task in own:
+            run(task)
+    else:
+        share_out(run, own)
+    totals = torch.zeros(len(held), 2, dtype=torch.int64)
+    for numbers, some in found:
+        totals.index_add_(0, torch.tensor(numbers), some.cpu())
+    return [(first % 2**64, second % 2**64) for first, second in totals.tolist()]
+
+
+_Found: TypeAlias = tuple[Sequence[int], torch.Tensor]
+"""The numbers of tensors, and sums to add to theirs, ``[numbers, 2]``."""
+
+
+class _Task(NamedTuple):
+    """Words to sum.
+
+    Attributes:
+        numbers: The numbers of their tensors.
+        words: The words: of one tensor, as local rows; of several, a row of each.
+        keys: The keys of the words.
+        rows, runs: Which of them to sum; None: all of each tensor.
+    """
+
+    numbers: Sequence[int]
+    words: torch.Tensor
+    keys: _Keys
+    rows: range | None = None
+    runs: range | None = None
+
+    def sum(self) -> torch.Tensor:
+        """Return the sums, ``[numbers, 2]``."""
+        if self.rows is None or self.runs is None:
+            return _dots(self.words, self.keys.flat())
+        return self.keys.sum(self.words, self.rows, self.runs).unsqueeze(0)
+
+
+def _tasks(held: Sequence[HeldTensor]) -> Iterator[_Task]:
+    """Yield tasks that sum the words of all tensors once."""
+    known: dict[object, _Keys] = {}
+    small: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    for number, (tensor, shape, runs) in enumerate(held):
+        if not tensor.numel():
+            continue
+        size = tensor.itemsize // 4
+        key = shape, runs, size, tensor.device
+        if key not in known:
+            table = _kept_keys(tensor.device)
+            if size > 1:  # an element is several words
+                shape, runs = (*shape, size), (*runs, ((0, size),))  # noqa: PLW2901
+            known[key] = _Keys(shape, runs, table)
+        keys = known[key]
+        if keys.rows * keys.width <= _STACKED_WORDS:
+            small[key, tensor.dtype, tensor.shape].append(number)
+            continue
+        words = _words(tensor).reshape(keys.rows, -1)
+        for rows, columns in keys.parts():
+            yield _Task([number], words, keys, rows, columns)
+    for (shard, *_), numbers in small.items():
+        keys = known[shard]
+        step = max(_HOST_WORDS // (keys.rows * keys.width), 1)
+        for at in range(0, len(numbers), step):
+            some = numbers[at : at + step]
+            stacked = torch.stack([_words(held[each].tensor) for each in some])
+            words = stacked.reshape(len(some), -1)
+            yield _Task(some, words.view(_word_dtype(words)), keys)
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements, as a program sees them, as integers of at most 8 bytes."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype == torch.complex128:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(WORDS[tensor.itemsize])
+
+
+def _word_dtype(elements: torch.Tensor) -> torch.dtype:
+    return torch.int32 if elements.itemsize == 8 else elements.dtype
