@@ -41,9 +41,11 @@ if TYPE_CHECKING:
         make_background_checkpointer,
         make_sync_checkpointer,
     )
+    from aiockpt.checkpointers.fingerprint import fingerprint
     from aiockpt.checkpointers.recovery import recover
     from aiockpt.checkpointers.sync import SyncCheckpointer
     from aiockpt.events import Progress, TransferEvent, add_hook
+    from aiockpt.format.fingerprint import Fingerprint
     from aiockpt.format.limits import Limits
     from aiockpt.http.options import Auth, Receive, Server, Swarm
     from aiockpt.http.protocol import join_metadata
@@ -66,6 +68,7 @@ __all__ = [
     "BackgroundTransport",
     "CheckpointTransport",
     "CheckpointerConfig",
+    "Fingerprint",
     "HTTPTransport",
     "IntegrityError",
     "Limits",
@@ -83,6 +86,7 @@ __all__ = [
     "TransportError",
     "__version__",
     "add_hook",
+    "fingerprint",
     "join_metadata",
     "latest",
     "list_checkpoints",
@@ -105,6 +109,7 @@ _HOMES = {
     "BackgroundTransport": "aiockpt.background_transport",
     "CheckpointTransport": "aiockpt.transport",
     "CheckpointerConfig": "aiockpt.checkpointers.config",
+    "Fingerprint": "aiockpt.format.fingerprint",
     "HTTPTransport": "aiockpt.http_transport",
     "Limits": "aiockpt.format.limits",
     "PGTransport": "aiockpt.pg.transport",
@@ -116,6 +121,7 @@ _HOMES = {
     "SyncCheckpointer": "aiockpt.checkpointers.sync",
     "TransferEvent": "aiockpt.events",
     "add_hook": "aiockpt.events",
+    "fingerprint": "aiockpt.checkpointers.fingerprint",
     "join_metadata": "aiockpt.http.protocol",
     "latest": "aiockpt.storage.directory",
     "list_checkpoints": "aiockpt.storage.directory",

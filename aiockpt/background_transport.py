@@ -53,6 +53,7 @@ class BackgroundTransport(Background[HTTPTransport[T]], Generic[T]):
     disallow_checkpoint = blocking(HTTPTransport[T].disallow_checkpoint)
     recv_checkpoint = blocking(HTTPTransport[T].recv_checkpoint)
     prepare = blocking(HTTPTransport[T].prepare)
+    fingerprint = blocking(HTTPTransport[T].fingerprint)
     follow = iterating(HTTPTransport[T].follow)
     steps = iterating(HTTPTransport[T].steps)
     statistics = direct(HTTPTransport[T].statistics)

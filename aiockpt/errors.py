@@ -19,6 +19,7 @@ exception that a caller would guess::
     │   ├── RemoteProtocolError               the peer's, or an unknown version
     │   ├── LimitExceededError                larger than the receiver allows
     │   └── IntegrityError                    a whole chunk with the wrong digest
+    │       └── FingerprintMismatchError          tensors differ from another side's
     ├── AuthenticationError               wrong or no token (PermissionError)
     │   └── ForgedManifestError               not of a sender that knows the key
     ├── StateDictError                    what the caller passed (ValueError)
@@ -44,7 +45,7 @@ from __future__ import annotations
 
 import enum
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Final, TypeVar, cast
 
@@ -55,6 +56,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "ClosedError",
     "DeviceMeshError",
+    "FingerprintMismatchError",
     "ForgedManifestError",
     "IntegrityError",
     "LimitExceededError",
@@ -206,12 +208,14 @@ class AiockptError(Exception):
 
 
 _MAX_OTHERS = 9  # further leaves that an error names
+_MAX_SHOWN = 10  # tensors that an error names
 
 _DOING = {
     "stage": "staging",
     "retract": "retracting",
     "serve": "sending",
     "fetch_manifest": "waiting for",
+    "fingerprint": "waiting for the fingerprint of",
     "allocate": "allocating memory for",
     "plan": "comparing what is there with",
     "fetch_chunk": "fetching",
@@ -434,6 +438,23 @@ class IntegrityError(ProtocolError):
         what = "the header" if self.chunk is None else f"chunk {self.chunk}"
         where = f" from {self.url}" if self.url else ""
         return f"{what}{where} has digest {self.actual}, expected {self.expected}"
+
+
+class FingerprintMismatchError(IntegrityError):
+    """Two fingerprints do not show that the tensors are the same.
+
+    ``faults`` says by path what is wrong: the tensor differs, is not there, or is only
+    there in part.
+    """
+
+    def __init__(self, faults: Mapping[str, str]) -> None:
+        super().__init__(expected="", actual="")
+        self.faults = {**faults}
+
+    def __str__(self) -> str:
+        shown = "; ".join([*self.faults.values()][:_MAX_SHOWN])
+        more = len(self.faults) - _MAX_SHOWN
+        return f"{shown}; and {more} more" if more > 0 else shown
 
 
 class AuthenticationError(AiockptError, PermissionError):

@@ -30,14 +30,16 @@ from aiockpt.errors import (
 )
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.format.chunks import Algorithm
+from aiockpt.format.fingerprint import Fingerprint
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
+from aiockpt.http.fingerprints import fetch_fingerprints
 from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.host import Front
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import CURRENT_STEP_WAIT_S, Follower, chase
 from aiockpt.http.options import Auth, Receive, Server, Swarm
-from aiockpt.http.peers import Peers, origins_of
+from aiockpt.http.peers import Peers, origins_of, shards_of
 from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_metadata
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.source import AttachOptions, HttpSource
@@ -51,6 +53,7 @@ from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.runtime.system import copying_threads
+from aiockpt.state.fingerprinting import fingerprint_of_snapshot
 from aiockpt.state.selection import Select, listed
 from aiockpt.swarm.endpoint import SwarmEndpoint
 from aiockpt.swarm.membership import Membership, RelayHost
@@ -235,8 +238,13 @@ class HTTPTransport(CheckpointTransport[T]):
         self._front: Front
         store = Store(server)
         extension = SwarmEndpoint(config, self._bridge, store)
+
+        async def compute(snapshot: Snapshot) -> bytes:
+            sums = partial(fingerprint_of_snapshot, snapshot, limits=receive.limits)
+            return await self._bridge.run(sums)
+
         if server.process:
-            process = self._store = ServerProcess(config, self._bridge)
+            process = self._store = ServerProcess(config, self._bridge, compute)
             self._front = Front(endpoint, process, self._bridge)
             # A member serves from its own loop, at any free port.
             name = advertise if advertise and "://" not in advertise else None
@@ -245,7 +253,9 @@ class HTTPTransport(CheckpointTransport[T]):
             self._host = RelayHost(where, relays, self._bridge, joining)
         else:
             lender = Lender(config, self._bridge, store) if lends else None
-            local = CheckpointServer(config, store, extension, lender, ssl_context=tls)
+            local = CheckpointServer(
+                config, store, extension, lender, compute, ssl_context=tls
+            )
             self._store = store
             self._host = RelayHost(endpoint, local, self._bridge, joining)
             self._front = self._host
@@ -648,6 +658,72 @@ class HTTPTransport(CheckpointTransport[T]):
             "Prepared[T]",
             await self._receive(origins, step, options, attaching, limit),
         )
+
+    @names_its_options
+    async def fingerprint(
+        self,
+        /,
+        metadata: str | Sequence[str],
+        step: int | None = None,
+        timeout: Timeout | None = None,
+        **unknown: Never,
+    ) -> Fingerprint:
+        """Return the fingerprint of a step that a sender serves.
+
+        The sender computes it from its snapshot when somebody asks first, in a thread.
+        Compare it with that of your own state: see :func:`aiockpt.fingerprint`. If
+        cancelled, nothing is left behind.
+
+        Args:
+            metadata: The string that the sender's :meth:`metadata` returned; or what
+                :func:`aiockpt.join_metadata` made of those of several senders of
+                shards, whose fingerprints are added. A list of strings names
+                replicas, of which the first one that answers counts.
+            step: The step. None: the step that the sender serves now; of several, the
+                newest one.
+            timeout: The deadline of the call, in seconds or as a ``timedelta``.
+
+        Raises:
+            TransferTimeoutError: the deadline passed.
+            StepNotFoundError: the sender has replaced ``step`` and does not keep it.
+            UnavailableError: the sender's version has no fingerprints.
+            PeerFailedError: the sender cannot compute it.
+            TransportError, ProtocolError, AuthenticationError: see the error tree.
+        """
+        try:
+            refuse_unknown(HTTPTransport.fingerprint, unknown)
+            shards = shards_of(metadata)
+        finally:
+            del metadata  # a traceback with local variables would show the token
+        limit = self._limit(timeout)
+        step = None if step is None else exact_step(step)
+        until = asyncio.get_running_loop().time() + limit
+        lease = Lease.begin(until, receiver=self._client.name)
+        deadline = Deadline(limit, phase="fingerprint")
+        wait = math.inf if step is not None else CURRENT_STEP_WAIT_S
+        peers = [
+            Peers.at(
+                self._client,
+                [replace(each, lease=lease, step_wait=wait) for each in shard],
+                deadline.note,
+                deadline=until,
+            )
+            for shard in shards
+        ]
+        names = " ".join(each.name for each in peers)
+        asked = "a checkpoint" if step is None else f"step {step}"
+        deadline.what = f"{asked} from {names}"
+        with self._lifetime.call():
+            async with deadline:
+                if step is not None:
+                    return await fetch_fingerprints(peers, step)
+
+                async def newest() -> int:
+                    return max([await each.newest() for each in peers])
+
+                fetch, pause = partial(fetch_fingerprints, peers), self._client.pause
+                _, found = await chase(newest, fetch, pause=pause)
+                return found
 
     @overload
     def follow(

@@ -1,4 +1,4 @@
-"""Which ranks save together, and where they meet by default.
+"""Which ranks save together, where they meet by default, and what they exchange.
 
 `RankLookup` finds out, at each save and load, which rank this process is. Several ranks
 meet in the store of torch.distributed's default group, unless `BarrierConfig` gives the
@@ -15,12 +15,12 @@ import secrets
 import sys
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from aiockpt.checkpointers.config import BarrierConfig, GroupStore, RankInfo, SaveRanks
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import ProcessGroup, Store
 
 logger = logging.getLogger("aiockpt")
 
@@ -145,3 +145,19 @@ def _group_of(store: Store) -> str:
             return ""
         _groups[store] = said.decode()
     return _groups[store]
+
+
+def gathered(mine: bytes, group: ProcessGroup) -> list[bytes]:
+    """Return the bytes of all ranks of a group, each of which must call this.
+
+    Raises:
+        ValueError: this process is not in the group.
+    """
+    from torch import distributed as dist
+
+    size = dist.get_world_size(group)
+    if size < 1:
+        raise ValueError("this process is no rank of the group")
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, mine, group=group)
+    return found

@@ -54,12 +54,14 @@ from aiockpt.http.extension import (
     ServiceExtension,
     transport_of,
 )
+from aiockpt.http.fingerprint_tasks import FingerprintTasks
 from aiockpt.http.options import Server, Swarm
 from aiockpt.http.problems import RefusedError, to_problem
 from aiockpt.http.responses import (
     COMMON_HEADERS,
     Reply,
     chunks_of,
+    fingerprint_reply,
     latest_reply,
     no_news_headers,
     plan_reply,
@@ -209,6 +211,7 @@ class CheckpointService:
         config: How to serve.
         extension: Serves what belongs to no plain checkpoint.
         lender: Lends the memory to processes of this host.
+        fingerprints: Computes fingerprints; None: this service has none.
     """
 
     def __init__(
@@ -217,11 +220,12 @@ class CheckpointService:
         config: ServerConfig,
         extension: ServiceExtension,
         lender: Lends | None = None,
+        fingerprints: FingerprintTasks | None = None,
     ) -> None:
         self.store = store
         self.config = config
         self._extension = extension
-        self._lender = lender
+        self._lender, self._fingerprints = lender, fingerprints
         self._tuned = WeakSet[asyncio.BaseTransport]()
         self._threads = Bridge(threads=sockets.IO_THREADS, name="aiockpt-serve")
         self._deltas = Deltas(store, self._threads)
@@ -380,13 +384,14 @@ class CheckpointService:
         asked = await self._locate(request, lease)
         if asked.resource.kind.value in self._extension.methods:
             return await self._extension.answer(asked)
+        if asked.resource.kind is http.ResourceKind.FINGERPRINT:
+            return await self._fingerprint(asked)
         manifest = asked.publication.servable.manifest
         reply = plan_reply(asked.resource, manifest, request.headers, request.method)
         reply.headers.update(self._identity)
         reply.headers.update(self._extension.headers(asked, reply))
-        if asked.lease is not None and request.method == "GET":
-            silent = self.config.stall_timeout
-            self.store.lease(asked.publication, asked.lease, silence_timeout=silent)
+        if request.method == "GET":
+            self._renew(asked)
         is_own = not asked.publication.is_relay
         if is_own and asked.resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._about(asked))
@@ -398,6 +403,32 @@ class CheckpointService:
             return PlainStream(status=reply.status, headers=reply.headers)
         delta = await self._deltas.answer(asked, reply)
         return await self._send(asked, reply, delta)
+
+    def _renew(self, asked: Asked) -> None:
+        """Take or renew the lease that a request names, if it names one."""
+        if asked.lease is not None:
+            silent = self.config.stall_timeout
+            self.store.lease(asked.publication, asked.lease, silence_timeout=silent)
+
+    async def _fingerprint(self, asked: Asked) -> web.StreamResponse:
+        """Answer with the fingerprint, which is computed when somebody asks first."""
+        request, publication = asked.request, asked.publication
+        if self._fingerprints is None or publication.is_relay:
+            detail = "fingerprints are not computed here"
+            raise RefusedError(HTTPStatus.NOT_FOUND, detail)
+        manifest = publication.servable.manifest
+        reply = fingerprint_reply(asked.resource, manifest, request.headers)
+        reply.headers.update(self._identity)
+        if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
+            return PlainStream(status=reply.status, headers=reply.headers)
+        self._renew(asked)
+        most = self.config.max_wait
+        wait = asked.wait(most, unasked=most)
+        try:
+            body = await self._fingerprints.of(publication, wait=wait)
+        finally:
+            self._renew(asked)  # the wait may have been as long as a silence
+        return PlainResponse(status=reply.status, body=body, headers=reply.headers)
 
     async def _locate(self, request: web.Request, lease: http.Lease | None) -> Asked:
         """Return what a request names, and the publication that has it."""

@@ -221,8 +221,8 @@ class Peers:
             )
 
         peers = [Peer(peer.origin) for peer in self.all]
-        answers = await _answers(peers, ask, others=_NEWER_ANSWER_WAIT_S)
-        return max(answers.values(), key=lambda info: info.step)
+        found = await answers(peers, ask, others=_NEWER_ANSWER_WAIT_S)
+        return max(found.values(), key=lambda info: info.step)
 
     async def newest(self) -> int:
         """Return the step that is served now; wait until there is one."""
@@ -247,9 +247,9 @@ class Peers:
         if len(self.all) > 1:
             probe = None
         ask = partial(self.ask_manifest, step=step, probe=probe)
-        answers = await _answers(self.all, ask, step=step)
-        first = next(iter(answers.values()))
-        for peer, other in answers.items():
+        found = await answers(self.all, ask, step=step)
+        first = next(iter(found.values()))
+        for peer, other in found.items():
             peer.delta_base, peer.invitation = other.delta_base, other.invitation
             peer.line = other.line or peer.line
             try:
@@ -358,7 +358,7 @@ class Peers:
         ]
 
 
-async def _answers(
+async def answers(
     peers: Sequence[Peer],
     ask: Callable[[Peer], Awaitable[V]],
     *,
@@ -375,12 +375,12 @@ async def _answers(
     """
     if len(peers) == 1:
         return {peers[0]: await ask(peers[0])}
-    answers: dict[Peer, V] = {}
+    found: dict[Peer, V] = {}
     news = Notifier()
 
     async def hear(peer: Peer) -> None:
         try:
-            answers[peer] = await ask(peer)
+            found[peer] = await ask(peer)
         except AiockptError as error:
             if Advice.OURS in advice(error):
                 raise
@@ -391,10 +391,10 @@ async def _answers(
         news.notify()
 
     async def count() -> None:
-        while not answers and any(peer.error is None for peer in peers):
+        while not found and any(peer.error is None for peer in peers):
             await news.wait(None)
         until = _now() + others
-        while any(peer.error is None and peer not in answers for peer in peers):
+        while any(peer.error is None and peer not in found for peer in peers):
             if (seconds := until - _now()) <= 0:
                 break
             await news.wait(seconds)
@@ -402,9 +402,9 @@ async def _answers(
 
     with anyio.CancelScope() as scope:
         await run_all([count, *(partial(hear, peer) for peer in peers)])
-    if not answers:
+    if not found:
         raise verdict(peers)
-    return answers
+    return found
 
 
 @discreet

@@ -45,6 +45,10 @@ class HostNotAllowed(RemoteProtocolError):  # noqa: N818 (a request's fault: HTT
     """The request's ``Host`` is none of the names that the server answers to."""
 
 
+class UnknownResourceError(RemoteProtocolError):
+    """The peer does not know the resource, perhaps because its version is older."""
+
+
 class RefusedError(AiockptError):
     """A refusal that HTTP has a status for and the error tree has no class for."""
 
@@ -265,7 +269,9 @@ def _unexpected(
     if 300 <= status < 400:
         hint = "; redirects are not followed"
     why = f" ({detail})" if detail else ""
-    return RemoteProtocolError(f"{url} answered HTTP {status}{why}{hint}")
+    is_unknown = status == HTTPStatus.NOT_FOUND
+    kind = UnknownResourceError if is_unknown else RemoteProtocolError
+    return kind(f"{url} answered HTTP {status}{why}{hint}")
 
 
 def _parse(body: bytes) -> _Document:

@@ -93,6 +93,7 @@ class ResourceKind(enum.Enum):
 
     METADATA = "metadata"
     FULL = "full"
+    FINGERPRINT = "fingerprint"
     HAVE = "have"
     MEMBERS = "members"
     CHUNK = "chunk"

@@ -53,11 +53,7 @@ def plan_reply(
     start, stop = _extent(resource, manifest)
     answer = _headers(resource, manifest)
     tag = manifest.snapshot_id
-    if not http.if_match(headers.get("If-Match"), tag):
-        raise CheckpointChangedError(
-            expected=headers["If-Match"].strip('"')[:64], actual=tag
-        )
-    if not http.if_none_match(headers.get("If-None-Match"), tag):
+    if not _is_news(headers, tag):
         return Reply(HTTPStatus.NOT_MODIFIED, answer, start, start)
     wanted = None
     if method == "GET" and http.if_range(headers.get("If-Range"), tag):
@@ -69,6 +65,35 @@ def plan_reply(
     answer["Content-Range"] = http.format_content_range(first, last, stop - start)
     answer["Content-Length"] = str(last - first)
     return Reply(HTTPStatus.PARTIAL_CONTENT, answer, start + first, start + last)
+
+
+def fingerprint_reply(
+    resource: http.Resource, manifest: Manifest, headers: Mapping[str, str]
+) -> Reply:
+    """Return the answer to a request for a fingerprint, whose body is JSON.
+
+    Raises:
+        CheckpointChangedError: ``If-Match`` names another snapshot.
+    """
+    answer = _headers(resource, manifest)
+    del answer["Accept-Ranges"]
+    answer["Content-Type"] = "application/json"
+    is_news = _is_news(headers, manifest.snapshot_id)
+    status = HTTPStatus.OK if is_news else HTTPStatus.NOT_MODIFIED
+    return Reply(status, answer, 0, 0)
+
+
+def _is_news(headers: Mapping[str, str], tag: str) -> bool:
+    """Say whether a request gets the snapshot, and does not have it already.
+
+    Raises:
+        CheckpointChangedError: ``If-Match`` names another snapshot.
+    """
+    if not http.if_match(headers.get("If-Match"), tag):
+        raise CheckpointChangedError(
+            expected=headers["If-Match"].strip('"')[:64], actual=tag
+        )
+    return http.if_none_match(headers.get("If-None-Match"), tag)
 
 
 def chunks_of(reply: Reply, manifest: Manifest) -> range:

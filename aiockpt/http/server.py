@@ -16,6 +16,7 @@ from aiohttp.http import HttpProcessingError
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.acceptor import Acceptor
 from aiockpt.http.extension import Lends, ServiceExtension
+from aiockpt.http.fingerprint_tasks import ComputeFingerprint, FingerprintTasks
 from aiockpt.http.handlers import CheckpointService, ServerConfig, routes
 from aiockpt.http.listen import PREFIX
 from aiockpt.http.responses import COMMON_HEADERS
@@ -45,6 +46,7 @@ class CheckpointServer:
         store: Holds the checkpoint that is published.
         extension: Serves what belongs to no plain checkpoint.
         lender: Lends the store's memory to processes of this host. None: nothing does.
+        compute: Returns the fingerprint of a checkpoint; None: it is not served.
         ssl_context: The sockets speak TLS with it. None: they speak no TLS.
 
     Attributes:
@@ -57,11 +59,13 @@ class CheckpointServer:
         store: Store,
         extension: ServiceExtension,
         lender: Lends | None = None,
+        compute: ComputeFingerprint | None = None,
         *,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         self.store, self.extension = store, extension
         self._config, self._lender = config, lender
+        self._fingerprints = compute and FingerprintTasks(store, compute)
         self._ssl_context = ssl_context
         self._services: list[CheckpointService] = []
         self._runner: web.AppRunner | None = None
@@ -139,7 +143,11 @@ class CheckpointServer:
 
     def _service(self) -> CheckpointService:
         service = CheckpointService(
-            self.store, self._config, self.extension, self._lender
+            self.store,
+            self._config,
+            self.extension,
+            self._lender,
+            self._fingerprints,
         )
         self._services.append(service)
         return service

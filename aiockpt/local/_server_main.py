@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, Final, TypeAlias, TypeVar
 
+from aiockpt.errors import PeerFailedError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.audit import Access
@@ -38,6 +39,7 @@ T = TypeVar("T")
 Tell: TypeAlias = Callable[[FromServer], None]
 
 _TICK_S: Final = 0.1  # between two looks at the counters
+_NO_TRAINER: Final = "the trainer has ended, which computes fingerprints"
 
 
 def main(fd: int, trainer: int) -> None:
@@ -67,6 +69,8 @@ class ServerMain:
         self._keep_last = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._prepared: dict[int, asyncio.Task[TrainersSnapshot]] = {}
+        self._fingerprints: dict[int, asyncio.Future[bytes]] = {}
+        self._is_orphan = False
         self._trainer = Parent(fd, trainer, self._hear, self._outlive_trainer)
         self._loop.add_signal_handler(signal.SIGTERM, self._ended.set)
 
@@ -120,7 +124,9 @@ class ServerMain:
             self._keep_last, store = options.keep_last, Store(options)
             extension = SwarmEndpoint(config, self._bridge, store)
             lender = Lender(config, self._bridge, store) if config.lends else None
-            self._server = CheckpointServer(config, store, extension, lender)
+            self._server = CheckpointServer(
+                config, store, extension, lender, self._ask_fingerprint
+            )
             _forward_logs(message.levels, self._tell_from_any_thread)
             self._spawn(self._start(self._server, fds, options.nice))
         elif isinstance(message, messages.Prepare):
@@ -132,6 +138,8 @@ class ServerMain:
             self._prepared.pop(message.number).add_done_callback(_release)
         elif isinstance(message, messages.Retract):
             self._spawn(self._retract(message))
+        elif isinstance(message, messages.Fingerprinted):
+            self._take_fingerprint(message, fds)
         else:
             assert isinstance(message, messages.Fail)
             self._store.fail(message.failure)
@@ -184,6 +192,30 @@ class ServerMain:
         else:
             preparing.add_done_callback(publish)
 
+    async def _ask_fingerprint(self, snapshot: TrainersSnapshot) -> bytes:
+        """Return the fingerprint of a snapshot, which the trainer computes."""
+        if self._is_orphan:
+            raise PeerFailedError(None, _NO_TRAINER)
+        number = snapshot.number
+        answer: asyncio.Future[bytes] = self._loop.create_future()
+        self._fingerprints[number] = answer
+        try:
+            self._trainer.send(messages.AskFingerprint(number))
+            return await answer
+        finally:
+            del self._fingerprints[number]
+
+    def _take_fingerprint(
+        self, message: messages.Fingerprinted, fds: list[int]
+    ) -> None:
+        answer = self._fingerprints.get(message.number)
+        if answer is None or answer.done():  # nobody waits for it any more
+            close_all(fds)
+        elif fds:
+            answer.set_result(unpack(*fds))
+        else:
+            answer.set_exception(PeerFailedError(None, message.error))
+
     async def _retract(self, message: messages.Retract) -> None:
         await self._store.retract(grace=message.grace)
         self._trainer.send(messages.Obeyed(message.number))
@@ -192,6 +224,10 @@ class ServerMain:
 
     def _outlive_trainer(self) -> None:
         """End, or keep the last checkpoint for receivers that come later."""
+        self._is_orphan = True
+        for answer in self._fingerprints.values():
+            if not answer.done():
+                answer.set_exception(PeerFailedError(None, _NO_TRAINER))
         if not self._keep_last or not self._store.latest:
             self._ended.set()
         else:
@@ -251,6 +287,9 @@ class TrainersSnapshot(MappedSnapshot):
         fd: A descriptor of its memory, which belongs to the snapshot from now on.
         number: The trainer's number for it.
         tell: Sends a message to the trainer.
+
+    Attributes:
+        number: As given.
     """
 
     live = False
@@ -260,7 +299,7 @@ class TrainersSnapshot(MappedSnapshot):
         self.have = (1 << len(manifest.grid)) - 1
         self.fd, self._lent_fd, self._spent = fd, -1, False
         self._references = 1
-        self._number, self._tell = number, tell
+        self.number, self._tell = number, tell
 
     @property
     def arena(self) -> Lendable:
@@ -275,7 +314,7 @@ class TrainersSnapshot(MappedSnapshot):
     @spent.setter
     def spent(self, spent: bool) -> None:
         if spent and not self._spent:
-            self._tell(messages.Spent(self._number))
+            self._tell(messages.Spent(self.number))
         self._spent = spent
 
     def lend(self) -> int:
@@ -299,4 +338,4 @@ class TrainersSnapshot(MappedSnapshot):
             close_all(fd for fd in (self.fd, self._lent_fd) if fd >= 0)
             self.fd = self._lent_fd = -1
             self.close()
-            self._tell(messages.Released(self._number))
+            self._tell(messages.Released(self.number))

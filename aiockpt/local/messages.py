@@ -61,6 +61,19 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The server accepts connections."""
 
 
+class AskFingerprint(_Numbered, tag=True, frozen=True):
+    """Compute the fingerprint of a snapshot, and answer with `Fingerprinted`."""
+
+
+class Fingerprinted(_Numbered, tag=True, frozen=True):
+    """The fingerprint of a snapshot travels with the message.
+
+    If it could not be computed, ``error`` says why, and nothing travels with it.
+    """
+
+    error: str = ""
+
+
 class Obeyed(_Numbered, tag=True, frozen=True):
     """The server has done what a `Prepare` or a `Retract` asked for."""
 
@@ -88,8 +101,12 @@ class LogLine(msgspec.Struct, tag=True, frozen=True):
     access: Access | None = None
 
 
-ToServer: TypeAlias = Setup | Prepare | Publish | Forget | Retract | Fail
-FromServer: TypeAlias = Ready | Obeyed | Released | Spent | Statistics | Emit | LogLine
+ToServer: TypeAlias = (
+    Setup | Prepare | Publish | Forget | Retract | Fail | Fingerprinted
+)
+FromServer: TypeAlias = (
+    Ready | Obeyed | Released | Spent | Statistics | Emit | LogLine | AskFingerprint
+)
 
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
 decode_from_server = msgspec.msgpack.Decoder(FromServer).decode

@@ -20,7 +20,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from socket import SHUT_RDWR, socket
@@ -93,17 +93,26 @@ class ServerProcess:
     Args:
         config: What the processes need to know.
         bridge: Runs what blocks.
+        compute: Returns the fingerprint of a snapshot as JSON. The processes ask for
+            it, because they have no torch.
 
     Attributes:
         restarts: How many processes have died without being closed.
         retractions: How often it was told to serve nothing.
     """
 
-    def __init__(self, config: ServerConfig, bridge: Bridge) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        bridge: Bridge,
+        compute: Callable[[Snapshot], Awaitable[bytes]],
+    ) -> None:
         self.restarts = 0
         self.retractions = 0
         self._bridge = bridge
         self._config = config
+        self._compute = compute
+        self._computing: set[asyncio.Task[None]] = set()
         self._closed = False
         self._error: WorkerError | None = None  # why it has given up
         self._started = asyncio.Event()  # a process serves, or none will
@@ -175,8 +184,10 @@ class ServerProcess:
         self._current = 0
         if self._running is not None:
             self._running.child.kill()  # it has nothing that could get lost
-        if self._supervisor is not None:
-            await asyncio.wait({self._supervisor})
+        for task in self._computing:
+            task.cancel()
+        if tasks := {*self._computing, *filter(None, [self._supervisor])}:
+            await asyncio.wait(tasks)
         self._take_back(*self._given)
 
     async def _serves(self) -> None:
@@ -383,6 +394,25 @@ class ServerProcess:
             self._running.is_killed = True
             self._running.child.kill()
 
+    async def _fingerprint(self, number: int) -> None:
+        """Answer a process that asks for the fingerprint of a snapshot."""
+        snapshot = self._given.get(number)
+        if snapshot is None:  # the process has released it meanwhile
+            return
+        snapshot.acquire()
+        parcel = -1
+        try:
+            text = await self._compute(snapshot)
+            parcel = await obtain(self._bridge, lambda: pack(text), os.close)
+            self._tell(messages.Fingerprinted(number), [parcel])
+        except AiockptError as failure:
+            why = f"step {snapshot.manifest.step} has no fingerprint: {failure}"
+            self._tell(messages.Fingerprinted(number, why))
+        finally:
+            snapshot.release()
+            if parcel >= 0:
+                os.close(parcel)
+
     # ---------------------------------------------------------------- messages
 
     def _tell(self, message: object, fds: Sequence[int] = ()) -> None:
@@ -410,6 +440,10 @@ class ServerProcess:
                 self._take_back(message.number)
         elif isinstance(message, messages.Spent):
             self._spend(message.number)
+        elif isinstance(message, messages.AskFingerprint):
+            task = asyncio.create_task(self._fingerprint(message.number))
+            self._computing.add(task)
+            task.add_done_callback(self._computing.discard)
         elif isinstance(message, Statistics):
             self._running.statistics = message
         elif isinstance(message, messages.Emit):

@@ -82,6 +82,10 @@ SAMPLES: list[tuple[AiockptError, str]] = [
         f"chunk 7 from {URL} has digest bb, expected aa",
     ),
     (
+        errors.FingerprintMismatchError({f"w{n}": f"w{n} differs" for n in range(12)}),
+        "; ".join(f"w{n} differs" for n in range(10)) + "; and 2 more",
+    ),
+    (
         errors.AuthenticationError(URL, "expired"),
         (
             f"{URL} refused the token: expired; pass the sender's metadata() whole, "

@@ -28,6 +28,7 @@ NEEDS_TORCH = {
     "PGTransport",
     "Prepared",
     "SyncCheckpointer",
+    "fingerprint",
     "load",
     "make_async_checkpointer",
     "make_background_checkpointer",

@@ -472,6 +472,8 @@ def load_case(case: Case, template: Any, rank: int, directory: Path) -> None:
     found = loaded(case.way, path, template)
     assert found is template
     check(found, whole)
+    if case.way == "load":
+        prove(found, path)
     if "tied" in found:
         assert found["tied"][0] is found["tied"][1]["again"] is tied
     for name, each in parameters.items():
@@ -479,6 +481,24 @@ def load_case(case: Case, template: Any, rank: int, directory: Path) -> None:
         assert each.requires_grad
         if name in homes:
             assert each.to_local().data_ptr() == homes[name]
+
+
+def prove(found: Any, path: Path) -> None:
+    """Compare the sum of the ranks' fingerprints with that of the files."""
+    ours = aiockpt.fingerprint(found, group=dist.group.WORLD)
+    theirs = aiockpt.fingerprint(path)
+    ours.require(theirs)
+    mine = aiockpt.fingerprint(found)
+    cut = [name for name in ours.tensors if name.startswith("cut.")]
+    for name in cut:  # but each rank has only a part
+        if dist.get_world_size() > 1 and not mine.tensors[name].wholes:
+            refused(
+                errors.FingerprintMismatchError, ("add up",), lambda: mine.require(ours)
+            )
+            break
+    assert len(cut) == len(full_tensors())
+    by_rank = {"mine.rng"} if "mine" in found and dist.get_world_size() > 1 else set()
+    assert {*ours.by_rank} == by_rank
 
 
 def of_sharded(case: Case, mesh: DeviceMesh) -> torch.Tensor:

@@ -1,0 +1,324 @@
+"""Fingerprints: sums over the elements of tensors, which do not know a mesh.
+
+A fingerprint has one record for each tensor's path: the dtype and shape of the full
+tensor, and sums of its words times keys of their global index. Sums of the parts of a
+tensor add up to the sums of the full tensor, however it was cut. So the fingerprints of
+all ranks add up to one that is equal on every mesh. `aiockpt.memory.multilinear` has
+the arithmetic.
+
+Several ranks may hold the same elements. The number of such a *replica* is the lowest
+rank that holds a part of it. Only parts with the same number are added. A replica that
+is complete becomes one of the record's *wholes*: the distinct sums of complete tensors.
+A tensor without a layout is complete on each rank, so it is never added to another one.
+If all replicas hold the same elements, the record has one whole. If they do not, it has
+several, and `Fingerprint.require` refuses it.
+
+Everything here is pure, and needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from aiockpt.errors import FingerprintMismatchError, RemoteProtocolError
+from aiockpt.format.dtypes import DTYPES
+from aiockpt.format.limits import Limits, enforce, enforce_values
+
+_VERSION: Final = 1
+_MAX_ELEMENTS: Final = 2**56  # as in a layout
+_MAX_PATH_CHARACTERS: Final = 16 << 10
+_VALUES_PER_TENSOR: Final = 16  # of JSON: a record, its shape, a few sums and parts
+
+Sums: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+"""The sums of both rows of keys, modulo 2**64, as 16 hexadecimal digits each."""
+
+_Path: TypeAlias = Annotated[str, Meta(max_length=_MAX_PATH_CHARACTERS)]
+_Natural: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX_ELEMENTS)]
+
+NOTHING: Final = "0" * 32
+"""The sums of no elements."""
+
+
+def format_sums(first: int, second: int) -> str:
+    """Return the sums of both rows of keys as text."""
+    return f"{first % 2**64:016x}{second % 2**64:016x}"
+
+
+def _added(one: str, other: str) -> str:
+    halves = slice(0, 16), slice(16, 32)
+    return format_sums(*[int(one[half], 16) + int(other[half], 16) for half in halves])
+
+
+class ReplicaPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The elements that are known of an incomplete replica.
+
+    Attributes:
+        replica: The number of the replica.
+        count: How many elements were added.
+        sums: Their sums.
+    """
+
+    replica: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    count: _Natural
+    sums: Sums
+
+
+class TensorSums(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The record of one tensor in a fingerprint.
+
+    Attributes:
+        path: The path of the tensor.
+        dtype: Torch's name of its dtype.
+        shape: The shape of the full tensor.
+        plain: Whether no rank has a layout of it: each has all of it.
+        wholes: The distinct sums of complete replicas, ascending.
+        parts: The incomplete replicas, by ascending number.
+    """
+
+    path: _Path
+    dtype: Annotated[str, Meta(max_length=40)]
+    shape: Annotated[tuple[_Natural, ...], Meta(max_length=64)]
+    plain: bool
+    wholes: tuple[Sums, ...]
+    parts: tuple[ReplicaPart, ...]
+
+    @classmethod
+    def of(
+        cls,
+        path: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        parts: Iterable[ReplicaPart],
+        *,
+        plain: bool = False,
+    ) -> TensorSums:
+        """Return the record of these parts; those of the same replica are added."""
+        count, found = math.prod(shape), dict[int, ReplicaPart]()
+        for part in parts:
+            known = found.get(part.replica)
+            if known is not None:
+                nth, sums = part.replica, _added(known.sums, part.sums)
+                part = ReplicaPart(nth, known.count + part.count, sums)  # noqa: PLW2901
+            found[part.replica] = part
+        if not count:
+            return cls(path, dtype, shape, plain, (NOTHING,), ())
+        wholes = {each.sums for each in found.values() if each.count == count}
+        rest = (found[nth] for nth in sorted(found) if found[nth].count != count)
+        return cls(path, dtype, shape, plain, (*sorted(wholes),), (*rest,))
+
+    def add(self, other: TensorSums) -> TensorSums | None:
+        """Return the record of both; None if they are different plain tensors.
+
+        Raises:
+            FingerprintMismatchError: they are parts of different tensors.
+        """
+        facts = self.dtype, self.shape
+        if self.plain and other.plain:
+            both = *facts, self.wholes
+            return self if both == (other.dtype, other.shape, other.wholes) else None
+        if facts != (other.dtype, other.shape):
+            detail = f"is {self.kind} on one rank and {other.kind} on another one"
+            raise FingerprintMismatchError({self.path: f"{self.path} {detail}"})
+        found = TensorSums.of(self.path, *facts, (*self.parts, *other.parts))
+        wholes = (*sorted({*self.wholes, *other.wholes, *found.wholes}),)
+        return msgspec.structs.replace(found, wholes=wholes)
+
+    @property
+    def kind(self) -> str:
+        """The dtype and the shape, for messages."""
+        return f"{self.dtype} {[*self.shape]}"
+
+    def fault(self, side: str) -> str:
+        """Return why nothing can be compared with this record; empty if it can be.
+
+        Args:
+            side: Which fingerprint has it, for the message.
+        """
+        path = self.path or "the state dict"
+        if len(self.wholes) > 1:
+            return f"the replicas of {path} differ from each other in {side}"
+        if self.wholes:
+            return ""
+        most = max((part.count for part in self.parts), default=0)
+        covered = 100 * most / math.prod(self.shape)
+        remedy = "add up the ranks first" if covered < 100 else "a rank was added twice"
+        return f"{side} covers {covered:.3g} % of {path}: {remedy}"
+
+
+class _FingerprintDocument(Struct, frozen=True, forbid_unknown_fields=True):
+    """A fingerprint as JSON."""
+
+    aiockpt: int
+    tensors: list[TensorSums]
+    by_rank: list[_Path]
+
+
+_DOCUMENT: Final = msgspec.json.Decoder(_FingerprintDocument)
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What the tensors of a state dict hold, in a few bytes for each tensor.
+
+    :func:`aiockpt.fingerprint` makes one. ``+`` adds those of several ranks. The sum
+    of all ranks is the same on every mesh. It is a check against faults, such as a
+    flipped bit or a shard in the wrong place. It gives no protection against somebody
+    who makes a state dict with the same fingerprint on purpose.
+
+    Attributes:
+        tensors: The record of each tensor, by path.
+        by_rank: The paths of plain tensors that differ between ranks, such as the
+            states of random number generators. They are left out of a comparison.
+    """
+
+    tensors: Mapping[str, TensorSums] = field(default_factory=dict)
+    by_rank: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Fingerprint tensors={len(self.tensors)} by_rank={len(self.by_rank)}>"
+
+    def __add__(self, other: Fingerprint) -> Fingerprint:
+        """Return the fingerprint of what both describe, such as two ranks.
+
+        Raises:
+            FingerprintMismatchError: the two have parts of different tensors at a path.
+        """
+        if not isinstance(other, Fingerprint):
+            return NotImplemented
+        found, by_rank = {**self.tensors}, {*self.by_rank, *other.by_rank}
+        for path, theirs in other.tensors.items():
+            both = found[path].add(theirs) if path in found else theirs
+            if both is None:
+                by_rank.add(path)
+            else:
+                found[path] = both
+        for path in by_rank:
+            found.pop(path, None)
+        return Fingerprint(found, (*sorted(by_rank),))
+
+    def require(self, theirs: Fingerprint) -> list[str]:
+        """Check that the tensors are those of another fingerprint, bit by bit.
+
+        The paths of this fingerprint are compared, each with all of its complete
+        replicas. A plain tensor equals a distributed one with the same elements.
+        Paths that are in ``by_rank`` of either fingerprint are left out.
+
+        Returns:
+            The paths that only ``theirs`` has.
+
+        Raises:
+            FingerprintMismatchError: tensors differ, or are not there, or a fingerprint
+                covers only a part of them. The message names them.
+        """
+        given: object = theirs  # callers without types pass anything
+        if not isinstance(given, Fingerprint):
+            kind = type(given).__name__
+            raise TypeError(f"a Fingerprint is compared with another one, not a {kind}")
+        ours, others = self._paths(), theirs._paths()
+        faults = {
+            path: f"{path or 'the state dict'} is missing in theirs"
+            for path in ours
+            if path not in others
+        }
+        if others and not ours:
+            faults[""] = "ours has no tensor to compare"
+        for path, mine in self.tensors.items():
+            if (other := theirs.tensors.get(path)) is None:
+                continue
+            if fault := _difference(mine, other):
+                faults[path] = fault
+        if faults:
+            raise FingerprintMismatchError(faults)
+        return sorted(others - ours)
+
+    def to_json(self) -> bytes:
+        """Return the fingerprint as JSON; :meth:`from_json` is the inverse."""
+        tensors = [self.tensors[path] for path in sorted(self.tensors)]
+        document = _FingerprintDocument(_VERSION, tensors, [*self.by_rank])
+        return msgspec.json.encode(document)
+
+    @classmethod
+    def from_json(
+        cls,
+        text: bytes | str,
+        *,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+    ) -> Fingerprint:
+        """Return the fingerprint in what :meth:`to_json` returned, perhaps elsewhere.
+
+        Args:
+            text: The JSON; whoever sent it is not trusted.
+            limits: ``max_header_bytes`` bounds its length, ``max_tensors`` its records.
+
+        Raises:
+            RemoteProtocolError: it is malformed.
+            LimitExceededError: it is larger than the limits.
+        """
+        data = text.encode() if isinstance(text, str) else bytes(text)
+        most = limits.max_header_bytes
+        enforce("the size of a fingerprint", len(data), most, "max_header_bytes")
+        values = (limits.max_tensors + 1) * _VALUES_PER_TENSOR
+        enforce_values("a fingerprint", data, values, "max_tensors")
+        try:
+            document = _DOCUMENT.decode(data)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise RemoteProtocolError(f"malformed fingerprint: {error}") from error
+        if fault := _fault_of(document):
+            raise RemoteProtocolError(f"malformed fingerprint: {fault}")
+        count = len(document.tensors) + len(document.by_rank)
+        enforce("the number of tensors", count, limits.max_tensors, "max_tensors")
+        tensors = {each.path: each for each in document.tensors}
+        return cls(tensors, (*document.by_rank,))
+
+    def _paths(self) -> set[str]:
+        return {*self.tensors, *self.by_rank}
+
+
+def _difference(mine: TensorSums, other: TensorSums) -> str:
+    """Return how two records differ; empty if they describe the same tensor."""
+    path = mine.path or "the state dict"
+    if (mine.dtype, mine.shape) != (other.dtype, other.shape):
+        return f"{path} is {mine.kind} in ours and {other.kind} in theirs"
+    if fault := mine.fault("ours") or other.fault("theirs"):
+        return fault
+    return "" if mine.wholes == other.wholes else f"{path} differs"
+
+
+def _fault_of(document: _FingerprintDocument) -> str:
+    """Return what contradicts the form of a fingerprint; empty if nothing does."""
+    if document.aiockpt != _VERSION:
+        return f"it has version {document.aiockpt}; this side knows {_VERSION}"
+    paths = [each.path for each in document.tensors]
+    if not _ascend(paths) or not _ascend(document.by_rank):
+        return "its paths are not in order, or one is there twice"
+    if not {*paths}.isdisjoint(document.by_rank):
+        return "a path is both compared and left out"
+    return next(filter(None, map(_fault_of_record, document.tensors)), "")
+
+
+def _fault_of_record(record: TensorSums) -> str:
+    """Return what contradicts the form of a record; empty if nothing does."""
+    if record.dtype not in DTYPES:
+        return f"no dtype is {record.dtype!r}"
+    if (count := math.prod(record.shape)) > _MAX_ELEMENTS:
+        return "no tensor has that size"
+    if not _ascend(record.wholes):
+        return "the sums of replicas are not in order"
+    if record.plain and (record.parts or len(record.wholes) != 1):
+        return "a plain tensor is not whole"
+    if not _ascend(part.replica for part in record.parts):
+        return "the parts are not in the order of their replicas"
+    if any(part.count == count for part in record.parts):
+        return "a part is a whole tensor"
+    return ""
+
+
+def _ascend(values: Iterable[str] | Iterable[int]) -> bool:
+    return all(one < other for one, other in pairwise(values))  # type: ignore[operator]

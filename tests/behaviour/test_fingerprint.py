@@ -1,0 +1,372 @@
+"""Fingerprints: what they cover, how they add up, and what a comparison says."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import aiockpt
+from aiockpt import Fingerprint
+from aiockpt.errors import (
+    FingerprintMismatchError,
+    IntegrityError,
+    LimitExceededError,
+    RemoteProtocolError,
+    StorageError,
+    UnsupportedLeafError,
+)
+from aiockpt.format.fingerprint import NOTHING, ReplicaPart, TensorSums
+from aiockpt.format.limits import FILE_LIMITS, Limits
+from aiockpt.memory.multilinear import HeldTensor, word_sums
+from aiockpt.state import mesh
+from aiockpt.state.sharding import Split, StridedSplit
+from tests.primitives.test_mesh import coordinates, layout_of, taken
+
+A, B = "a" * 32, "b" * 32
+
+
+def record(
+    *parts: tuple[int, int, str], shape: tuple[int, ...] = (4, 4), plain: bool = False
+) -> Fingerprint:
+    """Return a fingerprint of one tensor ``w`` with these parts."""
+    rows = [ReplicaPart(*part) for part in parts]
+    return Fingerprint({"w": TensorSums.of("w", "float32", shape, rows, plain=plain)})
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    """Return a state dict of several kinds of values."""
+    torch.manual_seed(seed)
+    weight = torch.rand(300, 40)
+    return {
+        "model": {"w": weight, "b": torch.rand(40, dtype=torch.bfloat16)},
+        "tied": [weight, {"again": weight}],
+        "optim": {"state": {0: {"step": torch.tensor(3.0)}}},
+        "step": 7,
+        "name": "run",
+        "other": object(),
+    }
+
+
+class Leaf:
+    """A value of a type that torch does not know."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+
+class TestWhatIsCovered:
+    """Each tensor has a record by its path."""
+
+    def test_tensors_are(self) -> None:
+        """Each path of a tied tensor has one, and plain values have none."""
+        found = aiockpt.fingerprint(state())
+        paths = ["model.b", "model.w", "optim.state[0].step", "tied[0]"]
+        assert sorted(found.tensors) == [*paths, "tied[1].again"]
+        assert found.tensors["tied[0]"].wholes == found.tensors["model.w"].wholes
+        assert found.tensors["model.b"].kind == "bfloat16 [40]"
+        assert found.require(aiockpt.fingerprint(state())) == []
+
+    def test_what_cannot_be_is_refused(self) -> None:
+        """No tensor is left out silently, and no module."""
+        for value in (torch.eye(2).to_sparse(), torch.empty(2, device="meta")):
+            with pytest.raises(UnsupportedLeafError, match=r"a\.b is a .* tensor"):
+                aiockpt.fingerprint({"a": {"b": value}})
+        with pytest.raises(UnsupportedLeafError, match=r"pass module\.state_dict\(\)"):
+            aiockpt.fingerprint(torch.nn.Linear(2, 2))
+
+    def test_a_tensor_in_a_registered_leaf_is(self) -> None:
+        """A leaf of a type that the user has registered is made of its parts."""
+        aiockpt.register_leaf(
+            Leaf, tag="test.Leaf", encode=lambda leaf: {"data": leaf.data}, decode=Leaf
+        )
+        found = aiockpt.fingerprint([Leaf(torch.ones(3)), torch.Size([2])])
+        assert [*found.tensors] == ["[0].data"]
+
+    def test_paths_that_read_the_same_stay_apart(self) -> None:
+        """A key with a dot is another path than two keys."""
+        found = aiockpt.fingerprint({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}})
+        assert [*found.tensors] == ["a.b", "a.b#2"]
+
+    @pytest.mark.parametrize("path", ["http://host:1/checkpoint/", Path("nowhere")])
+    def test_a_path_must_be_a_checkpoint(self, path: Any) -> None:
+        """A URL is for a transport, and a missing directory an error."""
+        with pytest.raises((ValueError, StorageError)):
+            aiockpt.fingerprint(path)
+
+    def test_a_directory_is(self, tmp_path: Path) -> None:
+        """What was saved has the fingerprint of the state that was saved."""
+        saved = {key: value for key, value in state().items() if key != "other"}
+        with aiockpt.make_sync_checkpointer() as checkpointer:
+            checkpointer.save(saved, tmp_path / "run")
+        ours = aiockpt.fingerprint(saved)
+        for path in (tmp_path / "run", *(tmp_path / "run").glob("*.safetensors")):
+            assert ours.require(aiockpt.fingerprint(path)) == []
+        torch.save(saved["model"], tmp_path / "model.pt")
+        of_torch = aiockpt.fingerprint(tmp_path / "model.pt")
+        assert of_torch == aiockpt.fingerprint(saved["model"])
+        with pytest.raises(ValueError, match="leave out group="):
+            aiockpt.fingerprint(tmp_path / "run", group=object())  # type: ignore[arg-type]
+
+    def test_bytes_on_disk_are_verified(self, tmp_path: Path) -> None:
+        """A damaged file has no fingerprint."""
+        with aiockpt.make_sync_checkpointer() as checkpointer:
+            checkpointer.save({"w": torch.ones(1000)}, tmp_path / "run")
+        (file,) = (tmp_path / "run").glob("*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-8] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(IntegrityError, match="chunk 0"):
+            aiockpt.fingerprint(tmp_path / "run")
+
+
+class TestSums:
+    """Fingerprints of ranks add up; replicas count once."""
+
+    def test_parts_of_a_replica_are_added(self) -> None:
+        """A tensor is whole when all of its elements are there."""
+        half = record((0, 8, "0" * 15 + "1" + "f" * 16))
+        other = record((0, 8, "0" * 15 + "2" + "0" * 15 + "1"))
+        whole = record((0, 16, "0" * 15 + "3" + "0" * 16))
+        assert half + other == other + half == whole
+        assert sum([half, other], Fingerprint()) == whole
+
+    def test_replicas_are_compared(self) -> None:
+        """Parts of different replicas are not added; equal wholes are one."""
+        parts = [record((nth, 8, A)) for nth in (0, 0, 1, 1)]
+        both = sum(parts, Fingerprint())
+        assert len(both.tensors["w"].wholes) == 1
+        with pytest.raises(FingerprintMismatchError, match="covers 50 % of w: add up"):
+            (parts[0] + parts[2]).require(both)
+        wrong = both + record((2, 16, B))
+        with pytest.raises(FingerprintMismatchError, match="replicas of w differ"):
+            both.require(wrong)
+        with pytest.raises(FingerprintMismatchError, match=r"differ .* in ours"):
+            wrong.require(both)
+
+    def test_plain_tensors_are_never_added(self) -> None:
+        """Equal ones are one; those that differ are listed and left out."""
+        plain = record((0, 16, A), plain=True)
+        assert plain + plain == plain
+        for other in (
+            record((0, 16, B), plain=True),
+            record((0, 5, A), shape=(5,), plain=True),
+        ):
+            found = plain + other
+            assert found.by_rank == ("w",)
+            assert not found.tensors
+            assert found + plain == found
+            assert found.require(plain) == plain.require(found) == []
+
+    def test_a_plain_tensor_equals_a_distributed_one(self) -> None:
+        """The elements count, not how they are held."""
+        plain, spread = record((0, 16, A), plain=True), record((0, 16, A))
+        assert plain.require(spread) == spread.require(plain) == []
+        assert (plain + spread).require(spread) == []
+        with pytest.raises(FingerprintMismatchError, match="replicas of w differ"):
+            spread.require(plain + record((0, 16, B)))
+
+    def test_parts_of_different_tensors_are_refused(self) -> None:
+        """Ranks that disagree about a shape have no sum."""
+        with pytest.raises(FingerprintMismatchError, match=r"\[4, 4\] on one rank"):
+            record((0, 8, A)) + record((0, 8, A), shape=(4, 2))
+
+    def test_a_rank_that_is_added_twice_shows(self) -> None:
+        """More than all elements are no tensor."""
+        part = record((0, 12, A))
+        with pytest.raises(FingerprintMismatchError, match="150 % of w: a rank was"):
+            (part + part).require(record((0, 16, A)))
+
+    def test_a_tensor_without_elements_is_whole(self) -> None:
+        """It needs no rank."""
+        assert record(shape=(0, 3)).require(record((0, 0, NOTHING), shape=(0, 3))) == []
+
+    def test_only_fingerprints_are_added(self) -> None:
+        """Anything else is a TypeError."""
+        with pytest.raises(TypeError):
+            record() + 1  # type: ignore[operator]
+        with pytest.raises(TypeError, match="not a dict"):
+            record().require({})  # type: ignore[arg-type]
+
+
+class TestMessages:
+    """A comparison names what is wrong, and returns what was not compared."""
+
+    def test_it_names_the_tensors(self) -> None:
+        """Values, dtypes, shapes and missing paths are named, ten of them."""
+        ours = {f"w{n}": torch.ones(2) for n in range(12)}
+        theirs = {name: torch.zeros(2) for name in ours}
+        with pytest.raises(FingerprintMismatchError) as caught:
+            aiockpt.fingerprint(ours).require(aiockpt.fingerprint(theirs))
+        assert f"{caught.value}".startswith("w0 differs; w1 differs; ")
+        assert f"{caught.value}".endswith("; w9 differs; and 2 more")
+        assert [*caught.value.faults] == [*ours]
+        assert isinstance(caught.value, IntegrityError)
+
+    @pytest.mark.parametrize(
+        ("theirs", "said"),
+        [
+            ({"a": torch.ones(3)}, r"a is float32 \[2\] in ours and float32 \[3\] in"),
+            ({"a": torch.ones(2).double()}, r"float32 \[2\] in ours and float64 \[2\]"),
+            ({"b": torch.ones(2)}, "a is missing in theirs"),
+        ],
+    )
+    def test_it_names_other_facts(self, theirs: Any, said: str) -> None:
+        """Whatever is not the same has a reason."""
+        ours = aiockpt.fingerprint({"a": torch.ones(2)})
+        with pytest.raises(FingerprintMismatchError, match=said):
+            ours.require(aiockpt.fingerprint(theirs))
+
+    def test_it_returns_what_only_the_others_have(self) -> None:
+        """A selection compares less, and nothing at all is an error."""
+        theirs = aiockpt.fingerprint({"b": torch.ones(2), "a": torch.ones(1)})
+        assert aiockpt.fingerprint({"a": torch.ones(1)}).require(theirs) == ["b"]
+        with pytest.raises(FingerprintMismatchError, match="no tensor to compare"):
+            aiockpt.fingerprint({}).require(theirs)
+
+
+class TestJSON:
+    """A fingerprint travels as JSON, which a hostile peer may have written."""
+
+    def test_it_survives(self) -> None:
+        """What was written is read back."""
+        found = aiockpt.fingerprint(state()) + record((3, 5, A), (9, 1, B))
+        found += Fingerprint({}, ("rng",))
+        assert Fingerprint.from_json(found.to_json()) == found
+        assert Fingerprint.from_json(found.to_json().decode()) == found
+
+    GOOD = '["w","float32",[4,4],false,[],[[0,8,"%s"],[1,8,"%s"]]]' % (A, B)  # noqa: UP031
+    BAD = (
+        "",
+        "[]",
+        "null",
+        "[" * 100_000,
+        '{"aiockpt":1,"tensors":[],"by_rank":[],"more":1}',
+        '{"aiockpt":2,"tensors":[],"by_rank":[]}',
+        '{"aiockpt":1,"tensors":[],"by_rank":["b","a"]}',
+        '{"aiockpt":1,"tensors":[],"by_rank":["a","a"]}',
+        '{"aiockpt":1,"tensors":[],"by_rank":["\\ud800"]}',
+    )
+    CHANGES = (
+        ("float32", "float31"),
+        ("[4,4]", "[4,-4]"),
+        ("[4,4]", "[4,4.0]"),
+        ("[4,4]", f"[{2**56},2]"),
+        ("[4,4]", f"[{2**57}]"),
+        ("[4,4]", str([1] * 65)),
+        ("[4,4]", "[2,4]"),
+        ("false", "true"),
+        ("false", "0"),
+        ("[],", f'["{B}","{A}"],'),
+        ("[],", f'["{A}","{A}"],'),
+        (A, A.upper()),
+        (A, A[1:]),
+        ("[0,8,", "[1,8,"),
+        ("[0,8,", "[-1,8,"),
+        ("[0,8,", f"[0,{2**64},"),
+        ("]]]", "],7]]"),
+        ('"w"', "7"),
+        ('"w"', f'"{"w" * (16 << 10)}w"'),
+    )
+
+    @pytest.mark.parametrize("text", BAD, ids=lambda text: text[:60])
+    def test_malformed_documents_are_refused(self, text: str) -> None:
+        """Nothing else comes of them."""
+        with pytest.raises(RemoteProtocolError):
+            Fingerprint.from_json(text)
+
+    @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change[1][:40])
+    def test_malformed_records_are_refused(self, change: tuple[str, str]) -> None:
+        """Each rule of the form is checked."""
+        frame = '{"aiockpt":1,"tensors":[%s],"by_rank":[]}'
+        assert Fingerprint.from_json(frame % self.GOOD).tensors["w"].parts
+        assert change[0] in self.GOOD
+        with pytest.raises(RemoteProtocolError):
+            Fingerprint.from_json(frame % self.GOOD.replace(*change, 1))
+        twice = f"{self.GOOD},{self.GOOD}"
+        with pytest.raises(RemoteProtocolError):
+            Fingerprint.from_json(frame % twice)
+        both = (frame % self.GOOD).replace('"by_rank":[]', '"by_rank":["w"]')
+        with pytest.raises(RemoteProtocolError, match="compared and left out"):
+            Fingerprint.from_json(both)
+
+    @settings(max_examples=200)
+    @given(st.data())
+    def test_random_changes_raise_nothing_else(self, data: st.DataObject) -> None:
+        """Any bytes give a fingerprint or one of the two errors."""
+        text = bytearray(record((0, 8, A), (1, 8, B)).to_json())
+        for _ in range(data.draw(st.integers(1, 3))):
+            at = data.draw(st.integers(0, len(text) - 1))
+            text[at] = data.draw(st.integers(0, 255))
+        with suppress(RemoteProtocolError, LimitExceededError):
+            Fingerprint.from_json(bytes(text)).to_json()
+
+    def test_limits_hold(self) -> None:
+        """Neither a long text nor many records are decoded."""
+        text = aiockpt.fingerprint({str(n): torch.ones(1) for n in range(20)}).to_json()
+        for limits in (Limits(max_header_bytes=100), Limits(max_tensors=19)):
+            with pytest.raises(LimitExceededError):
+                Fingerprint.from_json(text, limits=limits)
+        assert len(Fingerprint.from_json(text, limits=FILE_LIMITS).tensors) == 20
+
+
+def test_a_wrong_box_is_found() -> None:
+    """100 plans with a box that is taken from beside its place are all found."""
+    rng, found = random.Random(5), 0
+    shape = (24, 36)
+    whole = torch.randint(-(2**31), 2**31, shape).to(torch.int32)
+    layouts = {
+        "fsdp": ((4,), (Split(0),)),
+        "tp": ((3,), (Split(1),)),
+        "tp_fsdp": ((2, 2), (StridedSplit(0, 2), Split(0))),
+        "both": ((2, 3), (Split(0), Split(1))),
+    }
+    shards = {
+        kind: [
+            shard
+            for at in coordinates(sizes)
+            if (shard := mesh.shard_of(layout_of(shape, sizes, placements, at)))
+        ]
+        for kind, (sizes, placements) in layouts.items()
+    }
+    truth = word_sums([HeldTensor(whole, shape, mesh.whole(shape))])
+    while found < 100:
+        source, target = rng.sample([*layouts], 2)
+        plans = [mesh.cover(mine, shards[source]) for mine in shards[target]]
+        boxes = [
+            (n, m, box)
+            for n, plan in enumerate(plans)
+            for m, some in plan.parts
+            for box in some
+        ]
+        wrong, dim, step = rng.choice(boxes), rng.randrange(2), rng.choice([-1, 1])
+        held = [
+            torch.zeros(mesh.shape_of(each), dtype=torch.int32)
+            for each in shards[target]
+        ]
+        changed = False
+        for n, m, box in boxes:
+            data, at = taken(whole, shards[source][m]), [*box.theirs]
+            if (n, m, box) == wrong:
+                at[dim] += step
+                if not 0 <= at[dim] <= data.shape[dim] - box.sizes[dim]:
+                    at[dim] -= step
+                else:
+                    changed = True
+            window = [slice(a, a + size) for a, size in zip(at, box.sizes, strict=True)]
+            place = [
+                slice(a, a + size) for a, size in zip(box.mine, box.sizes, strict=True)
+            ]
+            held[n][tuple(place)] = data[tuple(window)]
+        sums = word_sums(
+            [HeldTensor(*row) for row in zip(held, [shape] * 9, shards[target])]  # noqa: B905
+        )
+        total = tuple(sum(each) % 2**64 for each in zip(*sums, strict=True))
+        assert (total == truth[0]) is not changed
+        found += changed
