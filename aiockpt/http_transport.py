@@ -36,11 +36,12 @@ from aiockpt.http.client import CheckpointClient
 from aiockpt.http.fingerprints import fetch_fingerprints
 from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.host import Front
+from aiockpt.http.joined import AcrossRanks, JoinedSource
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import CURRENT_STEP_WAIT_S, Follower, chase
 from aiockpt.http.options import Auth, Receive, Server, Swarm
-from aiockpt.http.peers import Peers, origins_of, shards_of
-from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_metadata
+from aiockpt.http.peers import Peers, shards_of
+from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_joined
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.source import AttachOptions, HttpSource
 from aiockpt.http.store import Failure, Publisher, Store
@@ -53,7 +54,9 @@ from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.runtime.system import copying_threads
+from aiockpt.runtime.tasks import run_all
 from aiockpt.state.fingerprinting import fingerprint_of_snapshot
+from aiockpt.state.reshard import RankValues
 from aiockpt.state.selection import Select, listed
 from aiockpt.swarm.endpoint import SwarmEndpoint
 from aiockpt.swarm.membership import Membership, RelayHost
@@ -63,6 +66,7 @@ from aiockpt.transfer.prepared import Prepared
 from aiockpt.transfer.receive import Received
 from aiockpt.transfer.receive import receive as receive_from
 from aiockpt.transfer.repeats import Repeats, content_of
+from aiockpt.transfer.source import Source
 from aiockpt.transfer.stager import Stager, StagerOptions
 from aiockpt.transport import (
     REQUIRED,
@@ -521,6 +525,8 @@ class HTTPTransport(CheckpointTransport[T]):
         select: Select | None = None,
         share: bool = False,
         verify_shared: bool = False,
+        rank_values: RankValues = "error",
+        full: bool = False,
         progress: Callable[[Progress], None] | None = None,
         **unknown: Never,
     ) -> T:
@@ -593,7 +599,7 @@ class HTTPTransport(CheckpointTransport[T]):
         try:
             refuse_unknown(HTTPTransport.recv_checkpoint, unknown)
             require_given("recv_checkpoint", metadata=metadata)
-            origins = origins_of(metadata)
+            shards = shards_of(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
         options, attaching = self._options(
@@ -605,8 +611,9 @@ class HTTPTransport(CheckpointTransport[T]):
             direct=direct,
             verify_shared=verify_shared,
         )
+        ranks = AcrossRanks.of(rank_values, full=full)
         limit = self._limit(timeout)
-        return await self._receive(origins, step, options, attaching, limit)
+        return await self._receive(shards, step, options, attaching, ranks, limit)
 
     @names_its_options
     async def prepare(
@@ -618,6 +625,8 @@ class HTTPTransport(CheckpointTransport[T]):
         into: T,
         have: T | bool | None = None,
         select: Select | None = None,
+        rank_values: RankValues = "error",
+        full: bool = False,
         timeout: Timeout | None = None,
         progress: Callable[[Progress], None] | None = None,
         **unknown: Never,
@@ -647,16 +656,17 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         try:
             refuse_unknown(HTTPTransport.prepare, unknown)
-            origins = origins_of(metadata)
+            shards = shards_of(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
         options, attaching = self._options(
             into=into, have=have, select=select, progress=progress, hold=True
         )
+        ranks = AcrossRanks.of(rank_values, full=full)
         limit = self._limit(timeout)
         return cast(
             "Prepared[T]",
-            await self._receive(origins, step, options, attaching, limit),
+            await self._receive(shards, step, options, attaching, ranks, limit),
         )
 
     @names_its_options
@@ -734,6 +744,8 @@ class HTTPTransport(CheckpointTransport[T]):
         into: T,
         have: T | bool | None = None,
         select: Select | None = None,
+        rank_values: RankValues = "error",
+        full: bool = False,
         prepare: Literal[True],
         timeout: Timeout | None = None,
         reconnect_timeout: Timeout | None = None,
@@ -750,6 +762,8 @@ class HTTPTransport(CheckpointTransport[T]):
         have: T | bool | None = None,
         select: Select | None = None,
         share: bool = False,
+        rank_values: RankValues = "error",
+        full: bool = False,
         prepare: Literal[False] = False,
         timeout: Timeout | None = None,
         reconnect_timeout: Timeout | None = None,
@@ -766,6 +780,8 @@ class HTTPTransport(CheckpointTransport[T]):
         have: T | bool | None = None,
         select: Select | None = None,
         share: bool = False,
+        rank_values: RankValues = "error",
+        full: bool = False,
         prepare: bool = False,
         timeout: Timeout | None = None,
         reconnect_timeout: Timeout | None = None,
@@ -814,10 +830,10 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         try:
             refuse_unknown(HTTPTransport.follow, unknown)
-            origin = parse_metadata(metadata)
+            origins = parse_joined(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
-        follower = self._follower(origin, after, reconnect_timeout)
+        follower = self._follower(origins, after, reconnect_timeout)
         options, attaching = self._options(
             into=into,
             have=have,
@@ -826,8 +842,9 @@ class HTTPTransport(CheckpointTransport[T]):
             share=share,
             hold=prepare,
         )
+        ranks = AcrossRanks.of(rank_values, full=full)
         limit = self._limit(timeout)
-        return self._follow(origin, follower, options, attaching, limit)
+        return self._follow(origins, follower, options, attaching, ranks, limit)
 
     @names_its_options
     def steps(
@@ -875,10 +892,10 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         try:
             refuse_unknown(HTTPTransport.steps, unknown)
-            origin = parse_metadata(metadata)
+            origins = parse_joined(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
-        return self._follower(origin, after, reconnect_timeout)
+        return self._follower(origins, after, reconnect_timeout)
 
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
         """Stop serving and close everything. Idempotent.
@@ -917,7 +934,10 @@ class HTTPTransport(CheckpointTransport[T]):
         return self._timeout if timeout is None else seconds(timeout)
 
     def _follower(
-        self, origin: Origin, after: int | None, reconnect_timeout: Timeout | None
+        self,
+        origins: Sequence[Origin],
+        after: int | None,
+        reconnect_timeout: Timeout | None,
     ) -> Follower:
         silent = math.inf
         if reconnect_timeout is not None:
@@ -926,7 +946,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._lifetime.check()
         return Follower(
             self._client,
-            [origin],
+            origins,
             self._lifetime,
             after=after,
             reconnect_timeout=silent,
@@ -934,16 +954,18 @@ class HTTPTransport(CheckpointTransport[T]):
 
     async def _follow(
         self,
-        origin: Origin,
+        origins: Sequence[Origin],
         follower: Follower,
         options: ReceiveOptions,
         attaching: AttachOptions,
+        ranks: AcrossRanks,
         limit: float,
     ) -> AsyncGenerator[Any]:
-        origin = replace(origin, step_wait=CURRENT_STEP_WAIT_S)
+        wait = CURRENT_STEP_WAIT_S
+        shards = [[replace(origin, step_wait=wait)] for origin in origins]
 
         async def attempt(step: int) -> Any:
-            return await self._receive([origin], step, now, attaching, limit)
+            return await self._receive(shards, step, now, attaching, ranks, limit)
 
         while True:
             now = replace(options, marks=Marks.of_caller(port_for))
@@ -1002,30 +1024,55 @@ class HTTPTransport(CheckpointTransport[T]):
 
     async def _receive(
         self,
-        origins: Sequence[Origin],
+        shards: Sequence[Sequence[Origin]],
         step: int | None,
         options: ReceiveOptions,
         attaching: AttachOptions,
+        ranks: AcrossRanks,
         limit: float,
     ) -> T:
         """Receive ``step``, or the one served now, within ``limit`` seconds."""
         until = asyncio.get_running_loop().time() + limit
         joins = self._host.options is not None
         lease = Lease.begin(until, receiver=self._client.name, joins=joins)
-        leased = [replace(origin, lease=lease) for origin in origins]
-        if step is None:
-            wait = CURRENT_STEP_WAIT_S
-            leased = [replace(origin, step_wait=wait) for origin in leased]
         deadline = Deadline(limit, phase="fetch_manifest")
-        peers = Peers.at(self._client, leased, deadline.note, deadline=until)
+        wait = math.inf if step is not None else CURRENT_STEP_WAIT_S
+
+        def leased(origin: Origin) -> Origin:
+            return replace(origin, lease=lease, step_wait=min(origin.step_wait, wait))
+
+        senders = [
+            Peers.at(self._client, map(leased, shard), deadline.note, deadline=until)
+            for shard in shards
+        ]
+        name = " ".join(peers.name for peers in senders)
         asked = "a checkpoint" if step is None else f"step {step}"
-        deadline.what = f"{asked} from {peers.name}"
+        deadline.what = f"{asked} from {name}"
+        is_one = len(senders) == 1 and ranks == AcrossRanks()
+        if not is_one and joins:
+            raise LocalProtocolError(
+                "joined metadata and swarm= do not work together yet: receive with a "
+                "transport that has no swarm="
+            )
+        if not is_one and attaching.keep:
+            raise ValueError(
+                "share=True returns tensors in the memory of one sender: leave it out "
+                "for several senders of shards"
+            )
 
         def attempt(step: int) -> Awaitable[Received]:
-            deadline.what = f"step {step} from {peers.name}"
-            swarm = Membership(self._client, self._host) if joins else None
-            source = HttpSource(peers, self._bridge, attaching, swarm)
+            deadline.what = f"step {step} from {name}"
+            source: Source
+            if is_one:
+                swarm = Membership(self._client, self._host) if joins else None
+                source = HttpSource(senders[0], self._bridge, attaching, swarm)
+            else:
+                source = JoinedSource(senders, self._bridge, options, ranks)
             return receive_from(source, step, options, self._bridge, deadline)
+
+        async def newest() -> int:
+            steps: list[int] = await run_all([peers.newest for peers in senders])
+            return max(steps)
 
         with self._lifetime.call():
             async with deadline:
@@ -1034,7 +1081,7 @@ class HTTPTransport(CheckpointTransport[T]):
                     received = await attempt(step)
                 else:
                     pause = self._client.pause
-                    _, received = await chase(peers.newest, attempt, pause=pause)
+                    _, received = await chase(newest, attempt, pause=pause)
                 return cast("T", received.state_dict)
 
 

@@ -35,7 +35,14 @@ from aiockpt.runtime.switching import switching_often
 from aiockpt.state.flatten import Wanted
 from aiockpt.state.load_plan import Matching, Template
 from aiockpt.state.match import LAX, LOAD
-from aiockpt.state.reshard import Claim, Policy, RankValues, United, unite
+from aiockpt.state.reshard import (
+    Claim,
+    Policy,
+    RankValues,
+    United,
+    check_rank_values,
+    unite,
+)
 from aiockpt.state.segment import check_memory
 from aiockpt.state.selection import Select, listed
 from aiockpt.state.trees import has_distributed
@@ -333,13 +340,7 @@ def _choices(
             raise ValueError("rank= reads one rank's part: leave it out, or full=True")
         if rank_values != "error":
             raise ValueError("rank= reads one rank's values: leave out rank_values=")
-    if isinstance(rank_values, str):
-        if rank_values not in ("error", "keep"):
-            said = f"'error', 'keep' or a rank, not {rank_values!r}"
-            raise ValueError(f"rank_values is {said}")
-    elif (rank_values := whole_number(rank_values, "rank_values")) < 0:
-        raise ValueError(f"rank_values must be a rank, got {rank_values}")
-    return rank, rank_values
+    return rank, check_rank_values(rank_values)
 
 
 def _kept(rank: int | None, *, full: bool) -> Literal["full", "local", "mesh"]:

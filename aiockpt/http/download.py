@@ -110,6 +110,8 @@ class Download:
         chunks: The numbers of the chunks.
         on_progress: Gets newly arrived bytes and newly verified chunks.
         extension: Takes part in the download.
+        connections: How many connections to use; None: as many as the client's options
+            say.
 
     Attributes:
         planner: Decides what to do.
@@ -129,6 +131,8 @@ class Download:
         chunks: Iterable[int],
         on_progress: OnProgress,
         extension: ReceiveExtension | None = None,
+        *,
+        connections: int | None = None,
     ) -> None:
         if len(peers.all) == 1:  # nobody gives up the only one
             peers.all[0].error = None
@@ -141,7 +145,7 @@ class Download:
         self.news = Notifier()
         self._scopes: dict[Assignment, anyio.CancelScope] = {}
         self._side_scopes = set[anyio.CancelScope]()
-        most = self.client.options.connections
+        most = connections or self.client.options.connections
         self.planner = Planner(outline, chunks, connections=most, now=_now())
         self.planner.has_deltas = self._ranges.can_patch
         for peer in self.sources:

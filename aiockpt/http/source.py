@@ -25,6 +25,7 @@ from aiockpt.runtime.same_host import format_probe, identity
 from aiockpt.runtime.tasks import Over, map_in_threads
 from aiockpt.state.load_plan import Matching
 from aiockpt.transfer.deltas import is_available
+from aiockpt.transfer.reuse import Reuse
 from aiockpt.transfer.source import ChunkDestination, OnProgress
 
 _HTTP: Final = "HTTP"
@@ -200,6 +201,10 @@ class HttpSource:
         self, manifest: Manifest, rule: Matching, *, direct: bool
     ) -> None:
         """Do nothing: all bytes come to host memory."""
+
+    def takes(self, reuse: Reuse) -> bool:
+        """Return False: one peer has all chunks, so `receive` compares them."""
+        return False
 
     async def accept(self, step: int) -> None:
         """Do nothing: a server waits for nothing but requests."""

@@ -66,6 +66,32 @@ class Memory(Protocol):
         """Raise an error if views of ``[start, stop)`` must not be used any more."""
 
 
+def _address_of(view: memoryview) -> int:
+    """Return the address of a view's first byte."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def copy_bytes(
+    destinations: Iterable[memoryview], sources: Iterable[memoryview]
+) -> None:
+    """Copy bytes from views to views of the same total size, split differently.
+
+    What lies at the same address already is not copied.
+    """
+    given, source = iter(sources), memoryview(b"")
+    for destination in destinations:
+        rest = destination
+        while rest.nbytes:
+            while not source.nbytes:
+                source = next(given)
+            count = min(rest.nbytes, source.nbytes)
+            to, start = _address_of(rest), _address_of(source)
+            if to != start:
+                # A foreign function, which releases the interpreter lock.
+                ctypes.memmove(to, start, count)
+            rest, source = rest[count:], source[count:]
+
+
 class Lendable(Protocol):
     """Memory of which another process may get a descriptor.
 

@@ -27,6 +27,7 @@ from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.system import allocating
 from aiockpt.runtime.tasks import beside
 from aiockpt.state.load_plan import Matching
+from aiockpt.transfer.reuse import Reuse
 from aiockpt.transfer.source import ChunkDestination, DeviceEntries, OnProgress
 
 logger = logging.getLogger("aiockpt")
@@ -114,6 +115,10 @@ class GroupSource:
         """Return what goes to the memory of the group's device."""
         medium, placement = self._ranks.medium, self._placement
         return medium.device_entries(manifest, placement, rule, direct=direct)
+
+    def takes(self, reuse: Reuse) -> bool:
+        """Return False: one peer has all chunks, so `receive` compares them."""
+        return False
 
     async def accept(self, step: int) -> None:
         """Tell the sender to begin."""

@@ -276,6 +276,16 @@ def _placement(placement: Placement) -> Any:
 # ------------------------------------------------------- rebuilding: process groups
 
 
+def group_rank() -> tuple[int, int] | None:
+    """Return this process's rank in the default process group, and how many it has.
+
+    None: there is no such group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.get_rank(), dist.get_world_size()
+
+
 def _this_rank(what: str) -> int:
     """Return this process's rank in the default process group.
 

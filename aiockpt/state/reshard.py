@@ -63,9 +63,26 @@ from aiockpt.state.trees import (
     tag_of,
     values_of,
 )
+from aiockpt.transport import whole_number
 
 RankValues: TypeAlias = Literal["error", "keep"] | int
 """Which value is taken of those that differ by rank: none, the template's, a rank's."""
+
+
+def check_rank_values(rank_values: RankValues) -> RankValues:
+    """Return ``rank_values`` if it is one of its values.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if isinstance(rank_values, str):
+        if rank_values not in ("error", "keep"):
+            said = f"'error', 'keep' or a rank, not {rank_values!r}"
+            raise ValueError(f"rank_values is {said}")
+    elif (rank_values := whole_number(rank_values, "rank_values")) < 0:
+        raise ValueError(f"rank_values must be a rank, got {rank_values}")
+    return rank_values
+
 
 Claim: TypeAlias = tuple[int, ...]
 """The numbers of pieces, of different sources, that must have the same elements."""

@@ -11,7 +11,7 @@ Everything here blocks.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
@@ -95,35 +95,50 @@ class BoxSource:
             StorageError, IntegrityError: see `FileSource.read`.
             LimitExceededError: the host has too little memory.
         """
-        assembly = _Assembly(self.segment.arena, placement)
+        assembly = Assembly(self.segment.arena, placement)
         spare = _Spread()
         with collector_paused():
-            moves = self._moves(placement.ranges)
+            moves = moves_of(
+                self._pieces, self._copies, placement.ranges, len(self._sources)
+            )
         for source, some in zip(self._sources, moves, strict=True):
             if source.segment.tensors is not None:
                 for move in some:
                     move.copy_tensor(source.segment.tensors[move.number], assembly)
             elif some:
-                plan = _SourcePlan(some, assembly, spare)
+                plan = BoxPlacement(some, assembly, spare.take)
                 check_memory(plan.spread, self._limits)
                 source.read(plan, verify=verify, on_bytes=on_bytes)
                 plan.finish()
         assembly.finish()
 
-    def _moves(self, ranges: Ranges) -> list[list[_Move]]:
-        """Return what is moved of each source to the pieces in some ranges."""
-        found: list[list[_Move]] = [[] for _ in self._sources]
-        joint = cache(_joint)  # most tensors have one of few shapes
-        starts = [start for start, _ in ranges]
-        for piece, copies in zip(self._pieces, self._copies, strict=True):
-            at = bisect_right(starts, piece.start) - 1
-            if at >= 0 and piece.start < min(piece.stop, ranges[at][1]):
-                for copy in copies:
-                    found[copy.piece.source].append(_Move(copy, piece, joint))
-        return found
+
+def moves_of(
+    pieces: Sequence[Piece],
+    copies: Sequence[Sequence[BoxCopy]],
+    ranges: Ranges,
+    sources: int,
+) -> list[list[BoxMove]]:
+    """Return what is moved of each source to the pieces in some ranges.
+
+    Args:
+        pieces: The pieces, in the order of their bytes.
+        copies: For each of them, the boxes that bring its elements.
+        ranges: The ranges.
+        sources: How many sources there are.
+    """
+    found: list[list[BoxMove]] = [[] for _ in range(sources)]
+    joint = cache(joint_bytes)  # most tensors have one of few shapes
+    starts = [start for start, _ in ranges]
+    for piece, some in zip(pieces, copies, strict=True):
+        at = bisect_left(starts, piece.stop) - 1
+        if at >= 0 and piece.start < min(piece.stop, ranges[at][1]):
+            for copy in some:
+                found[copy.piece.source].append(BoxMove(copy, piece, joint))
+    return found
 
 
-class _Assembly:
+class Assembly:
     """The memory of the tensors that are put together."""
 
     def __init__(self, arena: Arena, placement: Placement) -> None:
@@ -176,33 +191,35 @@ class _Stay(NamedTuple):
         return self.view
 
 
-class _Move:
+class BoxMove:
     """A box of a source's piece, and the piece that it goes to.
 
     Attributes:
         source: The piece of the source.
         number: Its number in the source.
+        box: The box.
         destination: The piece that it goes to.
         nbytes: The bytes of its elements.
         straight: The range of its bytes, if they are contiguous on both sides.
+        differs: The flags of lazy elements that only one side has.
     """
 
-    def __init__(self, copy: BoxCopy, destination: Piece, joint: _Joint) -> None:
-        self.source, self.number, self._box = copy
+    def __init__(self, copy: BoxCopy, destination: Piece, joint: Joint) -> None:
+        self.source, self.number, self.box = copy
         self.destination = destination
         self._size = itemsize(destination.dtype)
-        self.nbytes = self._box.count * self._size
-        self._differ = (self.source.flags ^ destination.flags) & (CONJ | NEG)
+        self.nbytes = self.box.count * self._size
+        self.differs = (self.source.flags ^ destination.flags) & (CONJ | NEG)
         self.straight: _PlacedRange | None = None
         shapes = self.source.shape, self.source.stride, destination.shape
-        if not self._differ and (found := joint(self._box, *shapes, self._size)):
+        if not self.differs and (found := joint(self.box, *shapes, self._size)):
             theirs, mine, nbytes = found
             start = self.source.start + theirs
             self.straight = _PlacedRange(start, start + nbytes, destination, mine)
 
     def runs(self) -> Iterator[ByteRuns]:
         """Yield where the bytes are in the source, in the order of its memory."""
-        piece, box = self.source, self._box
+        piece, box = self.source, self.box
         dims = range(len(box.sizes))
         order = sorted(dims, key=piece.stride.__getitem__, reverse=True)
         first, sizes, shape, stride = (
@@ -212,43 +229,68 @@ class _Move:
         for each in byte_runs(first, sizes, shape, stride, self._size):
             yield replace(each, start=piece.start + each.start)
 
-    def copy(self, data: torch.Tensor, assembly: _Assembly) -> None:
+    def copy(self, data: torch.Tensor, assembly: Assembly) -> None:
         """Copy the elements out of the bytes of the source's data segment."""
         piece = self.source
-        first = piece.start + self._size * _dot(self._box.theirs, piece.stride)
+        first = piece.start + self._size * _dot(self.box.theirs, piece.stride)
         self._copy(data, first, piece.stride, assembly)
 
-    def copy_tensor(self, tensor: torch.Tensor, assembly: _Assembly) -> None:
+    def copy_tensor(self, tensor: torch.Tensor, assembly: Assembly) -> None:
         """Copy the elements of a tensor in memory."""
-        part = _part(physical(tensor), self._box.theirs, self._box.sizes)
+        part = _part(physical(tensor), self.box.theirs, self.box.sizes)
         data = _bytes_of(part)
-        self._copy(data, 0, dense_stride(self._box.sizes), assembly)
+        self._copy(data, 0, dense_stride(self.box.sizes), assembly)
+
+    def copy_back(self, own: memoryview, data: torch.Tensor) -> None:
+        """Copy the elements from the bytes of the other piece to those of the source.
+
+        Args:
+            own: The bytes of the piece that it goes to.
+            data: The source's data segment.
+        """
+        first = self.source.start + self._size * _dot(
+            self.box.theirs, self.source.stride
+        )
+        memory = torch.frombuffer(own, dtype=torch.uint8)
+        theirs, mine = self._elements(data, first, self.source.stride, memory)
+        theirs.copy_(mine)
 
     def _copy(
-        self, data: torch.Tensor, first: int, stride: Sequence[int], assembly: _Assembly
+        self, data: torch.Tensor, first: int, stride: Sequence[int], assembly: Assembly
     ) -> None:
         memory = torch.frombuffer(assembly.memory(self.destination), dtype=torch.uint8)
-        dense = dense_stride(self.destination.shape)
-        start = self._size * _dot(self._box.mine, dense)
-        # Torch's words must be aligned; a foreign file need not align its tensors.
-        places = data.data_ptr(), memory.data_ptr(), first, start
-        word = gcd(8, self._size, *places)
-        made = partial(_elements, self._box.sizes, self._size, word)
-        made(dense, memory, start).copy_(made(stride, data, first))
-        if self._differ:
+        theirs, mine = self._elements(data, first, stride, memory)
+        mine.copy_(theirs)
+        if self.differs:
+            dense = dense_stride(self.destination.shape)
             whole = memory.view(DTYPES[self.destination.dtype])
             whole = whole.as_strided(self.destination.shape, dense)
-            part = _part(whole, self._box.mine, self._box.sizes)
-            if self._differ & CONJ:
+            part = _part(whole, self.box.mine, self.box.sizes)
+            if self.differs & CONJ:
                 part.conj_physical_()
-            if self._differ & NEG:
+            if self.differs & NEG:
                 part.neg_()
 
+    def _elements(
+        self,
+        data: torch.Tensor,
+        first: int,
+        stride: Sequence[int],
+        memory: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the elements as words: in the source's bytes, and in the piece's."""
+        dense = dense_stride(self.destination.shape)
+        start = self._size * _dot(self.box.mine, dense)
+        # Torch's words must be aligned; a foreign file need not align its tensors.
+        word = gcd(8, self._size, data.data_ptr(), memory.data_ptr(), first, start)
+        made = partial(_elements, self.box.sizes, self._size, word)
+        return made(stride, data, first), made(dense, memory, start)
 
-_Joint: TypeAlias = Callable[..., tuple[int, int, int] | None]
+
+Joint: TypeAlias = Callable[..., tuple[int, int, int] | None]
 
 
-def _joint(
+def joint_bytes(
     box: Box,
     shape: Sequence[int],
     stride: Sequence[int],
@@ -345,20 +387,24 @@ class _Spread:
         return self._arena
 
 
-class _SourcePlan(Placement):
+class BoxPlacement(Placement):
     """Where the bytes of one source go.
 
     Args:
         moves: What is needed of the source.
         assembly: The memory of the tensors.
-        spare: Memory for what does not go straight there.
+        arena_for: Returns memory for the ranges that do not go straight there, at
+            their offsets in the source.
 
     Attributes:
         spread: The ranges whose bytes arrive in spare memory, and are copied from it.
     """
 
     def __init__(
-        self, moves: Sequence[_Move], assembly: _Assembly, spare: _Spread
+        self,
+        moves: Sequence[BoxMove],
+        assembly: Assembly,
+        arena_for: Callable[[Ranges], Arena],
     ) -> None:
         self._assembly = assembly
         straight, self._late = _sorted_out(moves)
@@ -368,7 +414,7 @@ class _SourcePlan(Placement):
         self._stops = [row.stop for row in self._rows]
         self.ranges = merged((row.start, row.stop) for row in self._rows)
         self.nbytes = sum(move.nbytes for move in moves)
-        self._arena = spare.take(self.spread)
+        self._arena = arena_for(self.spread)
 
     def finish(self) -> None:
         """Copy what arrived in spare memory."""
@@ -406,6 +452,51 @@ class _SourcePlan(Placement):
             found.append(block[at - start :])
         return found
 
+    def bring_back(
+        self,
+        has: Callable[[Piece], bool],
+        own: Callable[[Piece], memoryview],
+        there: Ranges,
+    ) -> Ranges:
+        """Return the ranges of the source all of whose bytes are known.
+
+        Those that do not go straight are copied from the pieces to the arena.
+
+        Args:
+            has: Says whether the bytes of a piece are known.
+            own: Returns the bytes of a piece.
+            there: The ranges of the arena that stay as they are.
+        """
+        found = [
+            (row.start, row.stop)
+            for row in self._rows
+            if row.piece is not None and has(row.piece)
+        ]
+        data = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
+        for (start, stop), moves in _by_source(self._late).items():
+            # Two tensors may get the same elements.
+            known = {
+                each.box: each
+                for each in moves
+                if has(each.destination) and not each.differs
+            }.values()
+            is_whole = sum(move.nbytes for move in known) == stop - start
+            if is_whole and not any(a < stop and start < b for a, b in there):
+                found.append((start, stop))
+                for move in known:
+                    move.copy_back(own(move.destination), data)
+        return merged(found)
+
+    def placed(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the bytes of ``[start, stop)`` that go straight to the new segment.
+
+        Each as its first byte in the source, and its first byte and its end there.
+        """
+        for row, first, last in self._between(start, stop):
+            if row.piece is not None:
+                begin = row.piece.start + row.offset + first - row.start
+                yield first, begin, begin + last - first
+
     def _between(
         self, start: int, stop: int
     ) -> Iterator[tuple[_PlacedRange, int, int]]:
@@ -417,14 +508,20 @@ class _SourcePlan(Placement):
             yield row, max(row.start, start), min(row.stop, stop)
 
 
-def _sorted_out(moves: Sequence[_Move]) -> tuple[list[_PlacedRange], list[_Move]]:
+def _by_source(moves: Iterable[BoxMove]) -> dict[tuple[int, int], list[BoxMove]]:
+    """Return the moves out of each range of the source that is a piece's."""
+    found: dict[tuple[int, int], list[BoxMove]] = {}
+    for move in moves:
+        found.setdefault((move.source.start, move.source.stop), []).append(move)
+    return found
+
+
+def _sorted_out(moves: Sequence[BoxMove]) -> tuple[list[_PlacedRange], list[BoxMove]]:
     """Return the ranges that go straight to their piece, and all other moves.
 
     A byte goes to one place only, so no two ranges overlap.
     """
-    of_piece: dict[tuple[int, int], list[_Move]] = {}
-    for move in moves:
-        of_piece.setdefault((move.source.start, move.source.stop), []).append(move)
+    of_piece = _by_source(moves)
     late = {
         key
         for key, some in of_piece.items()
@@ -459,14 +556,11 @@ def _sorted_out(moves: Sequence[_Move]) -> tuple[list[_PlacedRange], list[_Move]
     return straight, others
 
 
-def _spread(moves: Iterable[_Move]) -> list[tuple[int, int]]:
+def _spread(moves: Iterable[BoxMove]) -> list[tuple[int, int]]:
     """Return the ranges with the bytes of some moves, without those of others."""
-    of_piece: dict[tuple[int, int], list[_Move]] = {}
-    for move in moves:
-        of_piece.setdefault((move.source.start, move.source.stop), []).append(move)
     found = (
         touched(chain.from_iterable(move.runs() for move in some), _SKIP_FROM_BYTES)
-        for some in of_piece.values()
+        for some in _by_source(moves).values()
     )
     return merged(chain.from_iterable(found))
 
@@ -492,23 +586,11 @@ def compare(
     Raises:
         StorageError, IntegrityError: see `FileSource.read`.
     """
-    manifests = [source.segment.manifest for source in sources]
-    catalogue = Catalogue(manifests, limits=limits, tree=["dict", [], []])
+    catalogue = _catalogue_of(sources, limits)
+    claims = _compared(united, sources, known, catalogue)
     read: dict[int, dict[_Compared, None]] = {}
-    claims: dict[Claim, list[_Compared]] = {}
-    for claim in united.claims:
-        if claim in known:
-            continue
-        pieces = [*map(catalogue.piece, claim)]
-        claims[claim] = []
-        if len({_digests(each, manifests[each.source]) for each in pieces}) == 1:
-            continue
-        is_raw = all(sources[each.source].segment.tensors is None for each in pieces)
-        is_raw = is_raw and _are_alike(pieces)
-        for number, piece in zip(claim, pieces, strict=True):
-            compared = _Compared(number, piece.start, piece.stop, is_raw)
-            claims[claim].append(compared)
-            read.setdefault(piece.source, {})[compared] = None
+    for each in chain.from_iterable(claims.values()):
+        read.setdefault(catalogue.source_of(each.number), {})[each] = None
     found: dict[_Compared, str] = {}
     for number, some in read.items():
         order = sorted(some, key=attrgetter("start", "stop"))
@@ -518,6 +600,51 @@ def compare(
         claim: len({found[each] for each in some}) <= 1
         for claim, some in claims.items()
     }
+
+
+def ranges_to_compare(
+    united: United,
+    sources: Sequence[LoadSource],
+    known: Mapping[Claim, bool],
+    *,
+    limits: Limits,
+) -> list[Ranges]:
+    """Return the ranges of each source that `compare` reads."""
+    catalogue = _catalogue_of(sources, limits)
+    found: list[list[tuple[int, int]]] = [[] for _ in sources]
+    for some in _compared(united, sources, known, catalogue).values():
+        for each in some:
+            found[catalogue.source_of(each.number)].append((each.start, each.stop))
+    return [*map(merged, found)]
+
+
+def _catalogue_of(sources: Sequence[LoadSource], limits: Limits) -> Catalogue:
+    manifests = [source.segment.manifest for source in sources]
+    return Catalogue(manifests, limits=limits, tree=["dict", [], []])
+
+
+def _compared(
+    united: United,
+    sources: Sequence[LoadSource],
+    known: Mapping[Claim, bool],
+    catalogue: Catalogue,
+) -> dict[Claim, list[_Compared]]:
+    """Return the pieces to read for each claim; none if digests say that it holds."""
+    claims: dict[Claim, list[_Compared]] = {}
+    for claim in united.claims:
+        if claim in known:
+            continue
+        pieces = [*map(catalogue.piece, claim)]
+        claims[claim] = []
+        digests = {_digests(each, catalogue.sources[each.source]) for each in pieces}
+        if len(digests) == 1:
+            continue
+        is_raw = all(sources[each.source].segment.tensors is None for each in pieces)
+        is_raw = is_raw and _are_alike(pieces)
+        for number, piece in zip(claim, pieces, strict=True):
+            compared = _Compared(number, piece.start, piece.stop, is_raw)
+            claims[claim].append(compared)
+    return claims
 
 
 class _Compared(NamedTuple):

@@ -120,7 +120,7 @@ async def receive(
             # If the loop was closed, threads of this receive may still run.
             if not isinstance(error, GeneratorExit):
                 # A device may still copy from the receiver's own tensors.
-                destination.discard(late=destination.reuse is not None)
+                destination.discard(late=options.have is not None)
         # Tracebacks keep this frame until the collector runs.
         destination = state = None
         freed.clear()
@@ -218,12 +218,15 @@ def _plan(
         arena, ports = destination.arena, options.ports
         load = destination.template_load
         held: Held
+        stay = stay and bool(manifest.digests)
         if options.have is options.into and stay and load and load.backings:
             memory = load.backings, load.copies, load.loaded
             held = HeldInTemplate(manifest, own, *memory, arena=arena, ports=ports)
         else:
             held = Held(manifest, alike(manifest, own), arena=arena, ports=ports)
-        destination.reuse = Reuse(held, options.marks, bridge, report.reuse)
+        reuse = Reuse(held, options.marks, bridge, report.reuse)
+        if not source.takes(reuse):
+            destination.reuse = reuse
         is_available()  # asked here, since it imports libraries
     del manifest, template, own
     if is_large:

@@ -16,12 +16,13 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, TypeAlias, TypeVar, TypeVarTuple
 
 from aiockpt.errors import LocalProtocolError
 from aiockpt.format.chunks import chunks_over, digest
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.arena import Arena, Memory
+from aiockpt.memory.arena import Arena, Memory, copy_bytes
 from aiockpt.memory.copies import Backings, CopyPlan
 from aiockpt.memory.device import Event, Fences, Marks, PortFor, completed, keep_until
 from aiockpt.runtime.bridge import Bridge
@@ -69,8 +70,9 @@ class Held:
         shorter = [
             e for e, size in enumerate(entries.sizes()) if backings.sizes[e] < size
         ]
-        lacking = ((starts[e], stops[e]) for e in shorter if not backings.sizes[e])
+        lacking = [(starts[e], stops[e]) for e in shorter if not backings.sizes[e]]
         self._unknown = {*chunks_over(self.grid, lacking)}
+        self._shorter = _Ranges((starts[e], stops[e]) for e in shorter)
         padded = [entry for entry in shorter if backings.sizes[entry]]
         self._padding = _Ranges(
             (starts[e] + backings.sizes[e], stops[e]) for e in padded
@@ -79,6 +81,14 @@ class Held:
     def known(self, chunks: Iterable[int]) -> list[int]:
         """Return the chunks of which the state dict may have every byte."""
         return [chunk for chunk in chunks if chunk not in self._unknown]
+
+    def has(self, start: int, stop: int) -> bool:
+        """Say whether tensors of the state dict have every byte of a range."""
+        return next(self._shorter.within(start, stop), None) is None
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes of a range; see `Reuse.staged`."""
+        return self._memory.buffers(start, stop)
 
     def stage_device(self, chunks: Sequence[int], after: Fences) -> list[Event]:
         """Stage the bytes of some chunks that are on devices."""
@@ -99,7 +109,7 @@ class Held:
         found = []
         for chunk in chunks:
             start, stop = self.grid.range(chunk)
-            _copy(memory.buffers(start, stop), self._memory.buffers(start, stop))
+            copy_bytes(memory.buffers(start, stop), self._memory.buffers(start, stop))
             if self._matches(chunk, memory):
                 found.append(chunk)
         return found
@@ -127,14 +137,14 @@ class Held:
             for at in range(0, made.nbytes, CACHE_BLOCK_BYTES):
                 block = made[at : at + CACHE_BLOCK_BYTES]
                 first = start + at
-                _copy([block], self._memory.buffers(first, first + block.nbytes))
+                copy_bytes([block], self._memory.buffers(first, first + block.nbytes))
                 change(at, block)
                 yield block
 
         if digest(blocks(), self.grid.algorithm) != self._digests[chunk]:
             return []
         if memory is not self._arena:
-            _copy(memory.buffers(start, stop), [made])
+            copy_bytes(memory.buffers(start, stop), [made])
         return [chunk]
 
     def _matches(self, chunk: int, memory: Memory) -> bool:
@@ -205,27 +215,6 @@ class _Ranges:
             yield max(first, start), min(last, stop)
 
 
-def _address_of(view: memoryview) -> int:
-    """Return the address of a view's first byte."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-def _copy(destinations: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
-    """Copy bytes from views to views of the same total size, split differently."""
-    given, source = iter(sources), memoryview(b"")
-    for destination in destinations:
-        rest = destination
-        while rest.nbytes:
-            while not source.nbytes:
-                source = next(given)
-            count = min(rest.nbytes, source.nbytes)
-            to, start = _address_of(rest), _address_of(source)
-            if to != start:
-                # A foreign function, which releases the interpreter lock.
-                ctypes.memmove(to, start, count)
-            rest, source = rest[count:], source[count:]
-
-
 class Reuse:
     """Finds the chunks of a checkpoint that the receiver has, and copies them.
 
@@ -238,6 +227,7 @@ class Reuse:
     Attributes:
         has_base: Whether the receiver seems to hold the base of the sender's deltas.
             Then they find the unchanged chunks, so no `plan` is needed.
+        on_reuse: As the argument.
     """
 
     def __init__(
@@ -245,7 +235,7 @@ class Reuse:
     ) -> None:
         self.has_base = False
         self._held, self._marks = held, marks
-        self._bridge, self._on_reuse = bridge, on_reuse
+        self._bridge, self.on_reuse = bridge, on_reuse
         self._fences: Fences | None = None
 
     async def plan(self, chunks: Sequence[int]) -> list[int]:
@@ -253,7 +243,6 @@ class Reuse:
 
         If cancelled, this waits for the running threads.
         """
-        copies = self._held.plan
 
         async def look(some: Sequence[int]) -> list[int]:
             if self._fences:
@@ -261,17 +250,41 @@ class Reuse:
                 await completed(*await self._in_thread(stage, some, self._fences))
             return await self._in_thread(self._held.matching, some)
 
-        try:
-            if self._fences is None:
-                self._fences = copies.fences(self._marks.events)
-                await completed(*self._fences.values())  # no thread waits for them
-                stage = copies.stage_parts
-                await completed(*await self._in_thread(stage, self._fences))
+        with self._draining():
+            await self._stage_parts()
             return await self._each(self._held.known(chunks), look)
+
+    async def staged(self) -> Held:
+        """Return the held bytes, after all that is not in host memory was staged.
+
+        A source of several senders looks itself for the bytes that it need not fetch.
+        """
+        with self._draining():
+            fences = await self._stage_parts()
+            if fences:
+                chunks = range(len(self._held.grid))
+                stage = self._held.stage_device
+                await completed(*await self._in_thread(stage, chunks, fences))
+        return self._held
+
+    @contextmanager
+    def _draining(self) -> Iterator[None]:
+        """Keep the held memory while devices copy from it, if the block fails."""
+        try:
+            yield
         except BaseException:
             if self._fences:
-                keep_until(copies.drain)
+                keep_until(self._held.plan.drain)
             raise
+
+    async def _stage_parts(self) -> Fences:
+        """Stage, once, what is copied element by element."""
+        if self._fences is None:
+            copies = self._held.plan
+            self._fences = copies.fences(self._marks.events)
+            await completed(*self._fences.values())  # no thread waits for them
+            await completed(*await self._in_thread(copies.stage_parts, self._fences))
+        return self._fences
 
     async def copy(self, chunks: Sequence[int], memory: Memory) -> list[int]:
         """Copy held chunks to ``memory``; return the verified ones.
@@ -283,7 +296,7 @@ class Reuse:
         async def bring(some: Sequence[int]) -> list[int]:
             found = await self._in_thread(self._held.bring, some, memory)
             ranges = map(self._held.grid.range, found)
-            self._on_reuse(sum(stop - start for start, stop in ranges), len(found))
+            self.on_reuse(sum(stop - start for start, stop in ranges), len(found))
             return found
 
         return await self._each(chunks, bring)
@@ -307,7 +320,7 @@ class Reuse:
             return False
         self.has_base |= kind == SPARSE and not self._fences
         start, stop = held.grid.range(chunk)
-        self._on_reuse(max(stop - start - HEAD_BYTES - len(body), 0), 0)
+        self.on_reuse(max(stop - start - HEAD_BYTES - len(body), 0), 0)
         return True
 
     async def _each(

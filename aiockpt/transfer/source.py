@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # a fetch into a file does without torch
     from aiockpt.memory.device import Event, Marks
     from aiockpt.state.load_plan import Matching
     from aiockpt.state.rebuild import OnDevice
+    from aiockpt.transfer.reuse import Reuse
 
 OnProgress: TypeAlias = Callable[[int, int], None]
 """Called on the loop with the numbers of bytes that arrived, and of complete chunks.
@@ -137,6 +138,9 @@ class Source(AbstractAsyncContextManager[object], Protocol):
 
         These entries are taken out of ``rule.backings``.
         """
+
+    def takes(self, reuse: Reuse) -> bool:
+        """Say whether `read` looks itself for what the receiver holds already."""
 
     async def accept(self, step: int) -> None:
         """Tell the peer that the checkpoint fits, if the protocol provides for it."""

@@ -1,0 +1,627 @@
+"""Several HTTP senders as the source of one receive: each has a shard of the state.
+
+Every rank of a job publishes what it holds. `JoinedSource` asks all of them for their
+manifests, and finds out what this receiver needs of each. To `receive`, the result is
+one checkpoint, which has this receiver's tensors already; its bytes come from all
+senders at once. Whole chunks are fetched, because digests cover chunks.
+
+The path of the bytes: `JoinedSource.read` plans which boxes of which sender's tensors
+go where, as a load of files does (`aiockpt.storage.boxes`). A `Download` for each
+sender fetches the chunks with these boxes. Bytes that are contiguous on both sides go
+straight to the receive's destination. All others arrive in an arena of their sender,
+and are copied from there at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from copy import copy
+from functools import cache, partial
+from types import TracebackType
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
+
+from aiockpt.errors import (
+    Advice,
+    AiockptError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    StorageError,
+    advice,
+)
+from aiockpt.events import TransferEvent, emit
+from aiockpt.format.chunks import chunks_over, digest
+from aiockpt.format.limits import enforce
+from aiockpt.format.manifest import Manifest, Outline
+from aiockpt.http.download import Download
+from aiockpt.http.peers import Peers
+from aiockpt.memory.arena import Arena, Memory, copy_bytes
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.switching import CACHE_BLOCK_BYTES
+from aiockpt.runtime.tasks import run_all
+from aiockpt.state.catalogue import Piece
+from aiockpt.state.distributed import group_rank
+from aiockpt.state.flatten import Wanted, wanted
+from aiockpt.state.joined import Joined, join
+from aiockpt.state.load_plan import Matching, Ranges
+from aiockpt.state.mesh import merged
+from aiockpt.state.reshard import (
+    Claim,
+    Policy,
+    RankValues,
+    United,
+    check_rank_values,
+    unite,
+)
+from aiockpt.state.segment import Segment, check_memory
+from aiockpt.storage.boxes import (
+    Assembly,
+    BoxPlacement,
+    compare,
+    moves_of,
+    ranges_to_compare,
+)
+from aiockpt.storage.placement import Placement, Turns
+from aiockpt.storage.read import OnBytes, Verify
+from aiockpt.transfer.deltas import changer, is_available
+from aiockpt.transfer.options import ReceiveOptions
+from aiockpt.transfer.reuse import Held, Reuse
+from aiockpt.transfer.source import (
+    ChunkDestination,
+    OnProgress,
+    Patch,
+    PlainDestination,
+)
+from aiockpt.transport import require_type
+
+V = TypeVar("V")
+
+_MAX_COMPARED_BYTES: Final = 256 << 20
+_SMALL_READ_BYTES: Final = 64 << 20  # of values, whose chunks are needed again
+
+
+class AcrossRanks(NamedTuple):
+    """What a receiver takes where the ranks of the senders differ.
+
+    Attributes:
+        rank_values: Which value it takes of those that differ by rank.
+        full: Whether it receives full tensors where it has no place for distributed
+            ones, although it has a process group.
+    """
+
+    rank_values: RankValues = "error"
+    full: bool = False
+
+    @classmethod
+    def of(cls, rank_values: RankValues, *, full: bool) -> AcrossRanks:
+        """Return the options of a caller.
+
+        Raises:
+            TypeError, ValueError: one has no such value.
+        """
+        require_type(bool, full=full)
+        return cls(check_rank_values(rank_values), full)
+
+    def policy(self, senders: int, options: ReceiveOptions, name: str) -> Policy:
+        """Return what this process takes from so many senders."""
+        group, select = group_rank(), options.select
+        rank, ranks = group or (0, 1)
+        distributed: Literal["full", "mesh"] = "mesh"
+        if self.full or group is None:
+            distributed = "full"
+        return Policy(
+            own=rank if ranks == senders else None,
+            rank_values=self.rank_values,
+            distributed=distributed,
+            prefer=rank,
+            select=cache(select) if callable(select) else select,
+            name=name,
+        )
+
+
+class _Shard:
+    """What one sender has, as a `LoadSource` whose bytes have been fetched.
+
+    Attributes:
+        peers: The sender, and its replicas.
+        outline: The outline of its checkpoint.
+        segment: Its data segment. The arena has the bytes that do not go straight to
+            the destination.
+        there: The chunks that are in the arena, and verified.
+    """
+
+    def __init__(self, peers: Peers, manifest: Manifest) -> None:
+        self.peers, self.outline = peers, manifest.outline
+        self.segment = Segment(manifest, is_there=True)
+        self.there: set[int] = set()
+
+    def read(
+        self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None = None
+    ) -> None:
+        """Do nothing: the bytes are there."""
+
+
+class JoinedSource:
+    """One checkpoint of several senders, as a `aiockpt.transfer.source.Source`.
+
+    Args:
+        senders: The senders, in the order of their ranks, each with its replicas.
+        bridge: The threads that run what blocks.
+        options: The options of the receive.
+        ranks: What is taken where the ranks differ.
+
+    Attributes:
+        name: The addresses of the senders.
+        medium: How the bytes travel.
+        remark: How many senders gave them.
+        sends_deltas: Whether they may send deltas: no.
+    """
+
+    medium, sends_deltas = "HTTP", False
+
+    def __init__(
+        self,
+        senders: Sequence[Peers],
+        bridge: Bridge,
+        options: ReceiveOptions,
+        ranks: AcrossRanks,
+    ) -> None:
+        self.name = " ".join(peers.name for peers in senders)
+        self.remark = f"from {len(senders)} senders of shards"
+        self._senders, self._bridge, self._options = senders, bridge, options
+        self._policy = ranks.policy(len(senders), options, self.name)
+        self._step: int | None = None  # of which the manifests have come
+        self._shards: Sequence[_Shard] = ()
+        self._joined: Joined | None = None
+        self._reuse: Reuse | None = None
+
+    async def __aenter__(self) -> JoinedSource:
+        """Begin a receive."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Tell the senders of a failure, unless they are lost; free the memory."""
+        await self._each(Peers.let_go)
+        try:
+            if error is not None:
+                for peers in self._senders:
+                    peers.explain(error)
+            told = isinstance(error, AiockptError) and Advice.LOST not in advice(error)
+            if told and self._step is not None:
+                await self.end(self._step)
+        finally:
+            self._bridge.post(self.give_back)
+
+    async def manifest(self, step: int) -> Manifest:
+        """Return the manifest of what this receiver needs of all senders.
+
+        Raises:
+            RankValuesError, TemplateMismatchError, DeviceMeshError: see `unite`.
+            RemoteProtocolError: the senders lack elements of a tensor, or do not fit
+                each other.
+            AiockptError: what a sender answered.
+        """
+        answers = await self._each(lambda peers: peers.manifest(step))
+        self._step = step
+        manifests = [answer.manifest.without_header() for answer in answers]
+        pairs = zip(self._senders, manifests, strict=True)
+        self._shards = [_Shard(*pair) for pair in pairs]
+        into, limits = self._options.into, self._options.limits
+        own = None
+        if into is not None:
+            own = await self._bridge.run(partial(wanted, into, limits=limits))
+        united = await self._united(manifests, own)
+        join_all = partial(join, united, manifests, step=step, limits=limits)
+        self._joined = await self._bridge.run(join_all)
+        return self._joined.manifest
+
+    async def map(self, outline: Outline, *, most: int | None) -> None:
+        """Do nothing: the bytes of several senders lie in no memory of one."""
+
+    def device_entries(
+        self, manifest: Manifest, rule: Matching, *, direct: bool
+    ) -> None:
+        """Do nothing: all bytes come to host memory."""
+
+    def takes(self, reuse: Reuse) -> bool:
+        """Return True: `read` lays out what the receiver has as the senders do."""
+        self._reuse = reuse
+        return True
+
+    async def accept(self, step: int) -> None:
+        """Do nothing: a server waits for nothing but requests."""
+
+    async def read(
+        self,
+        outline: Outline,
+        destination: ChunkDestination,
+        chunks: Sequence[int],
+        on_progress: OnProgress,
+    ) -> None:
+        """Fetch what the chunks of the joined checkpoint consist of, and verify it.
+
+        Raises:
+            AiockptError: see `Download`. The error names the sender.
+        """
+        ranges = merged(map(outline.grid.range, chunks))
+        nbytes = sum(stop - start for start, stop in ranges)
+        reading = await self._bridge.run(self._plan, ranges, destination)
+        parts = reading.parts
+        fetched = sum(part.size_of(part.wanted) for part in parts)
+        progress = _ScaledProgress(on_progress, nbytes, fetched)
+        if self._reuse is not None:
+            await self._find_held(self._reuse, parts, progress)
+        if nbytes <= _SMALL_READ_BYTES:
+            missing = [part.missing() for part in parts]
+            await self._fetch_to_arenas(missing, progress.add)
+        await self._fetch([part.jobs() for part in parts], progress.add)
+        await run_all(partial(self._bridge.run, part.finish) for part in parts)
+        await self._bridge.run(reading.assembly.finish)
+        for chunk in chunks:
+            destination.complete(chunk)
+        progress.finish(len(chunks))
+
+    async def end(self, step: int) -> None:
+        """Tell the senders that all bytes have come."""
+        await self._each(Peers.let_go)
+        await self._each(lambda peers: peers.end_lease(step))
+
+    def give_back(self) -> None:
+        """Free the memory of what did not go straight. For threads. Idempotent."""
+        shards, self._shards, self._joined = self._shards, (), None
+        for shard in shards:
+            shard.segment.arena.empty()
+
+    async def _united(
+        self, manifests: Sequence[Manifest], own: Wanted | None
+    ) -> United:
+        """Unite the trees of the senders, and compare the values that must agree."""
+        limits, known = self._options.limits, dict[Claim, bool]()
+        while True:
+            work = partial(
+                unite, manifests, own, self._policy, limits=limits, known=known
+            )
+            try:
+                united = await self._bridge.run(work)
+            except StorageError as error:
+                raise RemoteProtocolError(f"the senders at {error}") from error
+            if united.claims.keys() <= known.keys():
+                return united
+            look = partial(
+                ranges_to_compare, united, self._shards, known, limits=limits
+            )
+            ranges = await self._bridge.run(look)
+            nbytes = sum(b - a for some in ranges for a, b in some)
+            enforce(
+                "the size of what the senders must agree on",
+                nbytes,
+                _MAX_COMPARED_BYTES,
+                remedy="pass rank_values= to say whose values count",
+            )
+            pairs = zip(self._shards, ranges, strict=True)
+            chunks = [chunks_over(shard.outline.grid, some) for shard, some in pairs]
+            await self._fetch_to_arenas(chunks, lambda _, __: None)
+            work_out = partial(
+                compare, united, self._shards, known, limits=limits, verify="none"
+            )
+            known |= await self._bridge.run(work_out)
+
+    def _plan(self, ranges: Ranges, destination: ChunkDestination) -> _Reading:
+        """Plan what comes from each sender for some ranges. For a thread."""
+        joined, shards = self._joined, self._shards
+        assert joined is not None
+        size = joined.manifest.segment_bytes
+        assembly = Assembly(Arena(size), _Home(destination))
+        moves = moves_of(joined.pieces, joined.copies, ranges, len(shards))
+        parts = []
+        for shard, some in zip(shards, moves, strict=True):
+            arena = shard.segment.arena
+            placement = BoxPlacement(some, assembly, partial(_same, arena))
+            check_memory(placement.spread, self._options.limits)
+            parts.append(_ShardReading(shard, placement, destination, self._bridge))
+        return _Reading(assembly, parts)
+
+    async def _find_held(
+        self,
+        reuse: Reuse,
+        parts: Sequence[_ShardReading],
+        progress: _ScaledProgress,
+    ) -> None:
+        """Find the chunks that the receiver has; they need not be fetched."""
+        held = await reuse.staged()
+
+        async def find(part: _ShardReading) -> None:
+            try:
+                await self._bridge.run(part.find_held, held)
+            except LocalProtocolError:  # a tensor of theirs got other memory meanwhile
+                return
+
+        await run_all([partial(find, part) for part in parts])
+        nbytes = progress.take(sum(part.size_of(part.held) for part in parts))
+        reuse.on_reuse(nbytes, 0)
+
+    async def _fetch_to_arenas(
+        self, chunks: Sequence[Sequence[int]], on_progress: OnProgress
+    ) -> None:
+        """Fetch chunks of each shard to its arena, unless they are there."""
+        pairs = [*zip(self._shards, chunks, strict=True)]
+        missing = [[c for c in some if c not in shard.there] for shard, some in pairs]
+        homes = [PlainDestination(shard.segment.arena) for shard in self._shards]
+        jobs = [[each] for each in zip(homes, missing, strict=True)]
+        await self._fetch(jobs, on_progress)
+        for shard, some in zip(self._shards, missing, strict=True):
+            shard.there.update(some)
+
+    async def _fetch(self, jobs: Sequence[_Jobs], on_progress: OnProgress) -> None:
+        """Fetch chunks of all shards at once, over a bounded number of connections.
+
+        Args:
+            jobs: The chunks of each shard, and where they go.
+            on_progress: Gets newly arrived bytes.
+        """
+        busy = [
+            (shard, some)
+            for shard, some in zip(self._shards, jobs, strict=True)
+            if any(chunks for _, chunks in some)
+        ]
+        most = self._senders[0].client.options.connections
+        turns = asyncio.Semaphore(most)
+
+        async def fetch(shard: _Shard, some: _Jobs) -> None:
+            async with turns:
+                for destination, chunks in some:
+                    began = time.monotonic()
+                    await Download(
+                        shard.peers,
+                        shard.outline,
+                        destination,
+                        chunks,
+                        on_progress,
+                        connections=max(most // len(busy), 1),
+                    ).run()
+                    if chunks and len(shard.peers.all) == 1:
+                        _tell(shard, began)  # several peers are told by `Download`
+
+        await run_all([partial(fetch, *each) for each in busy])
+
+    async def _each(self, call: Callable[[Peers], Awaitable[V]]) -> list[V]:
+        """Call a function with each sender at once; return what it returned."""
+
+        async def job(peers: Peers) -> V:
+            return await call(peers)
+
+        return await run_all([partial(job, peers) for peers in self._senders])
+
+
+def _tell(shard: _Shard, began: float) -> None:
+    """Tell how much came from a sender."""
+    (peer,) = shard.peers.all
+    emit(
+        TransferEvent(
+            stop="fetch_chunk",
+            step=shard.outline.step,
+            peer=peer.origin.base_url,
+            nbytes=peer.given,
+            seconds=time.monotonic() - began,
+        )
+    )
+
+
+def _same(arena: Arena, ranges: Ranges) -> Arena:
+    """Return the arena, which has memory for all ranges."""
+    del ranges
+    return arena
+
+
+class _Reading(NamedTuple):
+    """What one `JoinedSource.read` reads.
+
+    Attributes:
+        assembly: The memory of the joined checkpoint.
+        parts: What comes from each sender.
+    """
+
+    assembly: Assembly
+    parts: Sequence[_ShardReading]
+
+
+class _Home(Placement):
+    """The memory of a receive's destination, as that of an `Assembly`."""
+
+    ranges: Ranges = ()
+
+    def __init__(self, destination: ChunkDestination) -> None:
+        self._memory, self._prepare = destination.memory, destination.prepare
+
+    def views(self, start: int, stop: int, spare: Turns) -> Sequence[memoryview]:
+        """Return the destination's memory for ``[start, stop)``."""
+        del spare
+        return self._memory.buffers(start, stop)
+
+    def prepare(self, start: int, stop: int) -> None:
+        """Map the pages for ``[start, stop)``; see `Placement.prepare`."""
+        if self._prepare is not None:
+            self._prepare(start, stop)
+
+
+_Jobs: TypeAlias = Sequence[tuple[ChunkDestination, Sequence[int]]]
+"""Chunks of a shard, and where they go."""
+
+
+class _ShardReading:
+    """What one read gets from one sender, as a `ChunkDestination` and its `Memory`.
+
+    Attributes:
+        wanted: The chunks with bytes that are needed.
+        held: Those of them that the receiver had, and that are in the memory now.
+        patch: Applies a delta to a chunk of which the receiver has every byte.
+        kept: See `ChunkDestination`.
+    """
+
+    patch: Patch | None = None
+    kept: None = None
+
+    def __init__(
+        self,
+        shard: _Shard,
+        placement: BoxPlacement,
+        destination: ChunkDestination,
+        bridge: Bridge,
+    ) -> None:
+        self._shard, self._placement, self._bridge = shard, placement, bridge
+        self._home: Memory = destination.memory
+        self._grid = shard.outline.grid
+        self.wanted = chunks_over(self._grid, placement.ranges)
+        self.held: set[int] = set()
+        self._based: set[int] = set()  # the chunks that may be those of a base
+
+    @property
+    def memory(self) -> Memory:
+        """The sender's data segment: partly the destination, else the arena."""
+        return self
+
+    def size_of(self, chunks: Iterable[int]) -> int:
+        """Return the bytes of some chunks."""
+        return sum(map(self._grid.size, chunks))
+
+    def missing(self) -> list[int]:
+        """Return the wanted chunks that must be fetched."""
+        there = self._shard.there | self.held
+        return [chunk for chunk in self.wanted if chunk not in there]
+
+    def jobs(self) -> _Jobs:
+        """Return what to fetch: by deltas, and whole."""
+        missing, based = self.missing(), set[int]()
+        if is_available() and all(p.delta_base for p in self._shard.peers.left()):
+            based = self._based
+        deltas = copy(self)
+        deltas.patch = self._patch
+        return [
+            (deltas, [chunk for chunk in missing if chunk in based]),
+            (self, [chunk for chunk in missing if chunk not in based]),
+        ]
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        """Return the writable bytes of ``[start, stop)``, in order."""
+        spare = _Aligned(self._shard.segment.arena, start)
+        return [*self._placement.views(start, stop, spare)]
+
+    def check(self, start: int, stop: int) -> None:
+        """Raise an error if views of ``[start, stop)`` must not be used any more."""
+        for _, first, last in self._placement.placed(start, stop):
+            self._home.check(first, last)
+
+    def prepare(self, start: int, stop: int) -> int:
+        """Map the pages for ``[start, stop)``; return where to go on."""
+        self._placement.prepare(start, stop)
+        return stop
+
+    def complete(self, chunk: int) -> None:
+        """Do nothing: a chunk of the joined checkpoint comes from several senders."""
+
+    def find_held(self, held: Held) -> None:
+        """Find the chunks of which the receiver has every byte. For a thread.
+
+        Their bytes are laid out as the sender's, and their digests compared.
+        """
+
+        def has(piece: Piece) -> bool:
+            return held.has(piece.start, piece.stop)
+
+        def own(piece: Piece) -> memoryview:
+            views = held.buffers(piece.start, piece.stop)
+            return views[0] if len(views) == 1 else memoryview(bytearray().join(views))
+
+        there = merged(map(self._grid.range, self._shard.there))
+        known = self._placement.bring_back(has, own, there)
+        starts = [start for start, _ in known]
+        for chunk in self.missing():
+            start, stop = self._grid.range(chunk)
+            at = bisect_right(starts, start) - 1
+            if at < 0 or known[at][1] < stop:
+                continue
+            for first, begin, end in self._placement.placed(start, stop):
+                views = self.buffers(first, first + end - begin)
+                copy_bytes(views, held.buffers(begin, end))
+            found = digest(self.buffers(start, stop), self._grid.algorithm)
+            is_same = found == self._shard.outline.digests[chunk]
+            (self.held if is_same else self._based).add(chunk)
+
+    async def _patch(
+        self, memory: Memory, chunk: int, kind: int, body: memoryview
+    ) -> bool:
+        """Apply a delta to the bytes that `find_held` has laid out."""
+        return await self._bridge.run(self._patched, memory, chunk, kind, body)
+
+    def _patched(self, memory: Memory, chunk: int, kind: int, body: memoryview) -> bool:
+        start, stop = self._grid.range(chunk)
+        change = changer(kind, body, stop - start)
+        made = memoryview(bytearray(stop - start))
+        copy_bytes([made], memory.buffers(start, stop))
+        for at in range(0, made.nbytes, CACHE_BLOCK_BYTES):
+            change(at, made[at : at + CACHE_BLOCK_BYTES])
+        found = digest([made], self._grid.algorithm)
+        if found != self._shard.outline.digests[chunk]:
+            return False
+        copy_bytes(memory.buffers(start, stop), [made])
+        return True
+
+    def finish(self) -> None:
+        """Copy what did not go straight to the destination. For a thread."""
+        arena = self._shard.segment.arena
+        for chunk in self.wanted:
+            if chunk in self._shard.there and chunk not in self.held:
+                start, stop = self._grid.range(chunk)
+                copy_bytes(self.buffers(start, stop), arena.buffers(start, stop))
+        self._placement.finish()
+
+
+class _Aligned(NamedTuple):
+    """The arena from an offset on, as memory for bytes that nobody needs."""
+
+    arena: Arena
+    start: int
+
+    def turn(self, nbytes: int) -> memoryview:
+        """Return memory for so many bytes."""
+        (view,) = self.arena.buffers(self.start, self.start + nbytes)
+        return view
+
+
+class _ScaledProgress:
+    """Reports the bytes of the senders' chunks as those of the joined checkpoint.
+
+    Whole chunks are fetched, so more bytes may come than are needed.
+
+    Args:
+        report: Gets the bytes.
+        nbytes: The bytes of the joined checkpoint.
+        fetched: The bytes to fetch.
+    """
+
+    def __init__(self, report: OnProgress, nbytes: int, fetched: int) -> None:
+        self._report, self._nbytes = report, nbytes
+        self._fetched, self._come, self._told = fetched, 0, 0
+
+    def add(self, nbytes: int, chunks: int) -> None:
+        """Report bytes that have arrived; negative ones were discarded."""
+        del chunks
+        self._report(self.take(nbytes), 0)
+
+    def take(self, nbytes: int) -> int:
+        """Return bytes of the senders as bytes of the joined checkpoint."""
+        self._come += nbytes
+        told = self._nbytes * self._come // max(self._fetched, 1)
+        found, self._told = told - self._told, told
+        return found
+
+    def finish(self, chunks: int) -> None:
+        """Report that everything has come."""
+        self._report(self._nbytes - self._told, chunks)
