@@ -547,6 +547,10 @@ class HTTPTransport(CheckpointTransport[T]):
                 first one that answers decides which checkpoint it is. A replica that
                 fails for good, sends a wrong chunk or has another checkpoint is
                 dropped; the receive succeeds as long as one replica remains.
+                The string of :func:`.join_metadata` names senders of shards: each has
+                what one rank of a job holds. The receive takes what it needs of each.
+                A distributed tensor of ``into`` may be on any mesh. A list of such
+                strings names replicas of all shards.
             step: The step to fetch. None: the step that the sender serves now. If the
                 sender replaces that step during the receive, the receive starts again
                 with the newest one, and so does ``progress``.
@@ -578,18 +582,29 @@ class HTTPTransport(CheckpointTransport[T]):
             verify_shared: Also compare the digests of shared memory, which reads all
                 of it. With ``into``, copy it to memory of this process first, so that
                 a sender that writes to it meanwhile is noticed.
+            rank_values: What to do with a value, or a tensor that is not distributed,
+                if the senders of joined metadata have different ones, and this process
+                is not one of as many ranks. ``error``: raise ``RankValuesError``.
+                ``keep``: the template keeps its own. A number: take the value of that
+                sender, counted from 0. If as many ranks receive as sent, each takes
+                the value of its own number.
+            full: Receive full tensors where the template has no place for distributed
+                ones, although this process has a process group. Without a group, this
+                is the default.
             progress: Called with :class:`.Progress` as bytes arrive.
 
         Raises:
-            ValueError: ``share`` together with ``into`` or ``have``; or ``metadata``
-                is an empty list.
+            ValueError: ``share`` together with ``into``, ``have`` or joined metadata;
+                or ``metadata`` is an empty list.
             TransferTimeoutError: the deadline passed.
             StepNotFoundError: the sender has replaced ``step`` and does not keep it.
             PeerFailedError: the sender's :meth:`send_checkpoint` failed.
             TemplateMismatchError: ``into`` does not fit the checkpoint.
             UnsupportedLeafError: a tensor of ``into`` cannot be filled; or ``have``
                 has a leaf of a type that no checkpoint can hold.
-            LocalProtocolError: ``have=True`` without a template.
+            LocalProtocolError: ``have=True`` without a template; or joined metadata
+                together with ``swarm``.
+            RankValuesError: the senders of joined metadata have different values.
             MissingKeysError: the checkpoint, or ``into``, lacks a path of ``select``.
             DeviceMeshError: a distributed tensor has no place among the ranks here.
             StagingError: a copy failed, or this host lacks memory.
@@ -643,6 +658,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
         Args:
             metadata, step, timeout, progress: As in :meth:`recv_checkpoint`.
+            rank_values, full: As in :meth:`recv_checkpoint`.
             into: The template. The checkpoint must fit it.
             have: A state dict that holds some of the bytes already. True: the template
                 does. Then :meth:`.Prepared.apply` copies only the chunks that differ,
@@ -807,10 +823,12 @@ class HTTPTransport(CheckpointTransport[T]):
         continue with ``after``. One task at a time may use the iterator.
 
         Args:
-            metadata: The string that the sender's :meth:`metadata` returned.
+            metadata: The string that the sender's :meth:`metadata` returned, or that
+                of :func:`.join_metadata`. Each step then comes whole, from all senders.
             after: Yield only steps later than this one. None: begin with the step that
                 is served now.
             into, have, select, share, progress: As in :meth:`recv_checkpoint`.
+            rank_values, full: As in :meth:`recv_checkpoint`.
                 ``progress`` starts again with each receive. ``into`` is filled and
                 yielded each time.
             prepare: Yield a :class:`.Prepared` of each step instead, as
@@ -876,7 +894,8 @@ class HTTPTransport(CheckpointTransport[T]):
         second one gets a ``LocalProtocolError``.
 
         Args:
-            metadata: The string that the sender's :meth:`metadata` returned.
+            metadata: The string that the sender's :meth:`metadata` returned, or that
+                of :func:`.join_metadata`. Each step then comes whole, from all senders.
             after: Yield only steps later than this one. None: begin with the step that
                 is served now.
             reconnect_timeout: How long to ask a sender that does not answer, in seconds

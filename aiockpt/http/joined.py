@@ -44,7 +44,7 @@ from aiockpt.runtime.tasks import run_all
 from aiockpt.state.catalogue import Piece
 from aiockpt.state.distributed import group_rank
 from aiockpt.state.flatten import Wanted, wanted
-from aiockpt.state.joined import Joined, join
+from aiockpt.state.joined import JoinedCheckpoint, join
 from aiockpt.state.load_plan import Matching, Ranges
 from aiockpt.state.mesh import merged
 from aiockpt.state.reshard import (
@@ -121,7 +121,7 @@ class AcrossRanks(NamedTuple):
         )
 
 
-class _Shard:
+class _SenderShard:
     """What one sender has, as a `LoadSource` whose bytes have been fetched.
 
     Attributes:
@@ -173,8 +173,8 @@ class JoinedSource:
         self._senders, self._bridge, self._options = senders, bridge, options
         self._policy = ranks.policy(len(senders), options, self.name)
         self._step: int | None = None  # of which the manifests have come
-        self._shards: Sequence[_Shard] = ()
-        self._joined: Joined | None = None
+        self._shards: Sequence[_SenderShard] = ()
+        self._joined: JoinedCheckpoint | None = None
         self._reuse: Reuse | None = None
 
     async def __aenter__(self) -> JoinedSource:
@@ -212,7 +212,7 @@ class JoinedSource:
         self._step = step
         manifests = [answer.manifest.without_header() for answer in answers]
         pairs = zip(self._senders, manifests, strict=True)
-        self._shards = [_Shard(*pair) for pair in pairs]
+        self._shards = [_SenderShard(*pair) for pair in pairs]
         into, limits = self._options.into, self._options.limits
         own = None
         if into is not None:
@@ -313,31 +313,31 @@ class JoinedSource:
             )
             known |= await self._bridge.run(work_out)
 
-    def _plan(self, ranges: Ranges, destination: ChunkDestination) -> _Reading:
+    def _plan(self, ranges: Ranges, destination: ChunkDestination) -> _JoinedRead:
         """Plan what comes from each sender for some ranges. For a thread."""
         joined, shards = self._joined, self._shards
         assert joined is not None
         size = joined.manifest.segment_bytes
-        assembly = Assembly(Arena(size), _Home(destination))
+        assembly = Assembly(Arena(size), _ReceiveMemory(destination))
         moves = moves_of(joined.pieces, joined.copies, ranges, len(shards))
         parts = []
         for shard, some in zip(shards, moves, strict=True):
             arena = shard.segment.arena
             placement = BoxPlacement(some, assembly, partial(_same, arena))
             check_memory(placement.spread, self._options.limits)
-            parts.append(_ShardReading(shard, placement, destination, self._bridge))
-        return _Reading(assembly, parts)
+            parts.append(_ShardRead(shard, placement, destination, self._bridge))
+        return _JoinedRead(assembly, parts)
 
     async def _find_held(
         self,
         reuse: Reuse,
-        parts: Sequence[_ShardReading],
+        parts: Sequence[_ShardRead],
         progress: _ScaledProgress,
     ) -> None:
         """Find the chunks that the receiver has; they need not be fetched."""
         held = await reuse.staged()
 
-        async def find(part: _ShardReading) -> None:
+        async def find(part: _ShardRead) -> None:
             try:
                 await self._bridge.run(part.find_held, held)
             except LocalProtocolError:  # a tensor of theirs got other memory meanwhile
@@ -374,7 +374,7 @@ class JoinedSource:
         most = self._senders[0].client.options.connections
         turns = asyncio.Semaphore(most)
 
-        async def fetch(shard: _Shard, some: _Jobs) -> None:
+        async def fetch(shard: _SenderShard, some: _Jobs) -> None:
             async with turns:
                 for destination, chunks in some:
                     began = time.monotonic()
@@ -400,7 +400,7 @@ class JoinedSource:
         return await run_all([partial(job, peers) for peers in self._senders])
 
 
-def _tell(shard: _Shard, began: float) -> None:
+def _tell(shard: _SenderShard, began: float) -> None:
     """Tell how much came from a sender."""
     (peer,) = shard.peers.all
     emit(
@@ -420,7 +420,7 @@ def _same(arena: Arena, ranges: Ranges) -> Arena:
     return arena
 
 
-class _Reading(NamedTuple):
+class _JoinedRead(NamedTuple):
     """What one `JoinedSource.read` reads.
 
     Attributes:
@@ -429,10 +429,10 @@ class _Reading(NamedTuple):
     """
 
     assembly: Assembly
-    parts: Sequence[_ShardReading]
+    parts: Sequence[_ShardRead]
 
 
-class _Home(Placement):
+class _ReceiveMemory(Placement):
     """The memory of a receive's destination, as that of an `Assembly`."""
 
     ranges: Ranges = ()
@@ -455,7 +455,7 @@ _Jobs: TypeAlias = Sequence[tuple[ChunkDestination, Sequence[int]]]
 """Chunks of a shard, and where they go."""
 
 
-class _ShardReading:
+class _ShardRead:
     """What one read gets from one sender, as a `ChunkDestination` and its `Memory`.
 
     Attributes:
@@ -470,7 +470,7 @@ class _ShardReading:
 
     def __init__(
         self,
-        shard: _Shard,
+        shard: _SenderShard,
         placement: BoxPlacement,
         destination: ChunkDestination,
         bridge: Bridge,
@@ -510,7 +510,7 @@ class _ShardReading:
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return the writable bytes of ``[start, stop)``, in order."""
-        spare = _Aligned(self._shard.segment.arena, start)
+        spare = _ArenaFrom(self._shard.segment.arena, start)
         return [*self._placement.views(start, stop, spare)]
 
     def check(self, start: int, stop: int) -> None:
@@ -583,7 +583,7 @@ class _ShardReading:
         self._placement.finish()
 
 
-class _Aligned(NamedTuple):
+class _ArenaFrom(NamedTuple):
     """The arena from an offset on, as memory for bytes that nobody needs."""
 
     arena: Arena

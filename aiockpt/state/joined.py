@@ -29,7 +29,7 @@ _ALIGN_BYTES: Final = 64  # at least those of any element
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedCheckpoint:
     """A checkpoint that lies in several sources.
 
     Attributes:
@@ -45,7 +45,7 @@ class Joined:
 
 def join(
     united: United, sources: Sequence[Manifest], *, step: int, limits: Limits
-) -> Joined:
+) -> JoinedCheckpoint:
     """Return the checkpoint of a united tree. The tree gets its numbers in place.
 
     Args:
@@ -58,7 +58,7 @@ def join(
         RemoteProtocolError: the tree is malformed.
     """
     with collector_paused():
-        segment = _Segment(united, sources, limits)
+        segment = _JoinedEntries(united, sources, limits)
         rows = (each.numbers for each in mentions(united.tree))
         numbers = segment.numbers_of([*dict.fromkeys(chain.from_iterable(rows))])
         renumber(united.tree, numbers)  # type: ignore[arg-type]
@@ -75,16 +75,16 @@ def join(
         header=b"",
         header_bytes=sum(source.header_bytes for source in sources),
     )
-    return Joined(manifest, segment.pieces, segment.copies)
+    return JoinedCheckpoint(manifest, segment.pieces, segment.copies)
 
 
-class _Segment:
+class _JoinedEntries:
     """The entries of a joined checkpoint.
 
     Attributes:
         entries: The entries, by name.
         views: The tensors that are no whole entries.
-        pieces, copies: See `Joined`.
+        pieces, copies: See `JoinedCheckpoint`.
     """
 
     def __init__(
