@@ -359,12 +359,15 @@ _COMMANDS: Final = {
         "fetch a checkpoint into a file",
         "Fetch a checkpoint into a safetensors file. Every chunk is verified. FILE "
         "appears when all of it is on the disk. After a failed fetch, the verified "
-        "chunks stay in FILE.part, and the next fetch continues from there.",
+        "chunks stay in FILE.part, and the next fetch continues from there. Of joined "
+        "metadata, the shards of all senders are put together in memory, and FILE gets "
+        "full tensors.",
         (
             "urls URL",
             *("--output FILE", "--overwrite"),
             ("--step N", "the step to fetch (default: the one served now)"),
             *("--max-size SIZE", *_PEER, "--no-swarm", "--quiet"),
+            *("--rank-values N", "--import MODULE"),
         ),
     ),
     "follow": _Command(

@@ -133,16 +133,13 @@ def _to_file(arguments: argparse.Namespace) -> None:
     try:
         if is_plain:
             state = _logical(state)
-        with named(file), SaveLock(file, wait=0) as lock, _made(lock.temporary) as fd:
+        with new_file(file, replace=replace) as (temporary, fd):
             if is_plain:
                 _write_plain(file, fd, state)
             else:
                 _write_torch(file, fd, state)
-                _compare(lock.temporary, state)
+                _compare(temporary, state)
                 os.fsync(fd)
-            (os.replace if replace else rename_to_new)(lock.temporary, file)
-            with in_place(file):
-                sync_directory(file.parent)
     except StateDictError as error:
         place = target.with_suffix("")
         if os.path.lexists(place):
@@ -200,20 +197,36 @@ def _joining(source: Path) -> Iterator[None]:
         with pointing_below(source), for_a_command("convert"):
             yield
     except RankValuesError as error:
-        more = len(error.paths) - _MAX_PATHS_SHOWN
-        shown = ", ".join(
-            path or "the whole" for path in error.paths[:_MAX_PATHS_SHOWN]
-        )
-        shown += f" and {more} more" if more > 0 else ""
         raise StateDictError(
-            f"{source}: its ranks saved different values at {shown}: take those of "
-            "one rank with --rank-values 0, choose other paths with --select, or "
-            "convert the part of one rank with --rank 0"
+            f"{source}: its ranks saved different values at {differing(error)}: take "
+            "those of one rank with --rank-values 0, choose other paths with --select, "
+            "or convert the part of one rank with --rank 0"
         ) from error
     except WorldSizeMismatchError as error:
         raise UsageError(
             f"{error.saved} ranks wrote {source}: choose one with --rank"
         ) from error
+
+
+def differing(error: RankValuesError) -> str:
+    """Return the first paths at which ranks differ, and how many more there are."""
+    more = len(error.paths) - _MAX_PATHS_SHOWN
+    shown = ", ".join(path or "the whole" for path in error.paths[:_MAX_PATHS_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+@contextmanager
+def new_file(file: Path, *, replace: bool) -> Iterator[tuple[Path, int]]:
+    """Give a new file under another name, which it changes when the block ends.
+
+    Raises:
+        StorageError: the system says why it cannot be.
+    """
+    with named(file), SaveLock(file, wait=0) as lock, _made(lock.temporary) as fd:
+        yield lock.temporary, fd
+        (os.replace if replace else rename_to_new)(lock.temporary, file)
+        with in_place(file):
+            sync_directory(file.parent)
 
 
 @contextmanager

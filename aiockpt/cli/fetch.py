@@ -13,9 +13,10 @@ from pathlib import Path
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.peer import FoundCheckpoint, SenderClient, open_peer
 from aiockpt.cli.text import ProgressBar, format_bytes
-from aiockpt.errors import Advice, AiockptError, advice
+from aiockpt.errors import Advice, AiockptError, LocalProtocolError, advice
 from aiockpt.events import Meter, Progress
 from aiockpt.http.download import Download
+from aiockpt.http.peers import by_shard
 from aiockpt.runtime.words import printable
 from aiockpt.storage.partfile import PartFile, check_target
 from aiockpt.transfer.source import PlainDestination
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"what was verified is in {part}: run the same command again to go on "
                 "from there"
             )
-        elif interrupted:
+        elif interrupted and not bar.last.chunks_done:
             error.add_note("no chunk had arrived whole, so nothing was kept")
         raise
     finally:
@@ -45,17 +46,28 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _fetch(arguments: argparse.Namespace, bar: ProgressBar) -> str:
     target = check_target(arguments.output, replace=arguments.overwrite)
-    if any(len(shards) > 1 for shards in arguments.urls):
-        raise UsageError(
-            "the metadata is that of several senders of shards, and fetch cannot put "
-            "these together yet: fetch the metadata of each sender by itself"
-        )
-    addresses = [address for shards in arguments.urls for address in shards]
+    try:
+        shards = by_shard([[each.origin for each in url] for url in arguments.urls])
+    except LocalProtocolError as error:
+        raise UsageError(str(error)) from None
+    is_joined = len(shards) > 1
+    ranks: int | None = arguments.rank_values
+    if not is_joined and (ranks is not None or arguments.imports):
+        raise UsageError("--rank-values and --import are for joined metadata")
+    addresses = [each for url in arguments.urls for each in url]
     async with open_peer(addresses, arguments) as peer:
 
         async def fetch(step: int) -> str:
-            found = await peer.find(step, keep=True)
-            return await save(peer, found, target, bar, replace=arguments.overwrite)
+            if not is_joined:
+                found = await peer.find(step, keep=True)
+                return await save(peer, found, target, bar, replace=arguments.overwrite)
+            from aiockpt.cli.shards import save_joined  # needs torch
+
+            return await save_joined(
+                *(peer, shards, step, target, bar),
+                overwrite=arguments.overwrite,
+                rank_values="error" if ranks is None else ranks,
+            )
 
         bar(Progress(stop="fetch_manifest"))
         return await peer.receive(fetch)

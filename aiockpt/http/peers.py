@@ -423,15 +423,25 @@ def origins_of(metadata: str | Sequence[str]) -> list[Origin]:
 def shards_of(metadata: str | Sequence[str]) -> list[list[Origin]]:
     """Return the senders of each shard that a caller names; several are replicas.
 
-    Metadata of one sender has one shard. Each string of a list names all shards.
-
     Raises:
         ValueError: there is none.
         TypeError: neither a string nor strings.
-        LocalProtocolError: not what ``metadata()`` or ``join_metadata`` returns, or the
-            strings of the list do not name the same shards.
+        LocalProtocolError: not what ``metadata()`` or ``join_metadata`` returns, or see
+            `by_shard`.
     """
-    replicas = [http.parse_joined(text) for text in _texts_of(metadata)]
+    return by_shard([http.parse_joined(text) for text in _texts_of(metadata)])
+
+
+def by_shard(replicas: Sequence[Sequence[Origin]]) -> list[list[Origin]]:
+    """Return the senders of each shard, each once.
+
+    Args:
+        replicas: The senders of all shards, in the order of their ranks, of each
+            replica.
+
+    Raises:
+        LocalProtocolError: the replicas do not have the same shards.
+    """
     first = replicas[0]
     for number, senders in enumerate(replicas, start=1):
         if len(senders) != len(first):

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
-from aiockpt import join_metadata
+import aiockpt
+from aiockpt import BackgroundTransport, join_metadata
 from aiockpt.http.protocol import MAX_JOINED
+from aiockpt.testing import assert_same
 from tests.support.commandline import Commands, Serving, run_shell, serving
+from tests.support.mesh_ranks import as_rank, distributed
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -158,3 +165,126 @@ class TestJoined:
         assert "the joined metadata of 2 senders" in error
         assert "fetch, verify and top" in error
         assert SECRET not in error
+
+
+ROWS = torch.arange(24.0).view(8, 3)
+
+
+def state_of(rank: int, ranks: int, step: int, seed: int | None = None) -> Any:
+    """Return what one rank of an FSDP job has; with a seed, a value of its own."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    whole = ROWS + step
+    model = {
+        "w": distributed(whole, mesh, Shard(0)),
+        "b": distributed(whole[:3, 0], mesh, Shard(0)),
+        "all": distributed(whole[0], mesh, Replicate()),
+    }
+    values = {} if seed is None else {"seed": seed}
+    return {"model": model, "lr": [0.1, 0.2], "step": step, **values}
+
+
+@contextmanager
+def trainers(ranks: int) -> Iterator[list[BackgroundTransport[Any]]]:
+    """Give a transport for each rank of a job, in this process."""
+    server = aiockpt.Server(host="127.0.0.1")
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(aiockpt.make_background_transport(server=server))
+            for _ in range(ranks)
+        ]
+
+
+def publish(transports: Sequence[BackgroundTransport[Any]], **options: Any) -> str:
+    """Publish a step of all ranks; return the joined metadata."""
+    step, ranks = options.pop("step", 7), len(transports)
+    for rank, transport in enumerate(transports):
+        with as_rank(rank, ranks):
+            own = {name: of(rank) for name, of in options.items()}
+            transport.send_checkpoint(
+                step=step, state_dict=state_of(rank, ranks, step, **own)
+            )
+    return join_metadata([each.metadata() for each in transports])
+
+
+class TestFetch:
+    """`fetch` puts the shards of all senders together."""
+
+    @pytest.mark.parametrize("ranks", [2, 3])
+    def test_full_tensors(self, cli: Commands, tmp_path: Path, ranks: int) -> None:
+        """The file has what the ranks have in common, and is one that fetch resumes."""
+        target = tmp_path / "copy.safetensors"
+        with trainers(ranks) as transports:
+            text = publish(transports)
+            _, err = cli("fetch", text, "-o", target)
+        assert "step 7, snapshot" in err
+        assert f"full tensors of {ranks} senders" in err
+        found = aiockpt.load(target)
+        whole = ROWS + 7
+        expected = {"w": whole, "b": whole[:3, 0].clone(), "all": whole[0].clone()}
+        assert_same(found, {"model": expected, "lr": [0.1, 0.2], "step": 7})
+        assert cli("verify", target)[0].startswith(f"{target}: 1 chunk of")
+        assert [*tmp_path.iterdir()] == [target]
+
+    def test_what_is_there(self, cli: Commands, tmp_path: Path) -> None:
+        """Nothing is replaced unless told to."""
+        target = tmp_path / "copy.safetensors"
+        target.write_bytes(b"mine")
+        with trainers(2) as transports:
+            text = publish(transports)
+            assert "--overwrite" in cli.error("fetch", text, "-o", target)
+            assert target.read_bytes() == b"mine"
+            cli("fetch", text, "-o", target, "--overwrite", "--step", 7)
+        assert aiockpt.load(target)["step"] == 7
+
+    def test_values_that_differ_by_rank(self, cli: Commands, tmp_path: Path) -> None:
+        """The error names their paths and the option that chooses a rank."""
+        target = tmp_path / "copy.safetensors"
+        with trainers(2) as transports:
+            text = publish(transports, seed=lambda rank: 10 + rank)
+            error = cli.error("fetch", text, "-o", target)
+            assert "different values at seed: take those of one rank" in error
+            assert not [*tmp_path.iterdir()]
+            cli("fetch", text, "-o", target, "--rank-values", 1)
+        assert aiockpt.load(target)["seed"] == 11
+
+    def test_a_step_that_one_sender_lacks(self, cli: Commands, tmp_path: Path) -> None:
+        """The error names the step and the sender, and comes soon."""
+        target = tmp_path / "copy.safetensors"
+        with trainers(2) as transports:
+            text = publish(transports)
+            with as_rank(0, 2):
+                transports[0].send_checkpoint(step=8, state_dict=state_of(0, 2, 8))
+            error = cli.error("fetch", text, "-o", target, "--step", 8)
+        assert "step 8" in error
+        assert not [*tmp_path.iterdir()]
+
+    def test_a_sender_that_is_away(self, cli: Commands, tmp_path: Path) -> None:
+        """The error names it."""
+        target = tmp_path / "copy.safetensors"
+        with trainers(2) as transports:
+            text = publish(transports)
+            address = transports[1].metadata().partition("#")[0]
+            transports[1].shutdown()
+            error = cli.error("fetch", text, "-o", target, "--reconnect", 0.1)
+        assert address in error
+        assert not [*tmp_path.iterdir()]
+
+    def test_replicas(self, cli: Commands, tmp_path: Path) -> None:
+        """Several joined strings are replicas, and one of them is enough."""
+        target = tmp_path / "copy.safetensors"
+        with trainers(2) as first, trainers(2) as second:
+            texts = [publish(first), publish(second)]
+            first[0].shutdown()
+            second[1].shutdown()
+            cli("fetch", *texts, "-o", target)
+        assert torch.equal(aiockpt.load(target)["model"]["w"], ROWS + 7)
+
+    def test_wrong_usage(self, cli: Commands, tmp_path: Path) -> None:
+        """Strings that name no replicas; options that mean nothing."""
+        target = tmp_path / "copy.safetensors"
+        both = "http://a/#|http://b/"
+        error = cli.error("fetch", both, "http://c/", "-o", target, code=2)
+        assert "2 and 1 senders" in error
+        for option in (["--rank-values", 0], ["--import", "json"]):
+            error = cli.error("fetch", "http://c/", "-o", target, *option, code=2)
+            assert "are for joined metadata" in error
