@@ -242,6 +242,7 @@ async def test_no_fault_of_a_peer_puts_the_token_into_an_exception(
             (f"{url}#{SECRET}", {}),
             (url, {"token": SECRET}),
             ([f"{url}#{SECRET}", f"http://127.0.0.1:1/#{SECRET}"], {}),
+            (f"{url}#{SECRET}|http://127.0.0.1:1/#{SECRET}", {}),
         ):
             async with transport(
                 reconnect_timeout=0, stall_timeout=0.3, **options
@@ -265,6 +266,8 @@ async def test_no_fault_of_a_peer_puts_the_token_into_an_exception(
         f"http://127.0.0.1/#{SECRET}é",
         f"http://127.0.0.1/?a=b#{SECRET}",
         f"http:///#{SECRET}",
+        f"http://127.0.0.1:1/checkpoint/#{SECRET}|http://127.0.0.1:2/#{SECRET}-b",
+        f"http://127.0.0.1:1/checkpoint/#{SECRET}|ftp://127.0.0.1:2/#{SECRET}-b",
     ],
 )
 async def test_metadata_that_leads_nowhere_is_not_shown(

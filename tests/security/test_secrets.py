@@ -164,6 +164,50 @@ async def test_no_record_repr_or_error_of_a_whole_life_shows_a_secret(
         assert at < 0, f"secret {number}: {everything[max(at - 300, 0) : at + 20]}"
 
 
+async def test_joined_metadata_shows_no_token_of_any_sender(seen: list[str]) -> None:
+    """Receives, followers and failures: each token goes to its own sender only."""
+    asyncio.get_running_loop().set_debug(True)
+    errors: list[BaseException] = []
+
+    async def failing(call: Any) -> None:
+        with pytest.raises((aiockpt.AiockptError, OSError)) as caught:
+            await call
+        errors.append(caught.value)
+
+    async with (
+        transport() as one,
+        transport() as other,
+        transport(reconnect_timeout=0) as receiver,
+    ):
+        plain = [sender.metadata() for sender in (one, other)]
+        joined = aiockpt.join_metadata(plain)
+        secrets = [text.partition("#")[2] for text in plain]
+        assert all(secrets)
+        for sender in (one, other):
+            await sender.send_checkpoint([], 1, weights(mib=0.5))
+        await receiver.recv_checkpoint(metadata=joined, step=1)
+        await receiver.recv_checkpoint(metadata=[joined, joined])
+        steps, follower = receiver.steps(joined), receiver.follow(joined)
+        assert await anext(steps) == (await anext(follower))[0] == 1
+        texts = [repr(steps), repr(vars(receiver)), *insides()]
+        await follower.aclose()
+        await failing(receiver.recv_checkpoint(metadata=joined, step=0))
+        await failing(receiver.recv_checkpoint(metadata=joined, step=5, timeout=0.1))
+        await failing(receiver.recv_checkpoint(metadata=[joined, plain[0]], step=1))
+        swapped = [f"{one.address()}#{secrets[1]}", plain[1]]
+        swapped_joined = aiockpt.join_metadata(swapped)
+        await failing(receiver.recv_checkpoint(metadata=swapped_joined, step=1))
+        await other.shutdown()
+        await failing(receiver.recv_checkpoint(metadata=joined, step=1))
+        await failing(anext(receiver.steps(joined, 1, reconnect_timeout=0)))
+    asyncio.get_running_loop().set_debug(False)
+    assert len(errors) == 6
+    everything = "\n".join([*seen, *texts, *map(shown, errors)])
+    for number, secret in enumerate(secrets):
+        at = everything.find(secret)
+        assert at < 0, f"secret {number}: {everything[max(at - 300, 0) : at + 20]}"
+
+
 @proves("threat I3")
 async def test_the_token_is_never_part_of_a_request_line() -> None:
     """It is a header, so that proxies and their logs do not get it as a URL."""
