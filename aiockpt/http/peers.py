@@ -408,18 +408,6 @@ async def answers(
 
 
 @discreet
-def origins_of(metadata: str | Sequence[str]) -> list[Origin]:
-    """Return the senders that a caller names, each once.
-
-    Raises:
-        ValueError: there is none.
-        TypeError: neither a string nor strings.
-        LocalProtocolError: not what ``metadata()`` returns.
-    """
-    return distinct(map(http.parse_metadata, _texts_of(metadata)))
-
-
-@discreet
 def shards_of(metadata: str | Sequence[str]) -> list[list[Origin]]:
     """Return the senders of each shard that a caller names; several are replicas.
 
@@ -429,7 +417,12 @@ def shards_of(metadata: str | Sequence[str]) -> list[list[Origin]]:
         LocalProtocolError: not what ``metadata()`` or ``join_metadata`` returns, or see
             `by_shard`.
     """
-    return by_shard([http.parse_joined(text) for text in _texts_of(metadata)])
+    given: object = metadata  # callers without types pass anything
+    several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
+    texts: list[Any] = [*metadata] if several else [metadata]
+    if not texts:
+        raise ValueError("metadata is an empty list: name a sender at least")
+    return by_shard([http.parse_joined(text) for text in texts])
 
 
 def by_shard(replicas: Sequence[Sequence[Origin]]) -> list[list[Origin]]:
@@ -461,15 +454,6 @@ def by_shard(replicas: Sequence[Sequence[Origin]]) -> list[list[Origin]]:
                     "order of its ranks"
                 )
     return shards
-
-
-def _texts_of(metadata: str | Sequence[str]) -> list[Any]:
-    given: object = metadata  # callers without types pass anything
-    several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
-    texts: list[Any] = [*metadata] if several else [metadata]
-    if not texts:
-        raise ValueError("metadata is an empty list: name a sender at least")
-    return texts
 
 
 def distinct(origins: Iterable[Origin]) -> list[Origin]:
