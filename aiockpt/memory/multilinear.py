@@ -3,9 +3,11 @@
 `fold` sums rows of bytes, for the digests of a device. `word_sums` sums the words of
 tensors by their place in the full tensor, for fingerprints.
 
-A word has at most 32 bits: an element of 1, 2 or 4 bytes is one signed word (of one
-byte: unsigned), and a larger one is several, in the order of memory. With words of 64
-bits, two flipped top bits would vanish from both sums.
+A word has at most 32 bits: an element of 1, 2 or 4 bytes is one word, and a larger one
+is several, in the order of memory. With words of 64 bits, two flipped top bits would
+vanish from both sums. The value of a word is that of its bytes, as signed digits to the
+base 256. So no two words have the same value, and a host can have torch multiply the
+bytes as they are.
 
 The words of a full tensor lie in rows. A row has the trailing dimensions that together
 have at least 256 words, or all dimensions. Rows are cut into *blocks* of 65,536 words,
@@ -19,16 +21,24 @@ independent of each other: each row is a dot product with a part of the table, h
 short its runs are.
 
 Everything is exact, modulo 2**64, so the order does not matter, and neither do threads
-and devices.
+and devices. A CPU multiplies bytes several times faster than 64-bit numbers. So a host
+has torch multiply the matrix of the words' bytes with one of the digits of the keys
+(`_byte_dots`), unless that is slower there.
 """
 
 from __future__ import annotations
 
+import ctypes
+import re
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import shake_128
+from itertools import takewhile
 from math import prod
+from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
@@ -47,12 +57,8 @@ ROW_BYTES: Final = 4 * _COLUMNS
 _FOLDED_BYTES: Final = 16 * ROW_BYTES
 """So much is folded at once, which needs five times as much memory."""
 
-_HOST_WORDS: Final = 1 << 15
-"""Words that a thread sums at once: they stay in the cache, and torch starts no threads
-of its own for so few."""
-
-_DEVICE_WORDS: Final = 1 << 22  # that a device sums at once
-_TASK_WORDS: Final = 1 << 20  # of one task of a thread
+_CACHED_WORDS: Final = 1 << 15  # that a host sums at once as numbers
+_TASK_WORDS: Final = 1 << 22  # that a device sums at once, or a host by their bytes
 _STACKED_WORDS: Final = 1 << 12  # smaller tensors are summed together
 _ALONE_WORDS: Final = 1 << 20  # so few are summed without further threads
 
@@ -94,6 +100,141 @@ def _dots(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     if wide.device.type == "cpu":
         return torch.stack([torch.mv(wide, key) for key in keys], 1)
     return torch.stack([(wide * key).sum(1) for key in keys], 1)
+
+
+# ------------------------------------------------------------------ products of bytes
+
+_DIGITS: Final = 10
+"""The digits of a 64-bit number, of 7 bits each, from -64 to 63. With 8 bits, a CPU
+without an instruction for sums of such products may lose the carry of two of them."""
+
+_BYTES_AT_ONCE: Final = 16 << 10  # of a row, which keep the sums below 2**31
+_MIN_BYTES_ROWS: Final = 4  # the digits take more memory than fewer rows
+
+_FLIPS: Final = {torch.int8: 0, torch.int16: 0x80, torch.int32: 0x808080}
+"""The top bits of all bytes of a word but the last one, which has the sign of a number.
+"""
+
+
+def _byte_dots(elements: torch.Tensor, columns: slice | torch.Tensor) -> torch.Tensor:
+    """Return the dot products of rows with columns of the tables, ``[rows, 2]``."""
+    digits = _digits(min(elements.itemsize, 4))[columns].flatten(0, 1)
+    data = elements if elements.stride(-1) == 1 else elements.contiguous()
+    data = data.view(torch.int8)
+    total = torch.zeros(len(data), 2 * _DIGITS, dtype=torch.int64)
+    for at in range(0, data.shape[1], _BYTES_AT_ONCE):
+        near = slice(at, at + _BYTES_AT_ONCE)
+        some = data[:, near]
+        total += torch._int_mm(some, digits[near])  # noqa: SLF001 - there is no other
+    weights = 128 ** torch.arange(_DIGITS)
+    return (total.view(-1, 2, _DIGITS) * weights).sum(2)
+
+
+def _number_dots(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return the dot products of rows of words with keys, ``[rows, 2]``.
+
+    With the top bits of its bytes flipped, a word is too high by as much.
+    """
+    flip = _FLIPS[words.dtype]
+    return _dots(words ^ flip, keys) - flip * keys.sum(1)
+
+
+@cache
+def _digits(size: int) -> torch.Tensor:
+    """Return the digits of the factors of a word's bytes: ``[columns, size, 2 * 10]``.
+
+    The factor of byte ``n`` is the key times ``256**n``.
+    """
+    table = _kept_keys(torch.device("cpu"))
+    rest = table.t().unsqueeze(1) * (256 ** torch.arange(size)).unsqueeze(1)
+    found = []
+    for _ in range(_DIGITS):
+        digit = ((rest + 64) & 127) - 64
+        rest = (rest - digit) >> 7
+        found.append(digit.to(torch.int8))
+    return torch.stack(found, -1).flatten(2)
+
+
+@cache
+def multiplies_bytes() -> bool:
+    """Say whether torch multiplies bytes exactly here, and faster than numbers."""
+    table = _kept_keys(torch.device("cpu"))
+    words = table.view(torch.int32).view(64, -1).clone()
+    words[:4] = torch.tensor([[0], [-1], [0x7F7F7F7F], [-0x7F7F7F80]])
+    every = slice(0, words.shape[1])
+
+    def by_bytes() -> torch.Tensor:
+        return _byte_dots(words, every)
+
+    def by_numbers() -> torch.Tensor:
+        return _number_dots(words, table[:, every])
+
+    try:
+        with alone():
+            is_exact = torch.equal(by_bytes(), by_numbers())
+            return is_exact and _seconds(by_bytes) < _seconds(by_numbers)
+    except (AttributeError, RuntimeError):  # torch may have no such product here
+        return False
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    found = []
+    for _ in range(3):
+        began = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+# --------------------------------------------------------------------------- threads
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Have torch use this thread alone for what this thread does in the block.
+
+    Otherwise torch has a team of threads for each thread that calls it. On a busy host,
+    each call would wait until the whole team has had a core. Torch itself can only
+    change this for all threads of the process. If the OpenMP library is not found, the
+    block runs as usual.
+    """
+    torch.get_num_threads()  # sets the number of a new thread
+    before = [(each, each.omp_get_max_threads()) for each in _openmp()]
+    try:
+        for each, _ in before:
+            each.omp_set_num_threads(1)
+        yield
+    finally:
+        for each, count in before:
+            each.omp_set_num_threads(count)
+
+
+@cache
+def _openmp() -> Sequence[ctypes.CDLL]:
+    """Return the OpenMP libraries that this process has loaded."""
+    found: list[ctypes.CDLL] = []
+    with suppress(OSError):
+        mapped = Path("/proc/self/maps").read_text()
+        for path in sorted({*_OPENMP.findall(mapped)}):
+            with suppress(OSError, AttributeError):
+                library = ctypes.CDLL(path)
+                library.omp_set_num_threads.restype = None
+                library.omp_get_max_threads.restype = ctypes.c_int
+                found.append(library)
+    return found
+
+
+_OPENMP: Final = re.compile(
+    r"(/.*/lib(?:gomp|iomp5|omp)\b[^/\n]*\.so[^/\n]*)$", re.MULTILINE
+)
+
+
+# ------------------------------------------------------------------- keys of a shard
+
+
+def _words_at_once(device: torch.device) -> int:
+    are_few = device.type == "cpu" and not multiplies_bytes()
+    return _CACHED_WORDS if are_few else _TASK_WORDS
 
 
 def _hashes(blocks: torch.Tensor) -> torch.Tensor:
@@ -166,9 +307,7 @@ class _Keys:
         while dims and width < _MIN_ROW_WORDS:
             dims -= 1
             width *= shape[dims]
-        is_host = table.device.type == "cpu"
-        self._most = _HOST_WORDS if is_host else _DEVICE_WORDS
-        self.runs = [*_column_runs(shape[dims:], runs[dims:], self._most)]
+        self.runs = [*_column_runs(shape[dims:], runs[dims:])]
         self.width = self.runs[-1].stop
         rows = _indices(shape[:dims], runs[:dims])
         self.rows = rows.numel()
@@ -179,9 +318,8 @@ class _Keys:
 
     def parts(self) -> Iterator[tuple[range, range]]:
         """Yield rows and runs for tasks of about the same size."""
-        words = max(_TASK_WORDS, self._most)
-        step = max(words // self.width, 1)
-        most = len(self.runs) if step > 1 else words // min(self._most, _COLUMNS)
+        step = max(_TASK_WORDS // self.width, 1)
+        most = len(self.runs) if step > 1 else _TASK_WORDS // _COLUMNS
         for row in range(0, self.rows, step):
             for run in range(0, len(self.runs), most):
                 yield (
@@ -197,31 +335,41 @@ class _Keys:
             rows, runs: Which rows, and which runs.
         """
         unit = 2 if words.itemsize == 8 else 1
+        most = _words_at_once(words.device)
         total = torch.zeros(2, dtype=torch.int64, device=words.device)
         at = runs.start
         while at < runs.stop:
-            run, count = self.runs[at], self._alike(runs[at - runs.start :], rows)
-            table, size = self._table[:, run.columns], run.stop - run.start
-            step = max(self._most // (size * count), 1)
+            run, count = self.runs[at], 1
+            if len(rows) == 1:
+                count = self._alike(runs[at - runs.start :], most // _COLUMNS)
+            size = run.stop - run.start
+            step = max(most // (size * count), 1)
             for first in range(rows.start, rows.stop, step):
                 near = slice(first, min(first + step, rows.stop))
                 stop = run.start + size * count
                 block = words[near, run.start // unit : stop // unit]
-                if unit == 2:
-                    block = block.contiguous().view(torch.int32)
+                products = self._products(block.reshape(-1, size // unit), run.columns)
                 factors = self._factors[near, at : at + count].flatten(0, 1)
-                total += (_dots(block.reshape(-1, size), table) * factors).sum(0)
+                total += (products * factors).sum(0)
             at += count
         return total
 
-    def _alike(self, runs: range, rows: range) -> int:
+    def _products(
+        self, elements: torch.Tensor, columns: slice | torch.Tensor
+    ) -> torch.Tensor:
+        """Return the dot products of rows with columns of the tables, ``[rows, 2]``."""
+        is_host = elements.device.type == "cpu"
+        if is_host and len(elements) >= _MIN_BYTES_ROWS and multiplies_bytes():
+            return _byte_dots(elements, columns)
+        if elements.itemsize == 8:
+            elements = elements.contiguous().view(torch.int32)
+        return _number_dots(elements, self._table[:, columns])
+
+    def _alike(self, runs: range, most: int) -> int:
         """Return how many of the first runs are whole blocks, to be summed as rows."""
-        most = min(self._most // _COLUMNS, len(runs)) if len(rows) == 1 else 0
-        for count in range(most):
-            run = self.runs[runs[count]]
-            if run.stop - run.start < _COLUMNS:
-                return max(count, 1)
-        return max(most, 1)
+        some = (self.runs[number] for number in runs[:most])
+        whole = takewhile(lambda run: run.stop - run.start == _COLUMNS, some)
+        return max(sum(1 for _ in whole), 1)
 
     def flat(self) -> torch.Tensor:
         """Return the keys of all local words, ``[2, words]``; for few words."""
@@ -240,20 +388,15 @@ def _indices(shape: Sequence[int], runs: HeldRuns) -> torch.Tensor:
     return found
 
 
-def _column_runs(
-    shape: Sequence[int], runs: HeldRuns, most: int
-) -> Iterator[_ColumnRun]:
-    """Yield the columns that a shard holds of each row, in the order of both.
-
-    A run is at most a block, and has at most about ``most`` words.
-    """
+def _column_runs(shape: Sequence[int], runs: HeldRuns) -> Iterator[_ColumnRun]:
+    """Yield the columns that a shard holds of each row, in the order of both."""
     inner, dims, at = 1, len(shape), 0
     while dims and tuple(runs[dims - 1]) == ((0, shape[dims - 1]),):
         dims -= 1
         inner *= shape[dims]
     if dims <= 1:  # few runs, which may be long
         for first, last in runs[0] if dims else ((0, 1),):
-            yield from _cut(at, first * inner, last * inner, min(most, _COLUMNS))
+            yield from _cut(at, first * inner, last * inner)
             at += (last - first) * inner
         return
     below, rest = prod(shape[1:]), _indices(shape[1:], runs[1:])  # fewer than 256
@@ -270,10 +413,10 @@ def _column_runs(
                 at = stop
 
 
-def _cut(at: int, first: int, last: int, most: int) -> Iterator[_ColumnRun]:
+def _cut(at: int, first: int, last: int) -> Iterator[_ColumnRun]:
     """Yield the columns ``[first, last)``, so that each run is in one block."""
     while first < last:
-        size = min(last - first, most - first % most)
+        size = min(last - first, _COLUMNS - first % _COLUMNS)
         block, column = divmod(first, _COLUMNS)
         yield _ColumnRun(at, at + size, block, slice(column, column + size))
         at, first = at + size, first + size
@@ -297,7 +440,8 @@ def word_sums(held: Sequence[HeldTensor]) -> list[tuple[int, int]]:
     def run(task: _Task) -> None:
         if is_cancelled is not None and is_cancelled():
             raise WorkCancelledError("the caller was cancelled")
-        found.append((task.numbers, task.sum()))
+        with alone():
+            found.append((task.numbers, task.sum()))
 
     tasks, own = [*_tasks(held)], list[_Task]()
     for task in tasks:
@@ -339,7 +483,7 @@ class _Task(NamedTuple):
     def sum(self) -> torch.Tensor:
         """Return the sums, ``[numbers, 2]``."""
         if self.rows is None or self.runs is None:
-            return _dots(self.words, self.keys.flat())
+            return _number_dots(self.words, self.keys.flat())
         return self.keys.sum(self.words, self.rows, self.runs).unsqueeze(0)
 
 
@@ -366,7 +510,7 @@ def _tasks(held: Sequence[HeldTensor]) -> Iterator[_Task]:
             yield _Task([number], words, keys, rows, columns)
     for (shard, *_), numbers in small.items():
         keys = known[shard]
-        step = max(_HOST_WORDS // (keys.rows * keys.width), 1)
+        step = max(_CACHED_WORDS // (keys.rows * keys.width), 1)
         for at in range(0, len(numbers), step):
             some = numbers[at : at + step]
             stacked = torch.stack([_words(held[each].tensor) for each in some])
@@ -379,7 +523,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dtype == torch.complex128:
         tensor = torch.view_as_real(tensor)
-    return tensor.view(WORDS[tensor.itemsize])
+    return tensor.view(torch.int8 if tensor.itemsize == 1 else WORDS[tensor.itemsize])
 
 
 def _word_dtype(elements: torch.Tensor) -> torch.dtype:
