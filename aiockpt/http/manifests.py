@@ -15,7 +15,6 @@ import re
 from collections.abc import (
     Awaitable,
     Callable,
-    Collection,
     Iterator,
     Mapping,
     Sequence,
@@ -329,13 +328,11 @@ class FollowedSender:
         origin: Its address and token.
         incarnation: Which start of it served what the follower knows, if known.
         acquainted: Whether it has been asked for that.
-        restarted: Whether it has started again since the follower gave a step.
     """
 
     origin: Origin
     incarnation: str | None = None
     acquainted: bool = False
-    restarted: bool = False
 
 
 class Follower:
@@ -367,6 +364,7 @@ class Follower:
         self._senders = [*map(FollowedSender, origins)]
         self._lifetime = lifetime
         self._after = self._before = after
+        self._returns = False  # a sender serves a lower step, and others do not yet
         self._asks = False
         self._reconnect_timeout = reconnect_timeout
 
@@ -388,7 +386,7 @@ class Follower:
         async def ask() -> int | None:
             self._before = self._after
             news = await self._first_news()
-            if len(self._senders) > 1 and news:
+            if len(self._senders) > 1 and (news or self._returns):
                 news |= await self._news_of_others(news)
             # Until here nothing is noted, so that a cancelled call loses nothing.
             return self._chosen(news) if news else None
@@ -433,7 +431,10 @@ class Follower:
                 with suppress(StepNotFoundError):  # of an older sender without a step
                     await self._retries(sender).run(unmet)
                 sender.acquainted = True
-            attempt = partial(self._ask, sender, self._after, wait=_NEWS_WAIT_S)
+            # Any step tells which start of a sender serves it.
+            is_unknown = self._returns and sender.incarnation is None
+            after = None if is_unknown else self._after
+            attempt = partial(self._ask, sender, after, wait=_NEWS_WAIT_S)
             with suppress(StepNotFoundError):
                 if (found := await self._retries(sender).run(attempt)) is not None:
                     news[sender] = found
@@ -450,16 +451,19 @@ class Follower:
         return self._client.retries(sender.origin, None, liveness=liveness)
 
     async def _news_of_others(
-        self, known: Collection[FollowedSender]
+        self, known: Mapping[FollowedSender, LatestInfo]
     ) -> dict[FollowedSender, LatestInfo]:
         """Return what the other senders serve now, as far as they answer at once.
 
-        Of a sender that has restarted, that is any step, else a newer one.
+        That is a newer step, or any step if a sender has gone back.
         """
         news: dict[FollowedSender, LatestInfo] = {}
+        steps = [found.step for found in known.values()]
+        after = self._after
+        if self._returns or (after is not None and max(steps) <= after):
+            after = None
 
         async def look(sender: FollowedSender) -> None:
-            after = None if sender.restarted else self._after
             try:
                 found = await self._ask(sender, after, wait=0.0)
             except AiockptError as error:
@@ -489,37 +493,33 @@ class Follower:
     def _chosen(self, news: Mapping[FollowedSender, LatestInfo]) -> int | None:
         """Return the highest step of the news if all senders may get to serve it.
 
-        If some have started again from a lower step, the others cannot serve that,
-        unless they have started again, too.
+        If some have gone back to a lower step, the others cannot serve that unless they
+        have gone back, too. So it counts once all serve such a step.
         """
-        step = max(found.step for found in news.values())
-        fresh = []
+        steps = [found.step for found in news.values()]
+        step, after = max(steps), self._after
+        goes_back = after is not None and step < after
+        is_lacking = goes_back and len(news) < len(self._senders)
+        some_lower = after is not None and min(steps) < after
+        self._returns = some_lower and (is_lacking or step == after)
+        if goes_back:
+            self._before = None
         for sender, found in news.items():
             if _has_restarted(sender.incarnation, found.incarnation):
-                sender.restarted = True
-                fresh.append(sender)
+                self._tell_of_restart(sender.origin, found.step)
+                self._before = None
             sender.incarnation, sender.acquainted = found.incarnation, True
-        known = [each for each in self._senders if each.incarnation is not None]
-        is_newer = self._after is None or step > self._after
-        waits = not is_newer and not all(each.restarted for each in known)
-        for sender in fresh:
-            self._tell_of_restart(sender.origin, news[sender].step, waits=waits)
-        if waits:
-            return None
-        for sender in self._senders:
-            if sender.restarted:
-                sender.restarted, self._before = False, None
         # One address may be that of several senders, who answer in turn.
-        return None if step == self._after else step
+        return None if self._returns or step == after else step
 
-    def _tell_of_restart(self, origin: Origin, step: int, *, waits: bool) -> None:
+    def _tell_of_restart(self, origin: Origin, step: int) -> None:
         last = self._after
         was = "before its first step" if last is None else f"after step {last}"
         then = f"goes on from step {step}"
-        if waits:
+        if self._returns:
             then = (
-                f"serves step {step}, which senders that have not started again cannot "
-                f"serve: waiting for them, or for a step after {last}"
+                f"serves step {step}, which other senders cannot serve yet: waiting "
+                f"for them to go back, too, or for a step after {last}"
             )
         emit(
             TransferEvent(

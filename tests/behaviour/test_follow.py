@@ -38,8 +38,6 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http import manifests
-from aiockpt.http.manifests import Follower
-from aiockpt.http.protocol import parse_joined
 from aiockpt.testing import (
     Answer,
     CutAfter,
@@ -793,8 +791,11 @@ class TestSeveralSenders:
                     assert await waiting == 103
                     name = again.address()
             assert [(each.step, each.peer) for each in restarts] == [(90, name)]
-            assert "waiting for them, or for a step after 102" in restarts[0].detail
-        assert "cannot serve" in caplog.text
+            assert (
+                "waiting for them to go back, too, or for a step after 102"
+                in restarts[0].detail
+            )
+        assert "cannot serve yet" in caplog.text
 
     async def test_all_that_start_again_lower_are_followed(self):
         """The highest of their steps is given, once the last of them serves one."""
@@ -835,6 +836,46 @@ class TestSeveralSenders:
                     assert await soon(steps) == 104
             assert [each.step for each in restarts] == [103]
 
+    async def test_each_step_is_received_whole_through_restarts(self):
+        """A rank that is late is awaited; a lower step of all ranks is received."""
+        async with trainer(2) as (senders, receiver):
+            follower = receiver.follow(joined(senders), into=state_of(0))
+            async with aclosing(follower):
+                waiting = asyncio.ensure_future(soon(follower))
+                await publish(senders[1], 101)
+                await asyncio.wait({waiting}, timeout=0.3)
+                assert not waiting.done()
+                await publish(senders[0], 101)
+                check(*await waiting)
+                async with restarted(senders[0]) as first:
+                    await publish(first, 90)
+                    waiting = asyncio.ensure_future(soon(follower))
+                    await asyncio.wait({waiting}, timeout=0.3)
+                    assert not waiting.done()
+                    async with restarted(senders[1]) as second:
+                        await publish(second, 90)
+                        step, state = await waiting
+                        assert step == 90
+                        check(step, state)
+
+    async def test_one_that_is_replaced_holds_the_others_up_until_it_is_there(self):
+        """Its new step is that of the others, and is received of all of them."""
+        async with trainer(2) as (senders, receiver):
+            for sender in senders:
+                await publish(sender, 101)
+            follower = receiver.follow(joined(senders))
+            async with aclosing(follower):
+                check(*await soon(follower))
+                await publish(senders[0], 102)
+                waiting = asyncio.ensure_future(soon(follower))
+                async with restarted(senders[1]) as again:
+                    await asyncio.wait({waiting}, timeout=0.3)
+                    assert not waiting.done()
+                    await publish(again, 102)
+                    step, state = await waiting
+                    assert step == 102
+                    check(step, state)
+
     @pytest.mark.parametrize("missed", [False, True])
     async def test_a_step_that_was_not_received_is_given_again(self, missed):
         """As that of a single sender; it may be the newest one then."""
@@ -853,6 +894,26 @@ class TestSeveralSenders:
             assert await steps.receive(receive_once) == (7 + missed, "received")
             assert asked == [7, 7 + missed]
 
+    async def test_a_lower_step_that_was_not_received_is_given_again(self):
+        """Also if nothing is known of the start of a sender that served no step."""
+        async with trainer(2) as (senders, receiver):
+            steps, asked = steps_of(senders, receiver), []
+
+            async def receive_once(step):
+                asked.append(step)
+                if asked.count(step) == 1:
+                    raise StepNotFoundError(step)
+
+            await publish(senders[0], 102)
+            assert await steps.receive(receive_once) == (102, None)
+            async with restarted(senders[1]) as second:
+                await publish(second, 90)
+                async with restarted(senders[0]) as first:
+                    await publish(first, 90)
+                    async with asyncio.timeout(10):
+                        assert await steps.receive(receive_once) == (90, None)
+            assert asked == [102, 102, 90, 90]
+
 
 @asynccontextmanager
 async def trainer(ranks):
@@ -863,14 +924,17 @@ async def trainer(ranks):
         yield senders, await stack.enter_async_context(transport(token=TOKEN))
 
 
-def steps_of(senders, receiver, *, by=None, plain=False, **options):
-    """Return the steps of several senders; those in ``by`` are behind a proxy."""
+def joined(senders, *, by=None, plain=False):
+    """Return the joined metadata of senders; those in ``by`` are behind a proxy."""
     texts = [sender.address() if plain else sender.metadata() for sender in senders]
     for rank, proxy in (by or {}).items():
         texts[rank] = through(proxy, senders[rank])
-    origins = parse_joined(join_metadata(texts))
-    options = {"after": None, **options}
-    return Follower(receiver._client, origins, receiver._lifetime, **options)
+    return join_metadata(texts)
+
+
+def steps_of(senders, receiver, *, by=None, plain=False, **options):
+    """Return the steps of several senders."""
+    return receiver.steps(joined(senders, by=by, plain=plain), **options)
 
 
 @asynccontextmanager
