@@ -36,7 +36,7 @@ from aiockpt.http.client import CheckpointClient
 from aiockpt.http.fingerprints import fetch_fingerprints
 from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.host import Front
-from aiockpt.http.joined import AcrossRanks, JoinedSource
+from aiockpt.http.joined import AcrossRanks, receive_joined
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import CURRENT_STEP_WAIT_S, Follower, chase
 from aiockpt.http.options import Auth, Receive, Server, Swarm
@@ -66,7 +66,6 @@ from aiockpt.transfer.prepared import Prepared
 from aiockpt.transfer.receive import Received
 from aiockpt.transfer.receive import receive as receive_from
 from aiockpt.transfer.repeats import Repeats, content_of
-from aiockpt.transfer.source import Source
 from aiockpt.transfer.stager import Stager, StagerOptions
 from aiockpt.transport import (
     REQUIRED,
@@ -1081,13 +1080,13 @@ class HTTPTransport(CheckpointTransport[T]):
 
         def attempt(step: int) -> Awaitable[Received]:
             deadline.what = f"step {step} from {name}"
-            source: Source
-            if is_one:
-                swarm = Membership(self._client, self._host) if joins else None
-                source = HttpSource(senders[0], self._bridge, attaching, swarm)
-            else:
-                source = JoinedSource(senders, self._bridge, options, ranks)
-            return receive_from(source, step, options, self._bridge, deadline)
+            bridge = self._bridge
+            if not is_one:
+                shared = options, ranks, bridge, deadline
+                return receive_joined(senders, step, *shared)
+            swarm = Membership(self._client, self._host) if joins else None
+            source = HttpSource(senders[0], bridge, attaching, swarm)
+            return receive_from(source, step, options, bridge, deadline)
 
         async def newest() -> int:
             steps: list[int] = await run_all([peers.newest for peers in senders])

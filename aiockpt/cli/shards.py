@@ -26,7 +26,7 @@ from aiockpt.errors import (
 )
 from aiockpt.events import Progress
 from aiockpt.format.manifest import Manifest
-from aiockpt.http.joined import AcrossRanks, JoinedSource
+from aiockpt.http.joined import AcrossRanks, receive_joined
 from aiockpt.http.manifests import CURRENT_STEP_WAIT_S
 from aiockpt.http.peers import Peers
 from aiockpt.http.protocol import Lease, Origin
@@ -36,7 +36,6 @@ from aiockpt.state.reshard import RankValues
 from aiockpt.storage.write import write_file
 from aiockpt.transfer.live import LiveState
 from aiockpt.transfer.options import ReceiveOptions
-from aiockpt.transfer.receive import receive
 
 
 async def save_joined(
@@ -103,10 +102,12 @@ async def save_joined(
             for leased in [[replace(origin, lease=lease) for origin in shard]]
         ]
         ranks = AcrossRanks.of(rank_values, full=True)
-        source = JoinedSource(senders, peer.bridge, options, ranks)
-        peer.deadline.what = f"step {step} from {source.name}"
+        name = " ".join(peers.name for peers in senders)
+        peer.deadline.what = f"step {step} from {name}"
         with _saying_what_helps():
-            found = await receive(source, step, options, peer.bridge, peer.deadline)
+            found = await receive_joined(
+                senders, step, options, ranks, peer.bridge, peer.deadline
+            )
     state = found.state_dict
     report(replace(bar.last, stop="write"))
     header = await peer.bridge.run(write)

@@ -15,13 +15,15 @@ and are copied from there at the end.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cache, partial
 from types import TracebackType
-from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from aiockpt.errors import (
     Advice,
@@ -29,6 +31,7 @@ from aiockpt.errors import (
     LocalProtocolError,
     RemoteProtocolError,
     StorageError,
+    TransportError,
     advice,
 )
 from aiockpt.events import TransferEvent, emit
@@ -36,9 +39,11 @@ from aiockpt.format.chunks import chunks_over, digest
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.download import Download
+from aiockpt.http.manifests import ManifestAnswer
 from aiockpt.http.peers import Peers
 from aiockpt.memory.arena import Arena, Memory, copy_bytes
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.switching import CACHE_BLOCK_BYTES
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.catalogue import Piece
@@ -67,6 +72,7 @@ from aiockpt.storage.placement import Placement, Turns
 from aiockpt.storage.read import OnBytes, Verify
 from aiockpt.transfer.deltas import changer, is_available
 from aiockpt.transfer.options import ReceiveOptions
+from aiockpt.transfer.receive import Received, receive
 from aiockpt.transfer.reuse import Held, Reuse
 from aiockpt.transfer.source import (
     ChunkDestination,
@@ -75,8 +81,6 @@ from aiockpt.transfer.source import (
     PlainDestination,
 )
 from aiockpt.transport import require_type
-
-V = TypeVar("V")
 
 _MAX_COMPARED_BYTES: Final = 256 << 20
 _SMALL_READ_BYTES: Final = 64 << 20  # of values, whose chunks are needed again
@@ -104,27 +108,77 @@ class AcrossRanks(NamedTuple):
         require_type(bool, full=full)
         return cls(check_rank_values(rank_values), full)
 
-    def policy(self, senders: int, options: ReceiveOptions, name: str) -> Policy:
-        """Return what this process takes from so many senders."""
+    def policy(
+        self, senders: int, there: Sequence[int], options: ReceiveOptions, name: str
+    ) -> Policy:
+        """Return what this process takes from those of the senders that are there.
+
+        Raises:
+            ValueError: ``rank_values`` is the number of none.
+        """
         group, select = group_rank(), options.select
         rank, ranks = group or (0, 1)
         distributed: Literal["full", "mesh"] = "mesh"
         if self.full or group is None:
             distributed = "full"
+        chosen = self.rank_values
+        if isinstance(chosen, int):
+            if chosen not in there:
+                raise ValueError(
+                    f"rank_values={chosen} is none of the senders 0 to {senders - 1}, "
+                    "or that one is lost"
+                )
+            chosen = there.index(chosen)
         return Policy(
-            own=rank if ranks == senders else None,
-            rank_values=self.rank_values,
+            own=there.index(rank) if ranks == senders and rank in there else None,
+            rank_values=chosen,
             distributed=distributed,
             prefer=rank,
-            select=cache(select) if callable(select) else select,
+            select=select,
             name=name,
         )
+
+
+async def receive_joined(
+    senders: Sequence[Peers],
+    step: int,
+    options: ReceiveOptions,
+    ranks: AcrossRanks,
+    bridge: Bridge,
+    deadline: Deadline,
+) -> Received:
+    """Receive a step from senders of shards.
+
+    If a sender is lost, the receive starts again without it. It succeeds as long as the
+    others have all elements, as with a mesh that replicates.
+
+    Args:
+        senders: The senders, in the order of their ranks, each with its replicas.
+        step, options, bridge, deadline: As in `receive`.
+        ranks: What is taken where the ranks differ.
+
+    Raises:
+        AiockptError: see `receive`. If elements are missing, the error is that of the
+            lost sender.
+    """
+    if callable(options.select):  # both `unite` and the matcher ask for each path
+        options = replace(options, select=cache(options.select))
+    lost: dict[int, TransportError] = {}
+    while True:
+        before = len(lost)
+        source = JoinedSource(senders, bridge, options, ranks, lost)
+        try:
+            return await receive(source, step, options, bridge, deadline)
+        except TransportError:
+            if len(lost) == before:
+                raise
 
 
 class _SenderShard:
     """What one sender has, as a `LoadSource` whose bytes have been fetched.
 
     Attributes:
+        number: The number of the sender.
         peers: The sender, and its replicas.
         outline: The outline of its checkpoint.
         segment: Its data segment. The arena has the bytes that do not go straight to
@@ -132,9 +186,9 @@ class _SenderShard:
         there: The chunks that are in the arena, and verified.
     """
 
-    def __init__(self, peers: Peers, manifest: Manifest) -> None:
-        self.peers, self.outline = peers, manifest.outline
-        self.segment = Segment(manifest, is_there=True)
+    def __init__(self, number: int, peers: Peers, manifest: Manifest) -> None:
+        self.number, self.peers, self.outline = number, peers, manifest.outline
+        self.segment = Segment(manifest.without_header(), is_there=True)
         self.there: set[int] = set()
 
     def read(
@@ -151,6 +205,7 @@ class JoinedSource:
         bridge: The threads that run what blocks.
         options: The options of the receive.
         ranks: What is taken where the ranks differ.
+        lost: The senders that are not asked any more, by number. More are added.
 
     Attributes:
         name: The addresses of the senders.
@@ -167,11 +222,12 @@ class JoinedSource:
         bridge: Bridge,
         options: ReceiveOptions,
         ranks: AcrossRanks,
+        lost: dict[int, TransportError],
     ) -> None:
         self.name = " ".join(peers.name for peers in senders)
         self.remark = f"from {len(senders)} senders of shards"
         self._senders, self._bridge, self._options = senders, bridge, options
-        self._policy = ranks.policy(len(senders), options, self.name)
+        self._ranks, self._lost = ranks, lost
         self._step: int | None = None  # of which the manifests have come
         self._shards: Sequence[_SenderShard] = ()
         self._joined: JoinedCheckpoint | None = None
@@ -188,7 +244,7 @@ class JoinedSource:
         trace: TracebackType | None,
     ) -> None:
         """Tell the senders of a failure, unless they are lost; free the memory."""
-        await self._each(Peers.let_go)
+        await self._let_go()
         try:
             if error is not None:
                 for peers in self._senders:
@@ -208,16 +264,30 @@ class JoinedSource:
                 each other.
             AiockptError: what a sender answered.
         """
-        answers = await self._each(lambda peers: peers.manifest(step))
-        self._step = step
-        manifests = [answer.manifest.without_header() for answer in answers]
-        pairs = zip(self._senders, manifests, strict=True)
-        self._shards = [_SenderShard(*pair) for pair in pairs]
+        answers: dict[int, ManifestAnswer] = {}
+
+        async def ask(number: int) -> None:
+            try:
+                answers[number] = await self._senders[number].manifest(step)
+            except TransportError as error:
+                self._lose(number, error, step)
+
+        numbers = range(len(self._senders))
+        await run_all(partial(ask, each) for each in numbers if each not in self._lost)
+        if not answers:
+            raise next(iter(self._lost.values()))
+        self._step, there = step, sorted(answers)
+        self._shards = [
+            _SenderShard(each, self._senders[each], answers[each].manifest)
+            for each in there
+        ]
+        manifests = [shard.segment.manifest for shard in self._shards]
         into, limits = self._options.into, self._options.limits
         own = None
         if into is not None:
             own = await self._bridge.run(partial(wanted, into, limits=limits))
-        united = await self._united(manifests, own)
+        policy = self._ranks.policy(len(numbers), there, self._options, self.name)
+        united = await self._united(manifests, own, policy)
         join_all = partial(join, united, manifests, step=step, limits=limits)
         self._joined = await self._bridge.run(join_all)
         return self._joined.manifest
@@ -270,8 +340,13 @@ class JoinedSource:
 
     async def end(self, step: int) -> None:
         """Tell the senders that all bytes have come."""
-        await self._each(Peers.let_go)
-        await self._each(lambda peers: peers.end_lease(step))
+        await self._let_go()
+        there = [p for at, p in enumerate(self._senders) if at not in self._lost]
+        await run_all(partial(peers.end_lease, step) for peers in there)
+
+    async def _let_go(self) -> None:
+        """Stop renewing the leases."""
+        await run_all(peers.let_go for peers in self._senders)
 
     def give_back(self) -> None:
         """Free the memory of what did not go straight. For threads. Idempotent."""
@@ -280,17 +355,17 @@ class JoinedSource:
             shard.segment.arena.empty()
 
     async def _united(
-        self, manifests: Sequence[Manifest], own: Wanted | None
+        self, manifests: Sequence[Manifest], own: Wanted | None, policy: Policy
     ) -> United:
         """Unite the trees of the senders, and compare the values that must agree."""
         limits, known = self._options.limits, dict[Claim, bool]()
         while True:
-            work = partial(
-                unite, manifests, own, self._policy, limits=limits, known=known
-            )
+            work = partial(unite, manifests, own, policy, limits=limits, known=known)
             try:
                 united = await self._bridge.run(work)
             except StorageError as error:
+                if self._lost:
+                    raise next(iter(self._lost.values())) from error
                 raise RemoteProtocolError(f"the senders at {error}") from error
             if united.claims.keys() <= known.keys():
                 return united
@@ -377,27 +452,60 @@ class JoinedSource:
         async def fetch(shard: _SenderShard, some: _Jobs) -> None:
             async with turns:
                 for destination, chunks in some:
-                    began = time.monotonic()
-                    await Download(
-                        shard.peers,
-                        shard.outline,
-                        destination,
-                        chunks,
-                        on_progress,
-                        connections=max(most // len(busy), 1),
-                    ).run()
-                    if chunks and len(shard.peers.all) == 1:
-                        _tell(shard, began)  # several peers are told by `Download`
+                    for peers, part in self._with_replicas(shard, destination, chunks):
+                        began = time.monotonic()
+                        download = Download(
+                            peers,
+                            shard.outline,
+                            destination,
+                            part,
+                            on_progress,
+                            connections=max(most // len(busy), 1),
+                        )
+                        try:
+                            await download.run()
+                        except TransportError as error:
+                            self._lose(shard.number, error, shard.outline.step)
+                            raise
+                        if len(peers.all) == 1:  # `Download` tells it of several
+                            _tell(shard, began)
 
         await run_all([partial(fetch, *each) for each in busy])
 
-    async def _each(self, call: Callable[[Peers], Awaitable[V]]) -> list[V]:
-        """Call a function with each sender at once; return what it returned."""
+    def _with_replicas(
+        self, shard: _SenderShard, destination: ChunkDestination, chunks: Sequence[int]
+    ) -> Iterator[tuple[Peers, Sequence[int]]]:
+        """Yield chunks, and who has them: of equal shards, all their senders."""
+        outline, replicas = shard.outline, list[tuple[Peers, Outline]]()
+        shared = {*chunks}
+        for other in self._shards if destination.patch is None else ():
+            if other is shard or other.outline.grid != outline.grid:
+                continue
+            pairs = zip(other.outline.digests, outline.digests, strict=True)
+            same = {at for at, (theirs, mine) in enumerate(pairs) if theirs == mine}
+            if 2 * len(shared & same) > len(chunks):
+                shared &= same
+                replicas.append((other.peers, other.outline))
+        if not replicas:
+            shared.clear()
+        parts = (
+            (shard.peers.beside(replicas), [c for c in chunks if c in shared]),
+            (shard.peers, [c for c in chunks if c not in shared]),
+        )
+        yield from (part for part in parts if part[1])
 
-        async def job(peers: Peers) -> V:
-            return await call(peers)
-
-        return await run_all([partial(job, peers) for peers in self._senders])
+    def _lose(self, number: int, error: TransportError, step: int) -> None:
+        """Note that a sender is lost."""
+        self._lost[number] = error
+        emit(
+            TransferEvent(
+                stop="drop",
+                step=step,
+                peer=self._senders[number].name,
+                detail=str(error),
+                level=logging.WARNING,
+            )
+        )
 
 
 def _tell(shard: _SenderShard, began: float) -> None:

@@ -91,6 +91,8 @@ class Peer:
         delta_base: The snapshot that it keeps as the base of deltas, or None.
         silence: Seconds without a request that end the lease there, if it says so.
         busy: Why it may be slow, if it says so.
+        outline: Its own checkpoint, if that is another one than the receiver's, which
+            has the same chunks.
     """
 
     origin: Origin
@@ -105,6 +107,7 @@ class Peer:
     delta_base: str | None = None
     silence: float | None = None
     busy: str = ""
+    outline: Outline | None = None
 
     def has(self, run: ChunkRun) -> bool:
         """Return whether it holds the first chunk of a run."""
@@ -189,6 +192,15 @@ class Peers:
     ) -> Peers:
         """Return the peers at these addresses."""
         return cls(client, [Peer(origin) for origin in origins], on_retry, deadline)
+
+    def beside(self, others: Iterable[tuple[Peers, Outline]]) -> Peers:
+        """Return these peers and others, whose checkpoints have the same chunks."""
+        more = [
+            Peer(peer.origin, joined=True, outline=outline)
+            for peers, outline in others
+            for peer in peers.left()
+        ]
+        return replace(self, all=[*self.all, *more])
 
     @property
     def name(self) -> str:

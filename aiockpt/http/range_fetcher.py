@@ -87,7 +87,7 @@ class RangeFetcher:
         """
         run, peer, liveness = assignment.run, assignment.peer, assignment.liveness
         start, stop, base = self._reach(run, peer)
-        outline, origin = self._outline, peer.origin
+        outline, origin = peer.outline or self._outline, peer.origin
         head = outline.header_bytes
         resource = http.Resource(http.ResourceKind.FULL, outline.step)
         wanted = {} if base is None else http.format_delta(base)
