@@ -17,13 +17,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from types import TracebackType
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple
 
 from aiockpt.errors import (
     Advice,
@@ -35,18 +33,17 @@ from aiockpt.errors import (
     advice,
 )
 from aiockpt.events import TransferEvent, emit
-from aiockpt.format.chunks import chunks_over, digest
+from aiockpt.format.chunks import chunks_over
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.download import Download
 from aiockpt.http.manifests import ManifestAnswer
 from aiockpt.http.peers import Peers
-from aiockpt.memory.arena import Arena, Memory, copy_bytes
+from aiockpt.http.shards import Jobs, ReceiveMemory, SenderShard, ShardRead
+from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
-from aiockpt.runtime.switching import CACHE_BLOCK_BYTES
 from aiockpt.runtime.tasks import run_all
-from aiockpt.state.catalogue import Piece
 from aiockpt.state.distributed import group_rank
 from aiockpt.state.flatten import Wanted, wanted
 from aiockpt.state.joined import JoinedCheckpoint, join
@@ -60,24 +57,19 @@ from aiockpt.state.reshard import (
     check_rank_values,
     unite,
 )
-from aiockpt.state.segment import Segment, check_memory
+from aiockpt.state.segment import check_memory
 from aiockpt.storage.boxes import (
     Assembly,
-    BoxPlacement,
     compare,
     moves_of,
     ranges_to_compare,
 )
-from aiockpt.storage.placement import Placement, Turns
-from aiockpt.storage.read import OnBytes, Verify
-from aiockpt.transfer.deltas import changer, is_available
 from aiockpt.transfer.options import ReceiveOptions
 from aiockpt.transfer.receive import Received, receive
-from aiockpt.transfer.reuse import Held, Reuse
+from aiockpt.transfer.reuse import Reuse
 from aiockpt.transfer.source import (
     ChunkDestination,
     OnProgress,
-    Patch,
     PlainDestination,
 )
 from aiockpt.transport import require_type
@@ -174,29 +166,6 @@ async def receive_joined(
                 raise
 
 
-class _SenderShard:
-    """What one sender has, as a `LoadSource` whose bytes have been fetched.
-
-    Attributes:
-        number: The number of the sender.
-        peers: The sender, and its replicas.
-        outline: The outline of its checkpoint.
-        segment: Its data segment. The arena has the bytes that do not go straight to
-            the destination.
-        there: The chunks that are in the arena, and verified.
-    """
-
-    def __init__(self, number: int, peers: Peers, manifest: Manifest) -> None:
-        self.number, self.peers, self.outline = number, peers, manifest.outline
-        self.segment = Segment(manifest.without_header(), is_there=True)
-        self.there: set[int] = set()
-
-    def read(
-        self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None = None
-    ) -> None:
-        """Do nothing: the bytes are there."""
-
-
 class JoinedSource:
     """One checkpoint of several senders, as a `aiockpt.transfer.source.Source`.
 
@@ -229,7 +198,7 @@ class JoinedSource:
         self._senders, self._bridge, self._options = senders, bridge, options
         self._ranks, self._lost = ranks, lost
         self._step: int | None = None  # of which the manifests have come
-        self._shards: Sequence[_SenderShard] = ()
+        self._shards: Sequence[SenderShard] = ()
         self._joined: JoinedCheckpoint | None = None
         self._reuse: Reuse | None = None
 
@@ -278,7 +247,7 @@ class JoinedSource:
             raise next(iter(self._lost.values()))
         self._step, there = step, sorted(answers)
         self._shards = [
-            _SenderShard(each, self._senders[each], answers[each].manifest)
+            SenderShard(each, self._senders[each], answers[each].manifest)
             for each in there
         ]
         manifests = [shard.segment.manifest for shard in self._shards]
@@ -393,26 +362,25 @@ class JoinedSource:
         joined, shards = self._joined, self._shards
         assert joined is not None
         size = joined.manifest.segment_bytes
-        assembly = Assembly(Arena(size), _ReceiveMemory(destination))
+        assembly = Assembly(Arena(size), ReceiveMemory(destination))
         moves = moves_of(joined.pieces, joined.copies, ranges, len(shards))
         parts = []
         for shard, some in zip(shards, moves, strict=True):
-            arena = shard.segment.arena
-            placement = BoxPlacement(some, assembly, partial(_same, arena))
-            check_memory(placement.spread, self._options.limits)
-            parts.append(_ShardRead(shard, placement, destination, self._bridge))
+            part = ShardRead(shard, some, assembly, destination, self._bridge)
+            check_memory(part.spread, self._options.limits)
+            parts.append(part)
         return _JoinedRead(assembly, parts)
 
     async def _find_held(
         self,
         reuse: Reuse,
-        parts: Sequence[_ShardRead],
+        parts: Sequence[ShardRead],
         progress: _ScaledProgress,
     ) -> None:
         """Find the chunks that the receiver has; they need not be fetched."""
         held = await reuse.staged()
 
-        async def find(part: _ShardRead) -> None:
+        async def find(part: ShardRead) -> None:
             try:
                 await self._bridge.run(part.find_held, held)
             except LocalProtocolError:  # a tensor of theirs got other memory meanwhile
@@ -434,7 +402,7 @@ class JoinedSource:
         for shard, some in zip(self._shards, missing, strict=True):
             shard.there.update(some)
 
-    async def _fetch(self, jobs: Sequence[_Jobs], on_progress: OnProgress) -> None:
+    async def _fetch(self, jobs: Sequence[Jobs], on_progress: OnProgress) -> None:
         """Fetch chunks of all shards at once, over a bounded number of connections.
 
         Args:
@@ -449,7 +417,7 @@ class JoinedSource:
         most = self._senders[0].client.options.connections
         turns = asyncio.Semaphore(most)
 
-        async def fetch(shard: _SenderShard, some: _Jobs) -> None:
+        async def fetch(shard: SenderShard, some: Jobs) -> None:
             async with turns:
                 for destination, chunks in some:
                     for peers, part in self._with_replicas(shard, destination, chunks):
@@ -473,7 +441,7 @@ class JoinedSource:
         await run_all([partial(fetch, *each) for each in busy])
 
     def _with_replicas(
-        self, shard: _SenderShard, destination: ChunkDestination, chunks: Sequence[int]
+        self, shard: SenderShard, destination: ChunkDestination, chunks: Sequence[int]
     ) -> Iterator[tuple[Peers, Sequence[int]]]:
         """Yield chunks, and who has them: of equal shards, all their senders."""
         outline, replicas = shard.outline, list[tuple[Peers, Outline]]()
@@ -508,7 +476,7 @@ class JoinedSource:
         )
 
 
-def _tell(shard: _SenderShard, began: float) -> None:
+def _tell(shard: SenderShard, began: float) -> None:
     """Tell how much came from a sender."""
     (peer,) = shard.peers.all
     emit(
@@ -522,12 +490,6 @@ def _tell(shard: _SenderShard, began: float) -> None:
     )
 
 
-def _same(arena: Arena, ranges: Ranges) -> Arena:
-    """Return the arena, which has memory for all ranges."""
-    del ranges
-    return arena
-
-
 class _JoinedRead(NamedTuple):
     """What one `JoinedSource.read` reads.
 
@@ -537,170 +499,7 @@ class _JoinedRead(NamedTuple):
     """
 
     assembly: Assembly
-    parts: Sequence[_ShardRead]
-
-
-class _ReceiveMemory(Placement):
-    """The memory of a receive's destination, as that of an `Assembly`."""
-
-    ranges: Ranges = ()
-
-    def __init__(self, destination: ChunkDestination) -> None:
-        self._memory, self._prepare = destination.memory, destination.prepare
-
-    def views(self, start: int, stop: int, spare: Turns) -> Sequence[memoryview]:
-        """Return the destination's memory for ``[start, stop)``."""
-        del spare
-        return self._memory.buffers(start, stop)
-
-    def prepare(self, start: int, stop: int) -> None:
-        """Map the pages for ``[start, stop)``; see `Placement.prepare`."""
-        if self._prepare is not None:
-            self._prepare(start, stop)
-
-
-_Jobs: TypeAlias = Sequence[tuple[ChunkDestination, Sequence[int]]]
-"""Chunks of a shard, and where they go."""
-
-
-class _ShardRead:
-    """What one read gets from one sender, as a `ChunkDestination` and its `Memory`.
-
-    Attributes:
-        wanted: The chunks with bytes that are needed.
-        held: Those of them that the receiver had, and that are in the memory now.
-        patch: Applies a delta to a chunk of which the receiver has every byte.
-        kept: See `ChunkDestination`.
-    """
-
-    patch: Patch | None = None
-    kept: None = None
-
-    def __init__(
-        self,
-        shard: _SenderShard,
-        placement: BoxPlacement,
-        destination: ChunkDestination,
-        bridge: Bridge,
-    ) -> None:
-        self._shard, self._placement, self._bridge = shard, placement, bridge
-        self._home: Memory = destination.memory
-        self._grid = shard.outline.grid
-        self.wanted = chunks_over(self._grid, placement.ranges)
-        self.held: set[int] = set()
-        self._based: set[int] = set()  # the chunks that may be those of a base
-
-    @property
-    def memory(self) -> Memory:
-        """The sender's data segment: partly the destination, else the arena."""
-        return self
-
-    def size_of(self, chunks: Iterable[int]) -> int:
-        """Return the bytes of some chunks."""
-        return sum(map(self._grid.size, chunks))
-
-    def missing(self) -> list[int]:
-        """Return the wanted chunks that must be fetched."""
-        there = self._shard.there | self.held
-        return [chunk for chunk in self.wanted if chunk not in there]
-
-    def jobs(self) -> _Jobs:
-        """Return what to fetch: by deltas, and whole."""
-        missing, based = self.missing(), set[int]()
-        if is_available() and all(p.delta_base for p in self._shard.peers.left()):
-            based = self._based
-        deltas = copy(self)
-        deltas.patch = self._patch
-        return [
-            (deltas, [chunk for chunk in missing if chunk in based]),
-            (self, [chunk for chunk in missing if chunk not in based]),
-        ]
-
-    def buffers(self, start: int, stop: int) -> list[memoryview]:
-        """Return the writable bytes of ``[start, stop)``, in order."""
-        spare = _ArenaFrom(self._shard.segment.arena, start)
-        return [*self._placement.views(start, stop, spare)]
-
-    def check(self, start: int, stop: int) -> None:
-        """Raise an error if views of ``[start, stop)`` must not be used any more."""
-        for _, first, last in self._placement.placed(start, stop):
-            self._home.check(first, last)
-
-    def prepare(self, start: int, stop: int) -> int:
-        """Map the pages for ``[start, stop)``; return where to go on."""
-        self._placement.prepare(start, stop)
-        return stop
-
-    def complete(self, chunk: int) -> None:
-        """Do nothing: a chunk of the joined checkpoint comes from several senders."""
-
-    def find_held(self, held: Held) -> None:
-        """Find the chunks of which the receiver has every byte. For a thread.
-
-        Their bytes are laid out as the sender's, and their digests compared.
-        """
-
-        def has(piece: Piece) -> bool:
-            return held.has(piece.start, piece.stop)
-
-        def own(piece: Piece) -> memoryview:
-            views = held.buffers(piece.start, piece.stop)
-            return views[0] if len(views) == 1 else memoryview(bytearray().join(views))
-
-        there = merged(map(self._grid.range, self._shard.there))
-        known = self._placement.bring_back(has, own, there)
-        starts = [start for start, _ in known]
-        for chunk in self.missing():
-            start, stop = self._grid.range(chunk)
-            at = bisect_right(starts, start) - 1
-            if at < 0 or known[at][1] < stop:
-                continue
-            for first, begin, end in self._placement.placed(start, stop):
-                views = self.buffers(first, first + end - begin)
-                copy_bytes(views, held.buffers(begin, end))
-            found = digest(self.buffers(start, stop), self._grid.algorithm)
-            is_same = found == self._shard.outline.digests[chunk]
-            (self.held if is_same else self._based).add(chunk)
-
-    async def _patch(
-        self, memory: Memory, chunk: int, kind: int, body: memoryview
-    ) -> bool:
-        """Apply a delta to the bytes that `find_held` has laid out."""
-        return await self._bridge.run(self._patched, memory, chunk, kind, body)
-
-    def _patched(self, memory: Memory, chunk: int, kind: int, body: memoryview) -> bool:
-        start, stop = self._grid.range(chunk)
-        change = changer(kind, body, stop - start)
-        made = memoryview(bytearray(stop - start))
-        copy_bytes([made], memory.buffers(start, stop))
-        for at in range(0, made.nbytes, CACHE_BLOCK_BYTES):
-            change(at, made[at : at + CACHE_BLOCK_BYTES])
-        found = digest([made], self._grid.algorithm)
-        if found != self._shard.outline.digests[chunk]:
-            return False
-        copy_bytes(memory.buffers(start, stop), [made])
-        return True
-
-    def finish(self) -> None:
-        """Copy what did not go straight to the destination. For a thread."""
-        arena = self._shard.segment.arena
-        for chunk in self.wanted:
-            if chunk in self._shard.there and chunk not in self.held:
-                start, stop = self._grid.range(chunk)
-                copy_bytes(self.buffers(start, stop), arena.buffers(start, stop))
-        self._placement.finish()
-
-
-class _ArenaFrom(NamedTuple):
-    """The arena from an offset on, as memory for bytes that nobody needs."""
-
-    arena: Arena
-    start: int
-
-    def turn(self, nbytes: int) -> memoryview:
-        """Return memory for so many bytes."""
-        (view,) = self.arena.buffers(self.start, self.start + nbytes)
-        return view
+    parts: Sequence[ShardRead]
 
 
 class _ScaledProgress:
