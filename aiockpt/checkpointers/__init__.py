@@ -25,6 +25,7 @@ recovery           the last snapshot, from a dead trainer to a restarted one
 writer             one rank's file, durable; then the commit
 barriers           where ranks wait for each other
 reader             loads: whole, in place, or only some keys
+fingerprint        sums that do not know the mesh, of a state or a checkpoint
 sources, peer      opens a path: a directory, a file, or the URL of a peer
 ================== ==========================================================
 """

@@ -50,6 +50,7 @@ from aiockpt.runtime.bridge import share_out
 HeldRuns: TypeAlias = Sequence[tuple[tuple[int, int], ...]]
 """For each dimension of a full tensor, the half-open runs of indices of a shard."""
 
+_HOST: Final = torch.device("cpu")  # whatever the default of the program is
 _COLUMNS: Final = 1 << 16
 _MIN_ROW_WORDS: Final = 256
 ROW_BYTES: Final = 4 * _COLUMNS
@@ -121,12 +122,12 @@ def _byte_dots(elements: torch.Tensor, columns: slice | torch.Tensor) -> torch.T
     digits = _digits(min(elements.itemsize, 4))[columns].flatten(0, 1)
     data = elements if elements.stride(-1) == 1 else elements.contiguous()
     data = data.view(torch.int8)
-    total = torch.zeros(len(data), 2 * _DIGITS, dtype=torch.int64)
+    total = torch.zeros(len(data), 2 * _DIGITS, dtype=torch.int64, device=_HOST)
     for at in range(0, data.shape[1], _BYTES_AT_ONCE):
         near = slice(at, at + _BYTES_AT_ONCE)
         some = data[:, near]
         total += torch._int_mm(some, digits[near])  # noqa: SLF001 - there is no other
-    weights = 128 ** torch.arange(_DIGITS)
+    weights = 128 ** torch.arange(_DIGITS, device=_HOST)
     return (total.view(-1, 2, _DIGITS) * weights).sum(2)
 
 
@@ -145,8 +146,9 @@ def _digits(size: int) -> torch.Tensor:
 
     The factor of byte ``n`` is the key times ``256**n``.
     """
-    table = _kept_keys(torch.device("cpu"))
-    rest = table.t().unsqueeze(1) * (256 ** torch.arange(size)).unsqueeze(1)
+    table = _kept_keys(_HOST)
+    factors = 256 ** torch.arange(size, device=_HOST)
+    rest = table.t().unsqueeze(1) * factors.unsqueeze(1)
     found = []
     for _ in range(_DIGITS):
         digit = ((rest + 64) & 127) - 64
@@ -158,9 +160,10 @@ def _digits(size: int) -> torch.Tensor:
 @cache
 def multiplies_bytes() -> bool:
     """Say whether torch multiplies bytes exactly here, and faster than numbers."""
-    table = _kept_keys(torch.device("cpu"))
+    table = _kept_keys(_HOST)
     words = table.view(torch.int32).view(64, -1).clone()
-    words[:4] = torch.tensor([[0], [-1], [0x7F7F7F7F], [-0x7F7F7F80]])
+    for row, word in enumerate((0, -1, 0x7F7F7F7F, -0x7F7F7F80)):
+        words[row] = word
     every = slice(0, words.shape[1])
 
     def by_bytes() -> torch.Tensor:
@@ -173,7 +176,7 @@ def multiplies_bytes() -> bool:
         with alone():
             is_exact = torch.equal(by_bytes(), by_numbers())
             return is_exact and _seconds(by_bytes) < _seconds(by_numbers)
-    except (AttributeError, RuntimeError):  # torch may have no such product here
+    except (AttributeError, RuntimeError, Warning):  # torch may have none here
         return False
 
 
@@ -311,7 +314,7 @@ class _Keys:
         self.width = self.runs[-1].stop
         rows = _indices(shape[:dims], runs[:dims])
         self.rows = rows.numel()
-        blocks = torch.tensor([run.block for run in self.runs])
+        blocks = torch.tensor([run.block for run in self.runs], device=_HOST)
         numbers = rows.unsqueeze(1) * -(-width // _COLUMNS) + blocks
         self._factors = _hashes(numbers.to(table.device))  # [rows, runs, 2]
         self._table = table
@@ -374,16 +377,16 @@ class _Keys:
     def flat(self) -> torch.Tensor:
         """Return the keys of all local words, ``[2, words]``; for few words."""
         table = torch.cat([self._table[:, run.columns] for run in self.runs], 1)
-        sizes = torch.tensor([run.stop - run.start for run in self.runs])
+        sizes = torch.tensor([run.stop - run.start for run in self.runs], device=_HOST)
         factors = self._factors.repeat_interleave(sizes.to(table.device), 1)
         return (factors.permute(2, 0, 1) * table.unsqueeze(1)).flatten(1)
 
 
 def _indices(shape: Sequence[int], runs: HeldRuns) -> torch.Tensor:
     """Return the index in the flat tensor of each element that a shard holds."""
-    found = torch.zeros(1, dtype=torch.int64)
+    found = torch.zeros(1, dtype=torch.int64, device=_HOST)
     for size, own in zip(shape, runs, strict=True):
-        along = torch.cat([torch.arange(*each) for each in own])
+        along = torch.cat([torch.arange(*each, device=_HOST) for each in own])
         found = (found.unsqueeze(1) * size + along).flatten()
     return found
 
@@ -403,7 +406,7 @@ def _column_runs(shape: Sequence[int], runs: HeldRuns) -> Iterator[_ColumnRun]:
     step = max(_COLUMNS // below, 1)
     for lower, upper in runs[0]:
         for first in range(lower, upper, step):
-            outer = torch.arange(first, min(first + step, upper))
+            outer = torch.arange(first, min(first + step, upper), device=_HOST)
             found = (outer.unsqueeze(1) * below + rest).flatten()
             blocks = found // _COLUMNS
             ends = 1 + (blocks.diff() != 0).nonzero().flatten()
@@ -454,9 +457,9 @@ def word_sums(held: Sequence[HeldTensor]) -> list[tuple[int, int]]:
             run(task)
     else:
         share_out(run, own)
-    totals = torch.zeros(len(held), 2, dtype=torch.int64)
+    totals = torch.zeros(len(held), 2, dtype=torch.int64, device=_HOST)
     for numbers, some in found:
-        totals.index_add_(0, torch.tensor(numbers), some.cpu())
+        totals.index_add_(0, torch.tensor(numbers, device=_HOST), some.cpu())
     return [(first % 2**64, second % 2**64) for first, second in totals.tolist()]
 
 

@@ -30,6 +30,7 @@ from aiockpt.format.references import references, registered
 from aiockpt.format.tree import remedy_for, unsupported
 from aiockpt.memory.multilinear import HeldTensor, word_sums
 from aiockpt.memory.snapshot import Snapshot
+from aiockpt.runtime.system import collector_paused
 from aiockpt.state.distributed import LayoutReader
 from aiockpt.state.flatten import ODD, survey
 from aiockpt.state.leaves import DTYPE_NAMES, extension
@@ -264,7 +265,8 @@ def _fingerprint(
     tree: Node, tensors: Sequence[torch.Tensor], limits: Limits
 ) -> Fingerprint:
     parts = _HeldParts(tensors)
-    rows = [(leaf, parts.parts_of(leaf)) for leaf in _leaves(tree, limits)]
+    with collector_paused():
+        rows = [(leaf, parts.parts_of(leaf)) for leaf in _leaves(tree, limits)]
     sums = [format_sums(*each) for each in word_sums(parts.held)]
     found: dict[str, TensorSums] = {}
     for leaf, own in rows:
