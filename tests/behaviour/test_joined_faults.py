@@ -1,0 +1,683 @@
+"""One of several senders dies, restarts, is late, is slow or lies.
+
+A proxy in front of each sender does to the receiver what a process does that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt import IntegrityError, Progress, StepNotFoundError
+from aiockpt.errors import AiockptError, TransferTimeoutError, TransportError
+from aiockpt.testing import CutAfter, Fault, FaultProxy, assert_same
+from aiockpt.testing.faults import Drip, Pipe
+from tests.support.faultpeers import At
+from tests.support.joined import (
+    KINDS,
+    STEP,
+    cut,
+    joined,
+    numbers,
+    processes,
+    proxies,
+    publish,
+    shards,
+    states,
+    through,
+)
+from tests.support.mesh_ranks import as_rank, check, zeroed
+from tests.support.servers import settle
+from tests.support.transports import (
+    MIB,
+    TOKEN,
+    Transport,
+    arenas,
+    port_of,
+    soon,
+    transport,
+)
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("no_blocking"),
+]
+
+MIB_SENT = 4
+RATE = 40 * MIB
+"""Bytes a second of a sender whose receive a test interrupts."""
+VICTIM = 1
+SLACK = 1.5
+"""Seconds that a busy machine may add to a deadline."""
+
+
+def state_of(kind: str, *, add: int = 0) -> Callable[[int], Any]:
+    """Return what each rank publishes."""
+    return lambda _: {"w": KINDS[kind](numbers(MIB_SENT) + add), "n": 1}
+
+
+def whole(*, add: int = 0) -> dict[str, Any]:
+    """Return what all ranks have published together."""
+    return {"w": numbers(MIB_SENT) + add, "n": 1}
+
+
+def impatient(**options: Any) -> Transport:
+    """Return a receiver that gives a silent sender up soon."""
+    return transport(**{"reconnect_timeout": 0.3, "stall_timeout": 2, **options})
+
+
+class Dies(Fault):
+    """The sender behind a proxy is gone once it has sent so many bytes.
+
+    One that is ``silent`` still accepts connections, and says nothing.
+    """
+
+    def __init__(self, proxy: FaultProxy, count: int, *, silent: bool = False) -> None:
+        self._proxy, self._left, self._silent = proxy, count, silent
+        self._cutting: asyncio.Task[None] | None = None
+
+    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+        """Send what comes before; then all connections break, and no new one comes."""
+        before, self._left = self._left, self._left - len(data)
+        await pipe.send(data[: max(before, 0)])
+        if self._left < 0:
+            if self._cutting is None and not self._silent:
+                self._proxy.refuse()
+                self._cutting = asyncio.create_task(self._proxy.cut_all())
+            await pipe.stall()  # until it is cut
+
+
+MOMENTS = {
+    "before it answers": 0,
+    "in its manifest": 300,
+    "in its first chunks": 100 << 10,
+    "in its last chunks": 900 << 10,
+}
+"""When the sender dies: after so many bytes."""
+
+moments = pytest.mark.parametrize("count", MOMENTS.values(), ids=MOMENTS)
+
+
+@asynccontextmanager
+async def behind(
+    kind: str, **options: Any
+) -> AsyncIterator[tuple[list[Transport], list[FaultProxy], str]]:
+    """Give senders, the proxies in front of them, and the metadata of these."""
+    async with (
+        shards(state_of(kind), **options) as senders,
+        proxies(senders) as lines,
+    ):
+        yield senders, lines, through(lines, senders)
+
+
+def says(error: BaseException, proxy: FaultProxy) -> bool:
+    """Tell whether an error names a sender, in its message or its notes."""
+    said = [str(error), *getattr(error, "__notes__", [])]
+    return any(f"127.0.0.1:{proxy.port}" in each for each in said)
+
+
+def is_zero(into: dict[str, Any]) -> bool:
+    """Tell whether nothing has come into a template."""
+    return not into["w"].any() and into["n"] == 0
+
+
+# ------------------------------------------------------------------------------ deaths
+
+
+class TestDeaths:
+    """Without a replica the receive fails and names the sender; else it succeeds."""
+
+    @moments
+    async def test_nobody_else_has_the_shard(self, count: int) -> None:
+        """The error names the sender, and the template is as it was."""
+        async with behind("fsdp") as (_, lines, metadata), impatient() as receiver:
+            lines[VICTIM].otherwise = Dies(lines[VICTIM], count)
+            into, before = zeroed(whole()), arenas()
+            with pytest.raises(TransportError) as caught:
+                await receiver.recv_checkpoint(0, metadata, STEP, into=into)
+            assert says(caught.value, lines[VICTIM])
+            assert "the template was not modified" in caught.value.__notes__
+            assert is_zero(into)
+            del caught
+            await settle(lambda: arenas() <= before)
+
+    @moments
+    async def test_the_deadline_is_kept(self, count: int) -> None:
+        """A receiver that would wait for the sender ends with its deadline."""
+        loop = asyncio.get_running_loop()
+        async with (
+            behind("fsdp") as (_, lines, metadata),
+            transport(reconnect_timeout=60) as receiver,
+        ):
+            lines[VICTIM].otherwise = Dies(lines[VICTIM], count)
+            into, began = zeroed(whole()), loop.time()
+            with pytest.raises(TransferTimeoutError) as caught:
+                await receiver.recv_checkpoint(0, metadata, STEP, 1.0, into=into)
+            assert loop.time() - began < 1.0 + SLACK
+            assert says(caught.value, lines[VICTIM])
+            assert "timed out" in str(caught.value)
+            assert is_zero(into)
+
+    async def test_it_was_never_there(self) -> None:
+        """A sender that refuses all connections is named, too."""
+        async with behind("fsdp") as (_, lines, metadata), impatient() as receiver:
+            lines[VICTIM].refuse()
+            with pytest.raises(TransportError) as caught:
+                await receiver.recv_checkpoint(0, metadata, STEP)
+            assert says(caught.value, lines[VICTIM])
+
+    @pytest.mark.parametrize("count", [300, 500 << 10])
+    async def test_into_the_memory_of_the_template(self, count: int) -> None:
+        """With `direct`, a note says whether the template was modified."""
+        async with behind("fsdp") as (_, lines, metadata), impatient() as receiver:
+            lines[VICTIM].otherwise = Dies(lines[VICTIM], count)
+            into = zeroed(whole())
+            with pytest.raises(TransportError) as caught:
+                await receiver.recv_checkpoint(
+                    0, metadata, STEP, into=into, direct=True
+                )
+            assert says(caught.value, lines[VICTIM])
+            notes = caught.value.__notes__
+            assert any(each.startswith("the template was") for each in notes)
+            if into["w"].any():
+                assert "the template was modified" in notes
+
+    @moments
+    @pytest.mark.parametrize("victim", [0, 1])
+    async def test_another_rank_holds_the_shard(self, victim: int, count: int) -> None:
+        """Of HSDP, the other replica takes over."""
+        async with behind("hsdp") as (_, lines, metadata), impatient() as receiver:
+            lines[victim].otherwise = Dies(lines[victim], count)
+            into = zeroed(whole())
+            found = await receiver.recv_checkpoint(0, metadata, STEP, into=into)
+            assert found is into
+            assert_same(into, whole())
+
+    @moments
+    async def test_a_replica_of_the_job(self, count: int) -> None:
+        """Of a list of joined strings, the sender of the other one takes over."""
+        async with (
+            behind("fsdp") as (_, lines, one),
+            behind("fsdp") as (_, others, other),
+            impatient() as receiver,
+        ):
+            lines[VICTIM].otherwise = Dies(lines[VICTIM], count)
+            others[VICTIM + 1].otherwise = Dies(others[VICTIM + 1], count)
+            found = await receiver.recv_checkpoint(0, [one, other], STEP)
+            assert_same(found, whole())
+
+    async def test_all_that_hold_a_shard_die(self) -> None:
+        """Then the error names one of them."""
+        async with behind("hsdp") as (_, lines, metadata), impatient() as receiver:
+            for victim in (1, 3):
+                lines[victim].otherwise = Dies(lines[victim], 300)
+            into = zeroed(whole())
+            with pytest.raises(TransportError) as caught:
+                await receiver.recv_checkpoint(0, metadata, STEP, into=into)
+            assert says(caught.value, lines[1]) or says(caught.value, lines[3])
+            assert is_zero(into)
+
+    async def test_a_rank_that_needs_nothing_of_it(self) -> None:
+        """Its manifest is needed, its chunks are not."""
+        async with behind("fsdp") as (_, lines, metadata), impatient() as receiver:
+            lines[3].otherwise = Dies(lines[3], 64 << 10)
+            with as_rank(0, 2):
+                into = {"w": cut(2, whole=0 * numbers(MIB_SENT)), "n": 0}
+                await receiver.recv_checkpoint(0, metadata, STEP, into=into)
+                check(into, whole())
+
+    @pytest.mark.parametrize("kind", KINDS)
+    async def test_a_process_is_killed(self, kind: str) -> None:
+        """A real one, in the middle of a receive."""
+        async with processes(kind, 16) as started, impatient() as receiver:
+            metadata = aiockpt.join_metadata([said for _, said in started])
+            victim, address = started[VICTIM]
+            kill = At(0.05, lambda: os.kill(victim, signal.SIGKILL))
+            call = receiver.recv_checkpoint(0, metadata, STEP, progress=kill)
+            if kind == "hsdp":
+                found = await call
+                assert_same(found["w"], numbers(16))
+            else:
+                with pytest.raises(TransportError) as caught:
+                    await call
+                address = address.partition("/checkpoint")[0]
+                notes = getattr(caught.value, "__notes__", [])
+                assert any(address in each for each in [str(caught.value), *notes])
+            assert kill.since
+
+    @pytest.mark.parametrize("kind", KINDS)
+    async def test_it_falls_silent(self, kind: str) -> None:
+        """A sender that stands still is like one that is gone."""
+        async with (
+            behind(kind) as (_, lines, metadata),
+            impatient(stall_timeout=0.5) as receiver,
+        ):
+            lines[VICTIM].otherwise = Dies(lines[VICTIM], 200 << 10, silent=True)
+            call = receiver.recv_checkpoint(0, metadata, STEP)
+            if kind == "hsdp":
+                assert_same(await call, whole())
+            else:
+                with pytest.raises(TransportError) as caught:
+                    await call
+                assert says(caught.value, lines[VICTIM])
+
+    async def test_broken_connections_are_made_again(self) -> None:
+        """A sender whose connections break, and which is there, goes on."""
+        async with behind("fsdp") as (_, lines, metadata), transport() as receiver:
+            for each in lines:
+                each.faults = [CutAfter(200 << 10, reset=True) for _ in range(3)]
+            found = await receiver.recv_checkpoint(0, metadata, STEP)
+            assert_same(found, whole())
+
+
+# ---------------------------------------------------------------------------- restarts
+
+
+@asynccontextmanager
+async def restarted(
+    senders: Sequence[Transport], lines: Sequence[FaultProxy], state: Any
+) -> AsyncIterator[None]:
+    """Replace the sender behind a proxy by one with a state."""
+    async with transport(token=TOKEN) as successor:
+        await successor.send_checkpoint([], STEP, state)
+        lines[VICTIM].target = ("127.0.0.1", port_of(successor))
+        lines[VICTIM].otherwise = Fault()
+        await senders[VICTIM].shutdown(wait=False)
+        await lines[VICTIM].cut_all()
+        yield
+
+
+class TestRestarts:
+    """Snapshots are pinned: a part of another one is taken by no receive."""
+
+    @asynccontextmanager
+    async def interrupted(
+        self, state: Any, **options: Any
+    ) -> AsyncIterator[asyncio.Task[Any]]:
+        """Restart a sender in the middle of a receive, which goes on."""
+        halfway = asyncio.Event()
+
+        def note(progress: Progress) -> None:
+            if progress.bytes_done > progress.bytes_total / 4:
+                halfway.set()
+
+        slow = Drip(MIB, burst=16 << 10)
+        async with (
+            behind("fsdp", token=TOKEN) as (senders, lines, metadata),
+            transport(token=TOKEN, reconnect_timeout=5) as receiver,
+        ):
+            lines[VICTIM].otherwise = slow
+            task = asyncio.create_task(
+                receiver.recv_checkpoint(
+                    metadata=metadata, progress=note, **{"step": STEP, **options}
+                )
+            )
+            await halfway.wait()
+            async with restarted(senders, lines, state):
+                yield task
+
+    async def test_the_same_snapshot(self) -> None:
+        """It has the same identity, so the receive goes on with it."""
+        state = states(state_of("fsdp"))[VICTIM]
+        async with self.interrupted(state) as task:
+            assert_same(await task, whole())
+
+    @pytest.mark.parametrize("step", [STEP, None])
+    async def test_another_snapshot_of_the_step(self, step: int | None) -> None:
+        """What the caller gets is of one snapshot of each sender, or an error."""
+        state = states(state_of("fsdp", add=1_000_000_000))[VICTIM]
+        async with self.interrupted(state, step=step) as task:
+            try:
+                found = await task
+            except AiockptError as error:
+                assert "127.0.0.1" in str(error)  # noqa: PT017 - it may succeed, too
+                return
+        rows = len(found["w"]) // 4
+        part = slice(VICTIM * rows, (VICTIM + 1) * rows)
+        added = found["w"] - numbers(MIB_SENT)
+        assert added[part].eq(1_000_000_000).all(), "a part of another snapshot"
+        added[part] = 0
+        assert not added.any()
+
+
+# ------------------------------------------------------------------------ what is late
+
+
+class TestSteps:
+    """Senders do not publish in one moment."""
+
+    @pytest.mark.parametrize("step", [STEP, None])
+    @pytest.mark.parametrize("late", [0, 3])
+    async def test_a_late_sender_is_awaited(self, late: int, step: int | None) -> None:
+        """The others have the step already, and it has an older one."""
+        parts = states(state_of("fsdp"))
+        older = states(state_of("fsdp", add=5))
+        async with shards() as senders, transport() as receiver:
+            for rank, sender in enumerate(senders):
+                await sender.send_checkpoint([], STEP - 1, older[rank])
+                if rank != late:
+                    await sender.send_checkpoint([], STEP, parts[rank])
+            call = receiver.recv_checkpoint(metadata=joined(senders), step=step)
+            task = asyncio.create_task(call)
+            await asyncio.sleep(0.3)
+            assert not task.done()
+            await senders[late].send_checkpoint([], STEP, parts[late])
+            assert_same(await task, whole())
+
+    async def test_nobody_has_published(self) -> None:
+        """All of them are awaited, until the deadline at most."""
+        loop = asyncio.get_running_loop()
+        async with shards() as senders, transport() as receiver:
+            began = loop.time()
+            with pytest.raises(AiockptError):
+                await receiver.recv_checkpoint(0, joined(senders), STEP, 0.5)
+            assert loop.time() - began < 0.5 + SLACK
+            call = receiver.recv_checkpoint(0, joined(senders), STEP)
+            task = asyncio.create_task(call)
+            await asyncio.sleep(0.1)
+            await publish(senders, state_of("fsdp"))
+            assert_same(await task, whole())
+
+    async def test_one_sender_has_gone_on(self) -> None:
+        """The step is gone there: the error says what is served instead."""
+        async with shards(state_of("fsdp")) as senders, transport() as receiver:
+            newer = states(state_of("fsdp", add=1))
+            await senders[VICTIM].send_checkpoint([], STEP + 1, newer[VICTIM])
+            with pytest.raises(StepNotFoundError) as caught:
+                await receiver.recv_checkpoint(0, joined(senders), STEP)
+            assert caught.value.serving == STEP + 1
+
+    async def test_all_publish_on_during_the_receive(self) -> None:
+        """What is leased stays: the receive brings the step that it began."""
+        async with behind("fsdp") as (senders, lines, metadata), transport() as ours:
+            for each in lines:
+                each.otherwise = Drip(2 * MIB, burst=16 << 10)
+            begun = asyncio.Event()
+
+            def note(progress: Progress) -> None:
+                if progress.bytes_done:
+                    begun.set()
+
+            call = ours.recv_checkpoint(0, metadata, STEP, progress=note)
+            task = asyncio.create_task(call)
+            await begun.wait()
+            for later in (1, 2):
+                await publish(senders, state_of("fsdp", add=later), STEP + later)
+            assert_same(await task, whole())
+            await settle(lambda: all(at.statistics().readers == 0 for at in senders))
+
+    async def test_one_publishes_on_before_it_is_asked_for_chunks(self) -> None:
+        """Leases are on all senders before any of them sends a chunk."""
+        async with behind("fsdp") as (senders, lines, metadata), transport() as ours:
+            newer = states(state_of("fsdp", add=1))
+            begun = asyncio.Event()
+
+            def note(progress: Progress) -> None:
+                if progress.bytes_done:
+                    begun.set()
+
+            for each in lines[:VICTIM] + lines[VICTIM + 1 :]:
+                each.otherwise = Drip(MIB, burst=16 << 10)
+            call = ours.recv_checkpoint(0, metadata, STEP, progress=note)
+            task = asyncio.create_task(call)
+            await begun.wait()
+            for later in (1, 2):
+                step = STEP + later
+                await senders[VICTIM].send_checkpoint([], step, newer[VICTIM])
+            assert_same(await task, whole())
+
+
+# -------------------------------------------------------------------------- wrong bytes
+
+
+class TestWrongBytes:
+    """A chunk that is not what the manifest says never gets into a result."""
+
+    @pytest.mark.parametrize("direct", [False, True])
+    async def test_nobody_else_has_the_chunk(self, *, direct: bool) -> None:
+        """The error names the sender."""
+        parts = states(state_of("fsdp"))
+        async with shards(zero_copy=True) as senders, transport() as receiver:
+            for sender, part in zip(senders, parts, strict=True):
+                await sender.send_checkpoint([], STEP, part)
+            local = parts[VICTIM]["w"].to_local().numpy()
+            local[-1, -1] ^= 1  # which nobody can see
+            into = zeroed(whole())
+            options: dict[str, Any] = {"into": into, "direct": direct}
+            with pytest.raises(IntegrityError) as caught:
+                await receiver.recv_checkpoint(0, joined(senders), STEP, **options)
+            said = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+            assert any(senders[VICTIM].address() in each for each in said), said
+            if not direct:
+                assert is_zero(into)
+                assert "the template was not modified" in said
+            local[-1, -1] ^= 1
+            found = await receiver.recv_checkpoint(0, joined(senders), STEP, **options)
+            assert_same(found, whole())
+
+    async def test_another_rank_has_it(self) -> None:
+        """Of HSDP, the bytes of the other replica are taken."""
+        parts = states(state_of("hsdp"))
+        for victim in (0, 1):
+            async with shards(zero_copy=True) as senders, transport() as receiver:
+                for sender, part in zip(senders, parts, strict=True):
+                    await sender.send_checkpoint([], STEP, part)
+                local = parts[victim]["w"].to_local().numpy()
+                local[5, 5] ^= 1
+                found = await receiver.recv_checkpoint(0, joined(senders), STEP)
+                local[5, 5] ^= 1
+                assert_same(found, whole())
+
+
+# ---------------------------------------------------------------------------- slow ones
+
+
+class TestSlowness:
+    """Senders that are not slow are not held up by one that is."""
+
+    async def test_one_slow_sender(self) -> None:
+        """The receive takes about as long as that one needs alone."""
+        loop = asyncio.get_running_loop()
+        async with behind("fsdp") as (_, lines, metadata), transport() as receiver:
+            lines[VICTIM].otherwise = Drip(MIB, burst=16 << 10)
+            events: list[float] = []
+
+            def note(progress: Progress) -> None:
+                if progress.bytes_done >= 0.7 * progress.bytes_total > 0:
+                    events.append(loop.time() - began)
+
+            began = loop.time()
+            call = receiver.recv_checkpoint(0, metadata, STEP, progress=note)
+            assert_same(await call, whole())
+            assert loop.time() - began < 4
+            assert events[0] < 1, "the others waited for it"
+
+    async def test_a_replica_relieves_it(self) -> None:
+        """Of HSDP, most of the shard comes from the other one."""
+        loop = asyncio.get_running_loop()
+        for victim in (0, 1):
+            async with behind("hsdp") as (_, lines, metadata), transport() as receiver:
+                lines[victim].otherwise = Drip(MIB / 8, burst=8 << 10)
+                began = loop.time()
+                found = await receiver.recv_checkpoint(0, metadata, STEP)
+                assert_same(found, whole())
+                assert loop.time() - began < 5  # alone it would need 16 s
+
+
+# ------------------------------------------------------------------------ cancellations
+
+
+class TestCancellations:
+    """A receive that is cancelled leaves nothing behind, here or at any sender."""
+
+    STOPS = ("fetch_manifest", "allocate", "fetch_chunk", "rebuild", "load")
+
+    async def is_over(self, senders: Sequence[Transport], before: int) -> None:
+        """Wait until no sender is read, and no memory is left."""
+        await settle(
+            lambda: all(
+                each.statistics().readers == each.statistics().waiting == 0
+                for each in senders
+            )
+        )
+        await settle(lambda: arenas() <= before)
+
+    @pytest.mark.parametrize("stop", STOPS)
+    @pytest.mark.parametrize("how", ["anew", "into", "direct", "prepare"])
+    async def test_at_each_stop(self, stop: str, how: str) -> None:
+        """A template is as it was, or filled, unless `direct` let bytes into it."""
+        async with shards(state_of("fsdp")) as senders, transport() as receiver:
+            metadata, before = joined(senders), arenas()
+            into = None if how == "anew" else zeroed(whole())
+            running: list[asyncio.Task[Any]] = []
+
+            def note(progress: Progress) -> None:
+                if progress.stop == stop and running:
+                    running[0].cancel()
+
+            options: dict[str, Any] = {"into": into, "progress": note}
+            if how == "prepare":
+                call: Any = receiver.prepare(metadata, STEP, **options)
+            else:
+                options["direct"] = how == "direct"
+                call = receiver.recv_checkpoint(0, metadata, STEP, **options)
+            task = asyncio.create_task(call)
+            running.append(task)
+            await asyncio.wait({task})
+            if not task.cancelled():  # it had nothing to wait for any more
+                assert stop in ("rebuild", "load") or how == "prepare"
+                if how == "prepare":
+                    task.result().discard()
+            running.clear()
+            del task, call
+            await self.is_over(senders, before)
+            if how in ("into", "prepare"):
+                assert into is not None
+                assert is_zero(into) or how == "into"
+                if not is_zero(into):
+                    assert_same(into, whole())
+            again = await receiver.recv_checkpoint(0, metadata, STEP)
+            assert_same(again, whole())
+
+    async def test_after_any_number_of_turns(self) -> None:
+        """It may come at any moment."""
+        async with shards(state_of("fsdp")) as senders, transport() as receiver:
+            metadata, before = joined(senders), arenas()
+            for turns in [*range(40), *range(40, 400, 24)]:
+                into = zeroed(whole())
+                task = asyncio.create_task(
+                    receiver.recv_checkpoint(0, metadata, STEP, into=into)
+                )
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait({task})
+                if task.cancelled():
+                    assert is_zero(into) or torch.equal(into["w"], numbers(MIB_SENT))
+                del task
+            await self.is_over(senders, before)
+
+    async def test_while_a_late_sender_is_awaited(self) -> None:
+        """The leases on the others end as well."""
+        parts = states(state_of("fsdp"))
+        async with shards() as senders, transport() as receiver:
+            for sender, part in list(zip(senders, parts, strict=True))[:3]:
+                await sender.send_checkpoint([], STEP, part)
+            before = arenas()
+            call = receiver.recv_checkpoint(0, joined(senders), STEP)
+            task = asyncio.create_task(call)
+            await settle(lambda: senders[3].statistics().waiting == 1)
+            task.cancel()
+            await asyncio.wait({task})
+            assert task.cancelled()
+            del task, call
+            await self.is_over(senders, before)
+
+    async def test_a_shutdown(self) -> None:
+        """It ends a receive as it ends one from a single sender."""
+        async with behind("fsdp") as (senders, lines, metadata):
+            for each in lines:
+                each.otherwise = Drip(MIB, burst=16 << 10)
+            before = arenas()
+            async with transport() as receiver:
+                task = asyncio.create_task(receiver.recv_checkpoint(0, metadata, STEP))
+                await settle(lambda: any(each.statistics().readers for each in senders))
+                await receiver.shutdown(wait=False)
+                await asyncio.wait({task})
+                assert isinstance(task.exception(), AiockptError)
+                del task
+            for each in lines:
+                await each.cut_all()
+            await self.is_over(senders, before)
+
+
+# --------------------------------------------------------------------- a single sender
+
+
+async def first_of(receiver: Transport, metadata: str) -> Any:
+    """Return what a follower yields first."""
+    async with aclosing(receiver.follow(metadata)) as steps:
+        return await soon(steps)
+
+
+CALLS: dict[str, Callable[[Transport, str], Any]] = {
+    "anew": lambda receiver, metadata: receiver.recv_checkpoint(0, metadata, STEP),
+    "latest": lambda receiver, metadata: receiver.recv_checkpoint(0, metadata),
+    "into": lambda receiver, metadata: receiver.recv_checkpoint(
+        0, metadata, STEP, into=zeroed(whole())
+    ),
+    "direct": lambda receiver, metadata: receiver.recv_checkpoint(
+        0, metadata, STEP, into=zeroed(whole()), direct=True
+    ),
+    "select": lambda receiver, metadata: receiver.recv_checkpoint(
+        0, metadata, STEP, select=["w"]
+    ),
+    "have": lambda receiver, metadata: receiver.recv_checkpoint(
+        0, metadata, STEP, into=whole(), have=True
+    ),
+    "prepare": lambda receiver, metadata: receiver.prepare(
+        metadata, STEP, into=zeroed(whole())
+    ),
+    "steps": lambda receiver, metadata: anext(receiver.steps(metadata)),
+    "steps after": lambda receiver, metadata: anext(receiver.steps(metadata, 3)),
+    "follow": first_of,
+}
+"""What a receiver asks a single sender for."""
+
+REQUESTS = {
+    "anew": 4,
+    "latest": 5,
+    "into": 4,
+    "direct": 4,
+    "select": 4,
+    "have": 2,
+    "prepare": 4,
+    "steps": 1,
+    "steps after": 2,
+    "follow": 5,
+}
+"""How many requests that took before there were joined strings."""
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_single_sender_gets_no_more_requests(call: str) -> None:
+    """A joined string of one costs what the plain string costs, and has cost."""
+    found = []
+    async with AsyncExitStack() as stack:
+        sender = await stack.enter_async_context(transport(chunk_bytes=MIB))
+        await sender.send_checkpoint([], STEP, whole())
+        for metadata in (sender.metadata(), joined([sender])):
+            before = sender.statistics().requests
+            async with transport(connections=1) as receiver:
+                await CALLS[call](receiver, metadata)
+            found.append(sender.statistics().requests - before)
+    assert found[0] == found[1] <= REQUESTS[call]
