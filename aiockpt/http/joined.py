@@ -295,12 +295,18 @@ class JoinedSource:
         parts = reading.parts
         fetched = sum(part.size_of(part.wanted) for part in parts)
         progress = _ScaledProgress(on_progress, nbytes, fetched)
+
+        def reused(nbytes: int) -> None:
+            if self._reuse is not None:
+                self._reuse.on_reuse(progress.take(nbytes), 0)
+
         if self._reuse is not None:
-            await self._find_held(self._reuse, parts, progress)
-        if nbytes <= _SMALL_READ_BYTES:
+            await self._find_held(self._reuse, parts)
+            reused(sum(part.size_of(part.held) for part in parts))
+        if nbytes <= _SMALL_READ_BYTES and self._reuse is None:
             missing = [part.missing() for part in parts]
             await self._fetch_to_arenas(missing, progress.add)
-        await self._fetch([part.jobs() for part in parts], progress.add)
+        await self._fetch([part.jobs(reused) for part in parts], progress.add)
         await run_all(partial(self._bridge.run, part.finish) for part in parts)
         await self._bridge.run(reading.assembly.finish)
         for chunk in chunks:
@@ -371,12 +377,7 @@ class JoinedSource:
             parts.append(part)
         return _JoinedRead(assembly, parts)
 
-    async def _find_held(
-        self,
-        reuse: Reuse,
-        parts: Sequence[ShardRead],
-        progress: _ScaledProgress,
-    ) -> None:
+    async def _find_held(self, reuse: Reuse, parts: Sequence[ShardRead]) -> None:
         """Find the chunks that the receiver has; they need not be fetched."""
         held = await reuse.staged()
 
@@ -387,8 +388,6 @@ class JoinedSource:
                 return
 
         await run_all([partial(find, part) for part in parts])
-        nbytes = progress.take(sum(part.size_of(part.held) for part in parts))
-        reuse.on_reuse(nbytes, 0)
 
     async def _fetch_to_arenas(
         self, chunks: Sequence[Sequence[int]], on_progress: OnProgress

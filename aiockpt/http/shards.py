@@ -9,8 +9,9 @@ where they are contiguous on both sides. All others arrive in the arena of the s
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from aiockpt.format.chunks import chunks_over, digest
@@ -26,7 +27,7 @@ from aiockpt.state.segment import Segment
 from aiockpt.storage.boxes import Assembly, BoxMove, BoxPlacement
 from aiockpt.storage.placement import Placement, Turns
 from aiockpt.storage.read import OnBytes, Verify
-from aiockpt.transfer.deltas import changer, is_available
+from aiockpt.transfer.deltas import HEAD_BYTES, changer, is_available
 from aiockpt.transfer.reuse import Held
 from aiockpt.transfer.source import ChunkDestination, Patch
 
@@ -132,13 +133,16 @@ class ShardRead:
         there = self._shard.there | self.held
         return [chunk for chunk in self.wanted if chunk not in there]
 
-    def jobs(self) -> Jobs:
-        """Return what to fetch: by deltas, and whole."""
+    def jobs(self, on_reuse: Callable[[int], None]) -> Jobs:
+        """Return what to fetch: by deltas, and whole.
+
+        ``on_reuse`` gets the bytes that a delta spares.
+        """
         missing, based = self.missing(), set[int]()
         if is_available() and all(p.delta_base for p in self._shard.peers.left()):
             based = self._based
         deltas = copy(self)
-        deltas.patch = self._patch
+        deltas.patch = partial(self._patch, on_reuse)
         return [
             (deltas, [chunk for chunk in missing if chunk in based]),
             (self, [chunk for chunk in missing if chunk not in based]),
@@ -191,10 +195,18 @@ class ShardRead:
             (self.held if is_same else self._based).add(chunk)
 
     async def _patch(
-        self, memory: Memory, chunk: int, kind: int, body: memoryview
+        self,
+        on_reuse: Callable[[int], None],
+        memory: Memory,
+        chunk: int,
+        kind: int,
+        body: memoryview,
     ) -> bool:
         """Apply a delta to the bytes that `find_held` has laid out."""
-        return await self._bridge.run(self._patched, memory, chunk, kind, body)
+        if not await self._bridge.run(self._patched, memory, chunk, kind, body):
+            return False
+        on_reuse(max(self._grid.size(chunk) - HEAD_BYTES - len(body), 0))
+        return True
 
     def _patched(self, memory: Memory, chunk: int, kind: int, body: memoryview) -> bool:
         start, stop = self._grid.range(chunk)
