@@ -203,6 +203,11 @@ class Fingerprint:
             found.pop(path, None)
         return Fingerprint(found, (*sorted(by_rank),))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each tensor has at least one complete replica."""
+        return all(each.wholes for each in self.tensors.values())
+
     def require(self, theirs: Fingerprint) -> list[str]:
         """Check that the tensors are those of another fingerprint, bit by bit.
 

@@ -11,7 +11,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from aiockpt.errors import StepNotFoundError, UnavailableError
+from aiockpt.errors import (
+    Advice,
+    StepNotFoundError,
+    TransportError,
+    UnavailableError,
+    advice,
+)
 from aiockpt.format.fingerprint import Fingerprint
 from aiockpt.http import protocol as http
 from aiockpt.http.client import CheckpointClient, Request
@@ -27,7 +33,8 @@ _ANSWER_S = 0.5  # seconds that the answer to a request may take once it is deci
 async def fetch_fingerprints(shards: Sequence[Peers], step: int) -> Fingerprint:
     """Return the sum of the fingerprints of several senders of a step.
 
-    If cancelled, nothing is left behind.
+    A sender that cannot be reached is left out if the others have all of its shards,
+    because they hold replicas of them. If cancelled, nothing is left behind.
 
     Args:
         shards: The senders. Each of them may have replicas, of which the first one
@@ -40,8 +47,18 @@ async def fetch_fingerprints(shards: Sequence[Peers], step: int) -> Fingerprint:
         FingerprintMismatchError: the senders have parts of different tensors.
         TransportError, AuthenticationError, ProtocolError: what the peers answered.
     """
+    lost: list[TransportError] = []
 
     async def of(peers: Peers) -> Fingerprint:
+        try:
+            return await of_one(peers)
+        except TransportError as error:
+            if Advice.LATER not in advice(error):
+                raise
+            lost.append(error)
+            return Fingerprint()
+
+    async def of_one(peers: Peers) -> Fingerprint:
         found = await answers(peers.all, partial(_fetch, peers, step=step), step=step)
         for peer in peers.left():
             peer.joined = True  # it may have taken note of the lease
@@ -49,7 +66,12 @@ async def fetch_fingerprints(shards: Sequence[Peers], step: int) -> Fingerprint:
         return next(iter(found.values()))
 
     found: list[Fingerprint] = await run_all([partial(of, peers) for peers in shards])
-    return sum(found, Fingerprint())
+    total = sum(found, Fingerprint())
+    if lost and (len(lost) == len(shards) or not total.is_whole):
+        for other in lost[1:]:
+            lost[0].add_note(f"another sender failed, too: {other}")
+        raise lost[0]
+    return total
 
 
 async def _fetch(peers: Peers, peer: Peer, step: int) -> Fingerprint:

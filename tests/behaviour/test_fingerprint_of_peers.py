@@ -339,6 +339,23 @@ async def test_senders_of_shards_are_added() -> None:
             ours.require(theirs)
 
 
+async def test_a_sender_without_which_all_is_there_may_be_dead() -> None:
+    """So it is if others hold replicas of its shards; else the error names it."""
+    dead = format_metadata(f"http://127.0.0.1:{free_port()}/checkpoint/", None)
+    async with transport() as sender, transport(reconnect_timeout=0.2) as receiver:
+        joined = aiockpt.join_metadata([dead, sender.metadata()])
+        for step, placement in enumerate((Replicate(), Shard(0))):
+            with as_rank(1, 2):
+                mesh = init_device_mesh("cpu", (2,))
+                cut = distributed(torch.ones(4), mesh, placement)
+                await sender.send_checkpoint(step=step, state_dict={"w": cut})
+            if not step:
+                found = await receiver.fingerprint(joined, step)
+                assert aiockpt.fingerprint({"w": torch.ones(4)}).require(found) == []
+        with pytest.raises(PeerUnreachableError, match=dead):
+            await receiver.fingerprint(joined, 1)
+
+
 @proves("cell HTTPTransport.fingerprint: error")
 async def test_what_cannot_be_computed_is_told() -> None:
     """A term of a sum is no tensor."""

@@ -34,6 +34,7 @@ from aiockpt import (
 from aiockpt.errors import (
     ClosedError,
     LocalProtocolError,
+    PeerFailedError,
     TransferTimeoutError,
     WorkerError,
 )
@@ -409,6 +410,8 @@ class TestTheTrainersDeath:
         if keep_last > 1:
             async with transport() as successor:
                 state = await successor.recv_checkpoint(0, metadata, 1)
+                with pytest.raises(PeerFailedError, match="the trainer has ended"):
+                    await successor.fingerprint(metadata, 1)
             assert_same(state, STATE)
             os.kill(int(pid), signal.SIGTERM)
         await settle(lambda: not alive(int(pid)))
