@@ -14,6 +14,7 @@ from contextlib import (
     contextmanager,
 )
 from itertools import chain, cycle, repeat
+from random import Random
 from typing import Any
 
 import pytest
@@ -875,6 +876,49 @@ class TestSeveralSenders:
                     step, state = await waiting
                     assert step == 102
                     check(step, state)
+
+    @pytest.mark.parametrize("seed", range(6))
+    async def test_the_follower_ends_where_the_senders_do(self, seed):
+        """They publish, go back and start again in any order; no state is torn."""
+        chance, step = Random(seed), 50
+        async with trainer(3) as (senders, receiver):
+            follower = receiver.follow(joined(senders))
+            ports, seen = [*map(port_of, senders)], []
+
+            async def follow():
+                async for found, state in follower:
+                    check(found, state)
+                    seen.append(found)
+
+            async def upset(ranks, *, restarts, publishes):
+                for rank in chance.sample(ranks, len(ranks)):
+                    if restarts:
+                        await senders[rank].shutdown(wait=False)
+                        senders[rank] = transport(token=TOKEN, port=ports[rank])
+                        await senders[rank].start()
+                    if publishes:
+                        await publish(senders[rank], step)
+                    await asyncio.sleep(chance.choice([0, 0, 0.02, 0.1]))
+
+            following, everybody = asyncio.ensure_future(follow()), range(3)
+            try:
+                for _ in range(chance.randint(3, 8)):
+                    alone = chance.random() < 0.3
+                    step += 0 if alone else chance.randint(-5, 3)
+                    await upset(
+                        [chance.randrange(3)] if alone else everybody,
+                        restarts=alone or chance.random() < 0.3,
+                        publishes=chance.random() < 0.8,
+                    )
+                step += chance.choice([-20, 20])
+                await upset(everybody, restarts=chance.random() < 0.5, publishes=True)
+                await settle(lambda: seen[-1:] == [step] or following.done())
+                assert not following.done(), following.result()
+            finally:
+                following.cancel()
+                await asyncio.wait({following})
+                for sender in senders:
+                    await sender.shutdown(wait=False)
 
     @pytest.mark.parametrize("missed", [False, True])
     async def test_a_step_that_was_not_received_is_given_again(self, missed):
