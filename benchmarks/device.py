@@ -133,6 +133,10 @@ class Device:
         keys = digests.keys(self._device)
         return self._timed(lambda: digests.fold(self._flat, keys))
 
+    async def fingerprint(self) -> Sample:
+        """Sum the words of the state dict on the device."""
+        return self._timed(lambda: aiockpt.fingerprint(self._state))
+
     # ------------------------------------------------------------ staging and saving
 
     async def stage(self) -> Sample:

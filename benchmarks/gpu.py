@@ -48,7 +48,10 @@ _SMALL, _TINIEST = 10_000, 4096  # tensors, and the bytes of each
 _ROUNDS = 6  # the first one is discarded
 _TESTS = tuple(
     f"tests/cuda/test_{name}.py"
-    for name in ("pg_cuda", "callers_work", "checkpoints_cuda", "cuda", "pg_nccl")
+    for name in (
+        *("pg_cuda", "callers_work", "checkpoints_cuda", "fingerprint_cuda", "cuda"),
+        "pg_nccl",
+    )
 )
 """First those that a device has shown to be wrong."""
 _TESTED, _TEST = 100.0, 20.0  # seconds that the tests may take, and each of them
@@ -193,7 +196,7 @@ def _train(kit: Kit) -> Phases:
 def _digest(kit: Kit) -> Phases:
     kit.build(64 * _MIB, kit.nbytes // 4)
     copy = kit.does("copy on the device", "copy", to="itself")
-    yield [copy, kit.does("digests", "fold")]
+    yield [copy, kit.does("digests", "fold"), kit.does("fingerprint", "fingerprint")]
 
 
 def _rivals(kit: Kit) -> Phases:
