@@ -40,7 +40,7 @@ from aiockpt.http.joined import AcrossRanks, receive_joined
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import CURRENT_STEP_WAIT_S, Follower, chase
 from aiockpt.http.options import Auth, Receive, Server, Swarm
-from aiockpt.http.peers import Peers, shards_of
+from aiockpt.http.peers import Peers, name_of, shards_of
 from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_joined
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.source import AttachOptions, HttpSource
@@ -1063,7 +1063,7 @@ class HTTPTransport(CheckpointTransport[T]):
             Peers.at(self._client, map(leased, shard), deadline.note, deadline=until)
             for shard in shards
         ]
-        name = " ".join(peers.name for peers in senders)
+        name = name_of(senders)
         asked = "a checkpoint" if step is None else f"step {step}"
         deadline.what = f"{asked} from {name}"
         is_one = len(senders) == 1 and ranks == AcrossRanks()

@@ -8,8 +8,15 @@ import math
 import os
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -127,15 +134,22 @@ class SenderClient:
             peers = Peers.at(client, leased, give_up, deadline=until)
             self.deadline.what = f"step {step} from {peers.name}"
             try:
-                answer = await peers.manifest(step)
-            except LimitExceededError as error:
-                if error.limit != self.options.limits.max_bytes:
-                    raise
-                limit, actual = error.limit, error.actual
-                raise _TooLargeError(error.what, limit=limit, actual=actual) from error
+                with self.naming_max_size():
+                    answer = await peers.manifest(step)
             finally:
                 await peers.let_go()  # `reading` goes on with a client of its own
         return FoundCheckpoint(answer.manifest, peers, answer.headers)
+
+    @contextmanager
+    def naming_max_size(self) -> Iterator[None]:
+        """Name ``--max-size`` where the checkpoint is larger than that."""
+        try:
+            yield
+        except LimitExceededError as error:
+            if error.limit != self.options.limits.max_bytes:
+                raise
+            limit, actual = error.limit, error.actual
+            raise _TooLargeError(error.what, limit=limit, actual=actual) from error
 
     @asynccontextmanager
     async def reading(self, found: FoundCheckpoint) -> AsyncIterator[CommandReading]:

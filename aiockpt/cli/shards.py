@@ -28,7 +28,7 @@ from aiockpt.events import Progress
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.joined import AcrossRanks, receive_joined
 from aiockpt.http.manifests import CURRENT_STEP_WAIT_S
-from aiockpt.http.peers import Peers
+from aiockpt.http.peers import Peers, name_of
 from aiockpt.http.protocol import Lease, Origin
 from aiockpt.memory.arena import ArenaPool
 from aiockpt.runtime.words import printable
@@ -102,9 +102,8 @@ async def save_joined(
             for leased in [[replace(origin, lease=lease) for origin in shard]]
         ]
         ranks = AcrossRanks.of(rank_values, full=True)
-        name = " ".join(peers.name for peers in senders)
-        peer.deadline.what = f"step {step} from {name}"
-        with _saying_what_helps():
+        peer.deadline.what = f"step {step} from {name_of(senders)}"
+        with _saying_what_helps(), peer.naming_max_size():
             found = await receive_joined(
                 senders, step, options, ranks, peer.bridge, peer.deadline
             )

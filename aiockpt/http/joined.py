@@ -38,7 +38,7 @@ from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.download import Download
 from aiockpt.http.manifests import ManifestAnswer
-from aiockpt.http.peers import Peers
+from aiockpt.http.peers import Peers, name_of
 from aiockpt.http.shards import Jobs, ReceiveMemory, SenderShard, ShardRead
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
@@ -177,7 +177,7 @@ class JoinedSource:
         lost: The senders that are not asked any more, by number. More are added.
 
     Attributes:
-        name: The addresses of the senders.
+        name: The addresses of the senders; see `name_of`.
         medium: How the bytes travel.
         remark: How many senders gave them.
         sends_deltas: Whether they may send deltas: no.
@@ -193,7 +193,7 @@ class JoinedSource:
         ranks: AcrossRanks,
         lost: dict[int, TransportError],
     ) -> None:
-        self.name = " ".join(peers.name for peers in senders)
+        self.name = name_of(senders)
         self.remark = f"from {len(senders)} senders of shards"
         self._senders, self._bridge, self._options = senders, bridge, options
         self._ranks, self._lost = ranks, lost

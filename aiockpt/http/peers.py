@@ -51,6 +51,7 @@ V = TypeVar("V")
 ALL = -1
 """The bitmap of a peer that holds every chunk."""
 
+_MAX_NAMES = 8  # of senders, in a message
 _FIRST_STEP_WAIT_S = 30.0  # for which a sender is asked to wait
 _NEWER_ANSWER_WAIT_S = 0.5  # for a peer that may name a newer step than the first one
 _MIN_RENEWAL_S = 0.05  # between two renewals of a lease
@@ -368,6 +369,13 @@ class Peers:
             for peer in self.all
             if peer.origin.lease is not None and (peer.joined or len(self.all) == 1)
         ]
+
+
+def name_of(senders: Sequence[Peers]) -> str:
+    """Return the addresses of senders of shards, without tokens; of many, the first."""
+    names = " ".join(peers.name for peers in senders[:_MAX_NAMES])
+    more = len(senders) - _MAX_NAMES
+    return f"{names} and {more} more" if more > 0 else names
 
 
 async def answers(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import aiockpt
 from aiockpt.errors import LocalProtocolError
-from aiockpt.http.peers import shards_of
+from aiockpt.http.peers import Peers, name_of, shards_of
 from aiockpt.http.protocol import (
     MAX_JOINED,
     MAX_METADATA,
@@ -159,6 +159,15 @@ def test_strings_that_name_no_replicas_are_refused(
     """Each string of a list names the same shards, in the same order."""
     with pytest.raises(kind, match=fault):
         shards_of(metadata)
+
+
+def test_a_message_names_the_first_senders_only() -> None:
+    """A line of the log would have 4,096 addresses otherwise."""
+    client: Any = None
+    senders = [Peers.at(client, [Origin(f"http://h{at}/", SECRET)]) for at in range(9)]
+    assert name_of(senders[:2]) == "http://h0/ http://h1/"
+    assert name_of(senders[:8]).endswith(" http://h7/")
+    assert name_of(senders).endswith(" http://h7/ and 1 more")
 
 
 def many(count: int, path: str = "") -> list[str]:

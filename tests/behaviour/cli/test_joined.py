@@ -269,6 +269,16 @@ class TestFetch:
         assert address in error
         assert not [*tmp_path.iterdir()]
 
+    def test_a_limit(self, cli: Commands, tmp_path: Path) -> None:
+        """What is larger than ``--max-size`` is refused."""
+        target = tmp_path / "copy.safetensors"
+        with trainers(2) as transports:
+            text = publish(transports)
+            error = cli.error("fetch", text, "-o", target, "--max-size", 100)
+            assert "more than the 100 (100 B) of --max-size" in error
+            assert not [*tmp_path.iterdir()]
+            cli("fetch", text, "-o", target, "--max-size", "1kB")
+
     def test_replicas(self, cli: Commands, tmp_path: Path) -> None:
         """Several joined strings are replicas, and one of them is enough."""
         target = tmp_path / "copy.safetensors"
