@@ -22,7 +22,9 @@ _QUICK = 0.125
 _COPIES = 7  # of the largest state dict, in all processes of a tree together, at most
 _MEASURED = ("rounds", "rivals", "against")  # options that a case needs
 _KEPT = ("cases", "rounds", "scale", "rivals")  # options that a report keeps
-_LINES = ("10g", "25g", "lossy", "cold", "delta", "elements-1g", "elements-10g")
+_LINES = (
+    *("10g", "25g", "lossy", "cold", "delta", "elements-1g", "elements-10g", "shards"),
+)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ plain files, and the rivals in the best of their settings.
 from __future__ import annotations
 
 import csv
+import itertools
 import socket
 import tempfile
 import time
@@ -23,7 +24,7 @@ from statistics import fmean, geometric_mean, mean, median
 from typing import Any
 
 import aiockpt
-from benchmarks.lines import Line, lossy, shaped
+from benchmarks.lines import Line, bridged, lossy, shaped
 from benchmarks.measures import (
     BenchmarkError,
     Candidate,
@@ -64,6 +65,11 @@ _TENSOR, _TALL = 16 << 20, 4096  # bytes of a tensor of 1024 columns, and its ro
 _SMALL = 10_000  # tensors of 1 KiB
 _RESHARDERS = ("DCP", "torch-checkpointing")
 _EXPORTED, _FILES = 8, 4  # ranks that save, and files of the model
+_RATE = 250.0  # Mbit/s of a sender of shards: two cores carry five of them
+_PART, _SMALL_PART = 8, 128  # of the state: over these lines, and for followers
+_REFRESH, _FOLLOWED = 0.2, 12.0  # seconds between two steps, and of following
+_FOLLOWERS = 3
+_HALF, _DEADLINE = 0.5, 2.0  # receives until a sender is killed, and in all
 _LOOPBACK = Line("127.0.0.1")
 _ALONE_TOO = (("one", 1), ("new", 1))
 _ONTO = {
@@ -72,6 +78,12 @@ _ONTO = {
     "HSDP": (("FSDP", 2), ("FSDP", 3), *_ALONE_TOO),
 }
 """The layout of the four ranks that save -> the layouts and ranks that load."""
+_SENT_TO = {
+    "FSDP": (("FSDP", 2), ("TP", 4), ("one", 1)),
+    "TPxFSDP": (("FSDP", 4), ("FSDP", 2), ("one", 1)),
+    "HSDP": (("TP", 4), ("FSDP", 2), ("one", 1)),
+}
+"""The layout of the four ranks that send -> the layouts and ranks that receive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -927,13 +939,19 @@ def _job(setup: Setup, count: int) -> Iterator[tuple[list[Worker], str]]:
         )
 
 
-def _run_all(ranks: Sequence[Worker], **shape: Any) -> None:
-    """Start a job of some processes, which has a state; one alone is none."""
+def _run_all(ranks: Sequence[Worker], address: str = "", /, **shape: Any) -> None:
+    """Start a job of some processes, which has a state; one alone is none.
+
+    Its first rank has an address in a namespace, if it is in one.
+    """
     if len(ranks) > 1:
+        how: dict[str, Any] = {"world": len(ranks)}
+        if address:
+            how |= {"address": address, "interface": "eth0"}
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         for rank, each in enumerate(ranks):
-            each.begin("join", port=port, rank=rank, world=len(ranks))
+            each.begin("join", port=port, rank=rank, **how)
         for each in ranks:
             each.finish()
     _together(ranks, "prepare", **shape)
@@ -956,6 +974,214 @@ def _together(ranks: Sequence[Worker], do: str, **arguments: Any) -> list[Any]:
     if failures:
         raise failures[0]
     return found
+
+
+# ---------------------------------------------------------------- senders of shards
+
+
+def _shards(setup: Setup) -> Phases:
+    """Yield receives from several senders, each of which has shards only."""
+    with _job(setup, 2 * _JOB) as (ranks, place):
+        senders, receivers = ranks[:_JOB], ranks[_JOB:]
+        tall = _tall(setup.nbytes)
+        for source, targets in _SENT_TO.items():
+            _run_all(senders, layout=source, **tall)
+            for target, world in targets:
+                _run_all(receivers[:world], layout=target, **tall)
+                name = f"{source} to {target} {world}"
+                yield _received(setup, name, tall, senders, receivers[:world], place)
+                _together(receivers[:world], "leave")
+            _together(senders, "leave")
+            ranks[0].call("remove", place=place)
+        yield _followed(setup, senders, receivers[:1], receivers[1:])
+    yield from _shards_over_lines(setup)
+
+
+def _tall(nbytes: int) -> dict[str, Any]:
+    """Return the shape of so many bytes in tall tensors; of few ones for a trial."""
+    if nbytes < 3 * _TENSOR:
+        return {"count": 3, "rows": 16}
+    return {"count": nbytes // _TENSOR // 3 * 3, "rows": _TALL}
+
+
+def _received(
+    setup: Setup,
+    name: str,
+    shape: Mapping[str, int],
+    senders: Sequence[Worker],
+    receivers: Sequence[Worker],
+    place: str,
+) -> list[Candidate]:
+    """Return a send and a receive of all ranks, and what DCP does instead."""
+
+    def ours() -> Sample:
+        before = _together(senders, "sent")
+        began = time.monotonic()
+        offers = _together(senders, "offer", host=_LOOPBACK.address)
+        source = [metadata for metadata, _ in offers]
+        _together(receivers, "receive", source=source)
+        seconds = time.monotonic() - began
+        now = _together(senders, "sent")
+        sent = [after - then for after, then in zip(now, before, strict=True)]
+        return {
+            "seconds": seconds,
+            "s": seconds,
+            "sent": sum(sent) / _nbytes(shape),
+            "largest": 100 * max(sent) / sum(sent),
+            "smallest": 100 * min(sent) / sum(sent),
+        }
+
+    def rivals() -> Sample:
+        began = time.monotonic()
+        _together(senders, "save", by="DCP", place=place)
+        _together(receivers, "load", by="DCP", place=place)
+        seconds = time.monotonic() - began
+        return {"seconds": seconds, "s": seconds}
+
+    return [
+        Candidate(name, ours, ours=True),
+        *[Candidate(f"{name}, DCP", rivals, "DCP")] * setup.rivals,
+    ]
+
+
+def _shards_over_lines(setup: Setup) -> Phases:
+    """Yield receives whose senders have equal lines, some of which are killed."""
+    rates = [_RATE] * (_JOB + 1) + [_JOB * _RATE] + [_RATE] * _JOB
+    shape = _tall(setup.nbytes // _PART)
+    with bridged(rates) as lines, ExitStack() as stack:
+
+        def start(line: Line) -> Worker:
+            worker = Worker("benchmarks.meshes:Rank", setup.tree, inside=line.inside)
+            return stack.enter_context(worker)
+
+        everybody = [start(line) for line in lines]
+        senders, alone = everybody[:_JOB], everybody[_JOB : _JOB + 1]
+        wide, narrow = everybody[_JOB + 1 : _JOB + 2], everybody[_JOB + 2 :]
+        at_first = lines[0].address if lines[0].inside else ""
+        _run_all(senders, at_first, layout="FSDP", **shape)
+        for each in (*alone, *wide, *narrow):
+            each.call("prepare", layout="one", **shape)
+
+        def offered(ranks: Sequence[Worker], first: int, **how: bool) -> list[str]:
+            for each, line in zip(ranks, lines[first:], strict=False):
+                each.begin("offer", host=line.address, **how)
+            return [each.finish()[0] for each in ranks]
+
+        sources = {"4 senders": offered(senders, 0), "1 sender": offered(alone, _JOB)}
+
+        def run(source: str, receivers: Sequence[Worker]) -> Sample:
+            for part, each in enumerate(receivers):
+                parts = len(receivers)
+                each.begin("receive", source=sources[source], part=part, parts=parts)
+            costs: list[Cost] = [each.finish() for each in receivers]
+            began = min(cost["began"] for cost in costs)
+            seconds = max(cost["began"] + cost["seconds"] for cost in costs) - began
+            return {"seconds": seconds, "s": seconds}
+
+        def gathered() -> Sample:
+            began = time.monotonic()
+            source = offered(senders, 0, gathered=True)[:1]
+            wide[0].call("receive", source=source)
+            seconds = time.monotonic() - began
+            sources["4 senders"] = offered(senders, 0)
+            return {"seconds": seconds, "s": seconds}
+
+        yield [
+            *(
+                Candidate(f"{source}, {name}", partial(run, source, them), ours=True)
+                for source in sources
+                for name, them in (("1 receiver", wide), ("4 receivers", narrow))
+            ),
+            Candidate("gathered and sent", gathered),
+        ]
+        _together(senders, "leave")
+        for layout in ("FSDP", "HSDP"):
+            yield _killed(layout, shape, lines, start, senders, wide[0])
+            _together(senders, "leave")
+
+
+def _killed(
+    layout: str,
+    shape: Mapping[str, int],
+    lines: Sequence[Line],
+    start: Callable[[Line], Worker],
+    senders: list[Worker],
+    receiver: Worker,
+) -> list[Candidate]:
+    """Return receives during which one of four senders is killed, and replaced."""
+    usual: list[float] = []
+
+    def offered(rank: int) -> str:
+        """Have a sender publish, whose ranks need not talk to one another."""
+        senders[rank].call("join", port=0, rank=rank, world=_JOB)
+        senders[rank].call("prepare", layout=layout, **shape)
+        source: str = senders[rank].call("offer", host=lines[rank].address)[0]
+        return source
+
+    sources = [offered(rank) for rank in range(_JOB)]
+
+    def undisturbed() -> Sample:
+        seconds = receiver.call("receive", source=sources)["seconds"]
+        usual.append(seconds)
+        return {"seconds": seconds, "s": seconds}
+
+    def killed() -> Sample:
+        half, how = _HALF * usual[-1], dict[str, Any]()
+        if layout == "FSDP":
+            how = {"timeout": _DEADLINE * usual[-1], "failing": lines[1].address}
+        receiver.begin("receive", source=sources, **how)
+        time.sleep(half)
+        senders[1].kill()
+        found = receiver.finish()
+        senders[1] = start(lines[1])
+        sources[1] = offered(1)
+        return {**found, "s": found["seconds"]}
+
+    return [
+        Candidate(f"{layout}, undisturbed", undisturbed, ours=True),
+        Candidate(f"{layout}, one killed", killed, ours=True),
+    ]
+
+
+def _followed(
+    setup: Setup,
+    senders: Sequence[Worker],
+    alone: Sequence[Worker],
+    followers: Sequence[Worker],
+) -> list[Candidate]:
+    """Return followers of four senders, and of one that has everything."""
+    shape = _tall(0)
+    if (nbytes := setup.nbytes // _SMALL_PART) >= 3 * _MIB:
+        shape = {"count": nbytes // _MIB // 3 * 3, "rows": 256}
+    _run_all(senders, layout="FSDP", **shape)
+    for each in (*alone, *followers):
+        each.call("prepare", layout="one", **shape)
+    times, numbers = max(round(_FOLLOWED / _REFRESH), 1), itertools.count(1)
+
+    def candidate(name: str, sending: Sequence[Worker]) -> Candidate:
+        offers = _together(sending, "offer", host=_LOOPBACK.address, step=0)
+        source = [metadata for metadata, _ in offers]
+
+        def run() -> Sample:
+            first = next(numbers) * times
+            how: dict[str, Any] = {"source": source, "after": first - 1}
+            for each in followers:
+                each.begin("follow", seconds=_FOLLOWED, **how)
+            how = {"first": first, "times": times, "every": _REFRESH}
+            sends = _together(sending, "publish", **how)
+            found: list[Sample] = [each.finish() for each in followers]
+            return {
+                "seconds": mean(sends),
+                "steps": mean(each["steps"] for each in found),
+                "torn": sum(each["torn"] for each in found),
+            }
+
+        return Candidate(name, run, ours=True)
+
+    return [
+        candidate("followers of 4 senders", senders),
+        candidate("followers of 1 sender", alone),
+    ]
 
 
 # ---------------------------------------------------------------- the table of cases
@@ -999,6 +1225,7 @@ CASES: Mapping[str, Case] = {
             *("meshes", 3072, _meshes, "loads on other meshes than those that saved"),
             mean_of_cells,
         ),
+        ("shards", 2048, _shards, "receives from four senders of shards; as root"),
         ("background", 128, _background, "saves beside training, ours and torch's"),
         ("pg", 512, _group, "transfers over a process group of gloo"),
     )

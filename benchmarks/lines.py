@@ -1,7 +1,8 @@
-"""Slow lines between two processes of this machine, in network namespaces.
+"""Slow lines between processes of this machine, in network namespaces.
 
-`Shaped` is a virtual cable with a token bucket (``tc tbf``). `lossy` delays and loses
-packets of a TUN link. Both need Linux, root and iproute2.
+`shaped` is a virtual cable with a token bucket (``tc tbf``), and `bridged` are several
+that meet in a bridge. `lossy` delays and loses packets of a TUN link. All need Linux,
+root and iproute2.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from benchmarks.measures import BenchmarkError
 
 _PATIENCE = 20.0
+_QUEUE_MS = 50  # of bytes that a line of a bridge holds
+_letters = itertools.cycle("abcdefgh")
 _numbers = itertools.count(10 * os.getpid())  # so that one process may have several
 
 
@@ -75,6 +78,54 @@ def shaped(rate: str) -> Iterator[Line]:
     finally:
         for command in (f"ip link del {near}", f"ip netns del {space}"):
             call(command)
+
+
+@contextmanager
+def bridged(rates: Sequence[float]) -> Iterator[list[Line]]:
+    """Give lines that meet in a bridge, each of so many Mbit/s both ways.
+
+    A process of each line runs ``inside`` of a namespace of its own.
+
+    Raises:
+        BenchmarkError: the system does not let us.
+    """
+    if why := hindrance():
+        raise BenchmarkError(why)
+    # The kernel takes its time to remove the last ones.
+    name = f"sw{os.getpid() % 10_000}{next(_letters)}"
+    spaces = [
+        (f"{name}-{number}", f"10.77.{number // 250}.{number % 250 + 1}")
+        for number in range(len(rates))
+    ]
+    try:
+        call(f"ip link add {name} type bridge")
+        call(f"ip link set {name} up")
+        for number, (space, address) in enumerate(spaces):
+            mbit = rates[number]
+            line = f"root handle 1: tbf rate {mbit}mbit burst 64k latency {_QUEUE_MS}ms"
+            port = f"{name}v{number}"
+            for command in (
+                f"ip netns add {space}",
+                f"ip link add {port} type veth peer name eth0 netns {space}",
+                f"ip link set {port} master {name}",
+                f"ip link set {port} up",
+                f"ip -n {space} addr add {address}/16 dev eth0",
+                f"ip -n {space} link set eth0 up",
+                f"ip -n {space} link set lo up",
+                f"ip netns exec {space} tc qdisc add dev eth0 {line}",
+                f"tc qdisc add dev {port} {line}",
+            ):
+                done = call(command)
+                if done.returncode:
+                    raise BenchmarkError(f"{command}: {done.stderr.strip()}")
+        yield [
+            Line(address, inside=("ip", "netns", "exec", space))
+            for space, address in spaces
+        ]
+    finally:
+        for space, _ in spaces:
+            call(f"ip netns del {space}")
+        call(f"ip link del {name}")
 
 
 def call(command: str) -> subprocess.CompletedProcess[str]:

@@ -1,15 +1,16 @@
-"""What the ranks of a job do that saves on one mesh and loads on another one."""
+"""What the ranks of a job do whose state is saved or sent, for jobs of other meshes."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, aclosing, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,17 +29,19 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import aiockpt
 from aiockpt.cli import main as aiockpt_program
 from aiockpt.events import TransferEvent, add_hook
-from benchmarks.measures import BenchmarkError, Sample, spent, spent_since
+from benchmarks.measures import BenchmarkError, Cost, Sample, spent, spent_since, timed
 from benchmarks.training import Training
 
 _COLUMNS = 1024
 _GROUPS = ("model", "exp_avg", "exp_avg_sq")  # as AdamW has them
 _EXACT = 1 << 24  # a float32 has each smaller whole number
 _MIB = 1 << 20
+_PATIENCE = 300.0  # seconds
 RESHARDER = "torch-checkpointing"
 """The rival whose `DefaultResharder` loads on other meshes; it need not be there."""
 
@@ -55,16 +58,33 @@ class Rank:
         self._full = self._count = torch.empty(0)
         self._manager: Any = None
         self._checked: set[str] = set()
+        self._sender: aiockpt.HTTPTransport[Any] | None = None
 
-    async def join(self, *, port: int, rank: int, world: int) -> None:
-        """Be a rank of a new job."""
+    async def join(
+        self,
+        *,
+        port: int,
+        rank: int,
+        world: int,
+        address: str = "127.0.0.1",
+        interface: str = "",
+    ) -> None:
+        """Be a rank of a new job; without a port, of one in which no rank talks."""
         self._world = world
-        address = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("gloo", address, rank=rank, world_size=world)
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+        how: dict[str, Any] = {"rank": rank, "world_size": world}
+        if port:
+            dist.init_process_group("gloo", f"tcp://{address}:{port}", **how)
+        else:
+            dist.init_process_group("fake", store=FakeStore(), **how)
 
     async def leave(self) -> None:
         """End the job."""
         self._state, self._world = {}, 1
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            await sender.shutdown(wait=False)
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.close()
@@ -226,6 +246,129 @@ class Rank:
             config.items = dict.fromkeys(_GROUPS, spec)
             self._manager = config.build()
         return self._manager
+
+    # ------------------------------------------------------------------ over HTTP
+
+    async def offer(
+        self, *, host: str, gathered: bool = False, step: int = 1
+    ) -> tuple[str, Cost]:
+        """Publish the state, or its full tensors; return the metadata and the cost.
+
+        All ranks gather the full tensors; each of them could publish them.
+        """
+        if self._sender is None:
+            server = aiockpt.Server(host=host)
+            self._sender = aiockpt.HTTPTransport(_PATIENCE, server=server)
+            await self._sender.start()
+        state, sender = self._state, self._sender
+        if gathered:
+            state = {
+                group: {name: each.full_tensor() for name, each in some.items()}
+                for group, some in state.items()
+            }
+        _, cost = await timed(
+            lambda: sender.send_checkpoint(step=step, state_dict=state)
+        )
+        return sender.metadata(), cost
+
+    async def sent(self) -> int:
+        """Return how many bytes this rank has sent."""
+        return 0 if self._sender is None else self._sender.statistics().bytes_sent
+
+    async def receive(
+        self,
+        *,
+        source: Sequence[str],
+        part: int = 0,
+        parts: int = 1,
+        timeout: float = _PATIENCE,
+        failing: str = "",
+    ) -> Cost:
+        """Receive from one sender, or from all senders of a job, into the state.
+
+        Args:
+            source: Their metadata.
+            part: Which part of all tensors to receive.
+            parts: How many parts there are.
+            timeout: The deadline.
+            failing: What the error says; the receive must fail. Then the cost has the
+                seconds ``late``: after the deadline.
+
+        Raises:
+            BenchmarkError: another state came, or another error.
+        """
+        count = len(self._tensors(self._state))
+        names = [f"{_GROUPS[at % 3]}.{at // 3}.weight" for at in range(count)]
+        chosen = {name for at, name in enumerate(names) if at % parts == part}
+        for each in self._tensors(self._state):
+            each.fill_(-1)
+        metadata = source[0] if len(source) == 1 else aiockpt.join_metadata(source)
+        receiver = aiockpt.HTTPTransport[Any](timeout, same_host=False)
+        options: dict[str, Any] = {"into": self._state}
+        if parts > 1:
+            options["select"] = chosen.__contains__
+        began = time.monotonic()
+
+        async with receiver:
+            said = ""
+            try:
+                _, cost = await timed(
+                    lambda: receiver.recv_checkpoint(
+                        metadata=metadata, step=1, **options
+                    )
+                )
+            except aiockpt.AiockptError as error:
+                said = " ".join([str(error), *getattr(error, "__notes__", [])])
+        if failing or said:
+            if not failing or failing not in said:
+                raise BenchmarkError(said or "the receive did not fail")
+            if not all(each.eq(-1).all() for each in self._tensors(self._state)):
+                raise BenchmarkError("a receive that failed has changed its template")
+            seconds = time.monotonic() - began
+            return {"began": began, "seconds": seconds, "late": seconds - timeout}
+        for at, each in enumerate(self._tensors(self._state)):
+            if at % parts == part and not torch.equal(each, _local(self._tensor(at))):
+                raise BenchmarkError(f"it has received a wrong tensor {at}")
+        return cost
+
+    async def publish(self, *, first: int, times: int, every: float) -> float:
+        """Publish some steps, whose elements are all the number of the step.
+
+        Returns the seconds of a send, on average.
+        """
+        assert self._sender is not None
+        due, spent_sending = time.monotonic(), 0.0
+        for step in range(first, first + times):
+            await asyncio.sleep(max(due - time.monotonic(), 0))
+            for each in self._tensors(self._state):
+                each.fill_(step)
+            began = time.monotonic()
+            await self._sender.send_checkpoint(step=step, state_dict=self._state)
+            spent_sending += time.monotonic() - began
+            due += every
+        return spent_sending / times
+
+    async def follow(
+        self, *, source: Sequence[str], after: int, seconds: float
+    ) -> Sample:
+        """Follow one sender, or all senders of a job; return the steps, and the torn.
+
+        A step is torn if not all of its elements are its number.
+        """
+        metadata = source[0] if len(source) == 1 else aiockpt.join_metadata(source)
+        receiver = aiockpt.HTTPTransport[Any](_PATIENCE, same_host=False)
+        found = {"steps": 0.0, "torn": 0.0}
+        async with (
+            receiver,
+            aclosing(receiver.follow(metadata, after=after, into=self._state)) as steps,
+        ):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    async for step, _ in steps:
+                        found["steps"] += 1
+                        parts = self._tensors(self._state)
+                        found["torn"] += not all(each.eq(step).all() for each in parts)
+        return found
 
     # ------------------------------------------------------ files for Hugging Face
 

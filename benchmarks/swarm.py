@@ -25,7 +25,6 @@ import asyncio
 import contextlib
 import ctypes
 import gc
-import itertools
 import json
 import os
 import signal
@@ -41,13 +40,11 @@ import torch
 
 from aiockpt import HTTPTransport, Swarm
 from benchmarks import torrent
-from benchmarks.lines import call, hindrance
+from benchmarks.lines import bridged, call, hindrance
 
-_letters = itertools.cycle("abcdefgh")
 _libc = ctypes.CDLL(None, use_errno=True)
 _TENSORS: Final = 8
 _TIMEOUT: Final = 600.0
-_QUEUE: Final = 50  # milliseconds of bytes that a line holds
 _HALF: Final = 0.5  # of one receive, after which some are killed
 
 
@@ -150,7 +147,10 @@ def _measure(count: int, case: _Case) -> _Found:
     send, receive = _send, _receive
     if case.rival:
         send, receive = torrent.send, torrent.receive
-    with _network(count + joining + 1, case.rate, case.slow) as spaces:
+    rates = [case.rate] * (count + joining + 1)
+    rates[1] *= 1 if case.slow is None else case.slow
+    with bridged(rates) as lines:
+        spaces = [(line.inside[-1], line.address) for line in lines]
         hosts = [Host(space) for space in spaces]
         try:
             hosts[0].run(lambda host: send(host, case.nbytes, case.chunk_bytes))
@@ -207,48 +207,6 @@ def _results(sender: Host, receivers: list[Host], case: _Case) -> _Found:
         memory=max(each["memory"] for each in received + others + ends),
         requests=then["requests"],
     )
-
-
-@contextlib.contextmanager
-def _network(
-    count: int, rate: float, slow: float | None
-) -> Iterator[list[tuple[str, str]]]:
-    """Join so many namespaces by a bridge; give their names and addresses.
-
-    The second one may have a slower line.
-    """
-    # The kernel takes its time to remove the last ones.
-    name = f"sw{os.getpid() % 10_000}{next(_letters)}"
-    spaces = [
-        (f"{name}-{number}", f"10.77.{number // 250}.{number % 250 + 1}")
-        for number in range(count)
-    ]
-    try:
-        call(f"ip link add {name} type bridge")
-        call(f"ip link set {name} up")
-        for number, (space, address) in enumerate(spaces):
-            mbit = rate * (slow if slow is not None and number == 1 else 1)
-            line = f"root handle 1: tbf rate {mbit}mbit burst 64k latency {_QUEUE}ms"
-            port = f"{name}v{number}"
-            for command in (
-                f"ip netns add {space}",
-                f"ip link add {port} type veth peer name eth0 netns {space}",
-                f"ip link set {port} master {name}",
-                f"ip link set {port} up",
-                f"ip -n {space} addr add {address}/16 dev eth0",
-                f"ip -n {space} link set eth0 up",
-                f"ip -n {space} link set lo up",
-                f"ip netns exec {space} tc qdisc add dev eth0 {line}",
-                f"tc qdisc add dev {port} {line}",
-            ):
-                done = call(command)
-                if done.returncode:
-                    sys.exit(f"{command}: {done.stderr.strip()}")
-        yield spaces
-    finally:
-        for space, _ in spaces:
-            call(f"ip netns del {space}")
-        call(f"ip link del {name}")
 
 
 def _separate(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> None:

@@ -448,7 +448,13 @@ def loopback(_: str) -> Iterator[Line]:
     yield Line("127.0.0.1")
 
 
-@pytest.mark.timeout(120)
+@contextmanager
+def loopbacks(rates: Sequence[float]) -> Iterator[list[Line]]:
+    """Give none to each of several."""
+    yield [Line("127.0.0.1") for _ in rates]
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "case",
     [
@@ -475,12 +481,16 @@ def test_a_tiny_run_fills_all_rows(
         "_MANY": 2,
         "_TURNS": 1,
         "_PUBLISHED": 1,
+        "_FOLLOWED": 0.4,
+        "_HALF": 0.0,  # a receive takes milliseconds
+        "_DEADLINE": 3.0,
     }
     for name, value in fewer.items():
         monkeypatch.setattr(cases, name, value)
     # A real line takes longer. These two have one.
     if case not in {"lossy", "delta"}:
         monkeypatch.setattr(cases, "shaped", loopback)
+        monkeypatch.setattr(cases, "bridged", loopbacks)
         monkeypatch.setattr(program, "hindrance", str)
     monkeypatch.setattr(savers, "TORCH_SAVERS", {RIVAL: object})
     monkeypatch.chdir(tmp_path)
