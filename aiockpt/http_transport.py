@@ -40,7 +40,7 @@ from aiockpt.http.joined import AcrossRanks, receive_joined
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import CURRENT_STEP_WAIT_S, Follower, chase
 from aiockpt.http.options import Auth, Receive, Server, Swarm
-from aiockpt.http.peers import Peers, name_of, shards_of
+from aiockpt.http.peers import Peers, name_of, newest_of, shards_of
 from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_joined
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.source import AttachOptions, HttpSource
@@ -54,7 +54,6 @@ from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.runtime.system import copying_threads
-from aiockpt.runtime.tasks import run_all
 from aiockpt.state.fingerprinting import fingerprint_of_snapshot
 from aiockpt.state.reshard import RankValues
 from aiockpt.state.selection import Select, listed
@@ -743,8 +742,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 if step is not None:
                     return await fetch_fingerprints(peers, step)
 
-                async def newest() -> int:
-                    return max([await each.newest() for each in peers])
+                newest = partial(newest_of, peers)
 
                 fetch, pause = partial(fetch_fingerprints, peers), self._client.pause
                 _, found = await chase(newest, fetch, pause=pause)
@@ -1088,9 +1086,7 @@ class HTTPTransport(CheckpointTransport[T]):
             source = HttpSource(senders[0], bridge, attaching, swarm)
             return receive_from(source, step, options, bridge, deadline)
 
-        async def newest() -> int:
-            steps: list[int] = await run_all([peers.newest for peers in senders])
-            return max(steps)
+        newest = partial(newest_of, senders)
 
         with self._lifetime.call():
             async with deadline:

@@ -65,7 +65,7 @@ from aiockpt.storage.boxes import (
     ranges_to_compare,
 )
 from aiockpt.transfer.options import ReceiveOptions
-from aiockpt.transfer.receive import Received, receive
+from aiockpt.transfer.receive import Received, receive, was_modified
 from aiockpt.transfer.reuse import Reuse
 from aiockpt.transfer.source import (
     ChunkDestination,
@@ -156,14 +156,18 @@ async def receive_joined(
     if callable(options.select):  # both `unite` and the matcher ask for each path
         options = replace(options, select=cache(options.select))
     lost: dict[int, TransportError] = {}
+    touched = False
     while True:
         before = len(lost)
         source = JoinedSource(senders, bridge, options, ranks, lost)
         try:
-            return await receive(source, step, options, bridge, deadline)
-        except TransportError:
+            return await receive(
+                source, step, options, bridge, deadline, touched=touched
+            )
+        except TransportError as error:
             if len(lost) == before:
                 raise
+            touched |= was_modified(error)
 
 
 class JoinedSource:

@@ -45,7 +45,7 @@ from aiockpt.http import protocol as http
 from aiockpt.http.body_reader import BodySink
 from aiockpt.http.client import CheckedResponse, CheckpointClient, Line, Request
 from aiockpt.http.protocol import Origin
-from aiockpt.http.retry import OnRetry, Pause, Retries, backoff, poll
+from aiockpt.http.retry import Liveness, OnRetry, Pause, Retries, backoff, poll
 from aiockpt.http.tokens import MAC_HEADER, check_manifest_mac
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.runtime.secrets import Token
@@ -367,6 +367,7 @@ class Follower:
         self._returns = False  # a sender serves a lower step, and others do not yet
         self._asks = False
         self._reconnect_timeout = reconnect_timeout
+        self._liveness: dict[FollowedSender, Liveness] = {}
 
     def __repr__(self) -> str:
         first, *others = self._senders
@@ -392,6 +393,7 @@ class Follower:
             return self._chosen(news) if news else None
 
         with self._lifetime.call(), self._alone():
+            self._liveness.clear()
             step = await poll(ask, pause=self._client.pause)
         self._after = step
         return step
@@ -436,18 +438,25 @@ class Follower:
             after = None if is_unknown else self._after
             attempt = partial(self._ask, sender, after, wait=_NEWS_WAIT_S)
             with suppress(StepNotFoundError):
-                if (found := await self._retries(sender).run(attempt)) is not None:
+                found = await self._retries(sender).run(attempt)
+                del self._liveness[sender]  # it has answered
+                # The others usually publish at the same time, and answer by then. If
+                # there is nothing new, one that is away must not delay the next round.
+                more = _OTHERS_ANSWER_S if found is None else _OTHERS_PUBLISH_S
+                until = anyio.current_time() + more
+                scope.deadline = min(scope.deadline, until)
+                if found is not None:
                     news[sender] = found
-                    # The others usually publish at the same time, and answer by then.
-                    until = anyio.current_time() + _OTHERS_PUBLISH_S
-                    scope.deadline = min(scope.deadline, until)
 
         with anyio.CancelScope() as scope:
             await run_all([partial(hear, sender) for sender in self._senders])
         return news
 
     def _retries(self, sender: FollowedSender) -> Retries:
-        liveness = self._client.liveness(self._reconnect_timeout)
+        # One for all rounds, because a sender may be silent for longer than one.
+        if sender not in self._liveness:
+            self._liveness[sender] = self._client.liveness(self._reconnect_timeout)
+        liveness = self._liveness[sender]
         return self._client.retries(sender.origin, None, liveness=liveness)
 
     async def _news_of_others(

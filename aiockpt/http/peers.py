@@ -427,6 +427,29 @@ async def answers(
     return found
 
 
+async def newest_of(senders: Sequence[Peers]) -> int:
+    """Return the newest step of several senders of shards; wait until there is one.
+
+    A sender that cannot be reached does not count. Another one may have its shard.
+
+    Raises:
+        AiockptError: none can be reached, or what one answered.
+    """
+    steps: list[int] = []
+    lost: list[TransportError] = []
+
+    async def ask(peers: Peers) -> None:
+        try:
+            steps.append(await peers.newest())
+        except TransportError as error:
+            lost.append(error)
+
+    await run_all([partial(ask, peers) for peers in senders])
+    if not steps:
+        raise lost[0]
+    return max(steps)
+
+
 @discreet
 def shards_of(metadata: str | Sequence[str]) -> list[list[Origin]]:
     """Return the senders of each shard that a caller names; several are replicas.

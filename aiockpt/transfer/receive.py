@@ -37,6 +37,8 @@ from aiockpt.transfer.source import Source
 from aiockpt.transport import exact_step
 
 _LARGE_HEADER_BYTES: Final = 1 << 20  # thousands of tensors
+_MODIFIED: Final = "the template was modified"
+_NOT_MODIFIED: Final = "the template was not modified"
 _SAMPLE_CHUNKS: Final = 8  # show whether many chunks are unchanged
 
 
@@ -56,18 +58,20 @@ async def receive(
     options: ReceiveOptions,
     bridge: Bridge,
     deadline: Deadline,
+    *,
+    touched: bool = False,
 ) -> Received:
     """Return the state dict of ``step``.
 
     If this fails or is cancelled, a template is unchanged or complete, unless
     ``direct`` lets bytes into it as they arrive. A note of the error says whether the
-    template was modified.
+    template was modified, perhaps by an earlier attempt (``touched``).
     """
     report = _Report(options.progress, deadline)
     destination: Destination | None = None
     state: object = None
     freed: list[object] = []
-    into, touched, asked = options.into, False, time.monotonic()
+    into, asked = options.into, time.monotonic()
     try:
         step = exact_step(step)
         with failing_here(f"receiving step {step}"):
@@ -109,13 +113,13 @@ async def receive(
                 else:
                     report.at("load")
                     await destination.load()
-                touched, missing = destination.touched, destination.missing
+                touched, missing = destination.touched or touched, destination.missing
                 freed.append(destination)
                 destination = None
                 await bridge.run(_free, source, freed)
     except BaseException as error:
         if destination is not None:
-            touched = destination.touched
+            touched |= destination.touched
             destination.abandon()
             # If the loop was closed, threads of this receive may still run.
             if not isinstance(error, GeneratorExit):
@@ -125,7 +129,7 @@ async def receive(
         destination = state = None
         freed.clear()
         if into is not None:
-            error.add_note(f"the template was {'' if touched else 'not '}modified")
+            _note(error, _MODIFIED if touched else _NOT_MODIFIED)
         raise
     emit(
         TransferEvent(
@@ -142,6 +146,18 @@ async def receive(
         )
     )
     return Received(state, missing)
+
+
+def was_modified(error: BaseException) -> bool:
+    """Say whether the error of a receive says that the template was modified."""
+    return _MODIFIED in getattr(error, "__notes__", ())
+
+
+def _note(error: BaseException, note: str) -> None:
+    """Add what became of the template; an error may be that of an earlier attempt."""
+    notes = getattr(error, "__notes__", [])
+    notes[:] = [each for each in notes if each not in (_MODIFIED, _NOT_MODIFIED)]
+    error.add_note(note)
 
 
 class _Report(Meter):
