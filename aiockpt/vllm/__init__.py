@@ -13,7 +13,7 @@ takes the backend by its name, and the trainer uses `TrainerInitInfo`::
 Only `engine` imports vLLM.
 
 ========= ==================================================================
-engine    the engines of a vLLM worker and of a trainer
+engine    the engines of a vLLM worker and of a trainer, and a source of shards
 mirror    `HostMirror`: prefetches each step once per host, into shared memory
 ========= ==================================================================
 """
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from aiockpt.vllm.engine import (
         InitInfo,
         ReceivingEngine,
+        ShardSource,
         TrainerEngine,
         TrainerInitInfo,
         UpdateInfo,
@@ -39,6 +40,7 @@ __all__ = [
     "HostMirror",
     "InitInfo",
     "ReceivingEngine",
+    "ShardSource",
     "TrainerEngine",
     "TrainerInitInfo",
     "UpdateInfo",
@@ -50,6 +52,7 @@ _HOMES = {
     "HostMirror": "aiockpt.vllm.mirror",
     "InitInfo": _ENGINE,
     "ReceivingEngine": _ENGINE,
+    "ShardSource": _ENGINE,
     "TrainerEngine": _ENGINE,
     "TrainerInitInfo": _ENGINE,
     "UpdateInfo": _ENGINE,

@@ -1,9 +1,9 @@
-"""Prefetches the steps of a sender once per host, into memory that processes share.
+"""Prefetches the steps of a trainer once per host, into memory that processes share.
 
 The processes of one user on a host elect a leader by the lock of a file. The leader
-follows the sender, and publishes each step to this host (``same_host``). All of them,
-the leader too, map the published memory. If the leader dies, another process takes its
-place.
+follows the sender, or all senders of shards, and publishes each step to this host
+(``same_host``). All of them, the leader too, map the published memory. If the leader
+dies, another process takes its place.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from aiockpt.errors import (
     Advice,
     AiockptError,
     AuthenticationError,
+    LocalProtocolError,
     StateDictError,
     StepNotFoundError,
     StorageError,
@@ -34,7 +35,7 @@ from aiockpt.errors import (
 )
 from aiockpt.events import LogLimit
 from aiockpt.http.options import Auth, Receive, Server
-from aiockpt.http.protocol import parse_metadata
+from aiockpt.http.protocol import parse_joined
 from aiockpt.http.retry import backoff
 from aiockpt.http_transport import HTTPTransport
 from aiockpt.runtime.lifetime import Deadline
@@ -52,12 +53,14 @@ _MAX_METADATA_BYTES: Final = 16 << 10  # of the leader, in its file
 
 
 class HostMirror:
-    """The newest checkpoint of a sender, in memory that processes of this host share.
+    """The newest checkpoint of a trainer, in memory that processes of this host share.
 
     Args:
-        metadata: The string that the sender's ``metadata()`` returned.
+        metadata: The string that the sender's ``metadata()`` returned, or that of
+            `aiockpt.join_metadata`. The tensors of several senders are full ones.
         token: The sender's token, if the metadata does not contain it.
-        swarm: Whether this host serves other receivers what it has verified.
+        swarm: Whether this host serves other receivers what it has verified. There is
+            no swarm of several senders.
         place: The directory of the lock files. It must belong to this user alone.
             None: a directory in the system's temporary one.
 
@@ -66,7 +69,8 @@ class HostMirror:
         is_leader: Whether this process fetches for the others.
 
     Raises:
-        LocalProtocolError: the metadata is malformed.
+        LocalProtocolError: the metadata is malformed, or ``swarm`` is asked for with
+            several senders.
     """
 
     def __init__(
@@ -80,7 +84,11 @@ class HostMirror:
         self._metadata = Token(metadata)
         self._auth, self._swarm = Auth(token=token), swarm
         del metadata, token  # a traceback with local variables would show the token
-        parse_metadata(self._metadata)
+        self._full = len(parse_joined(self._metadata)) > 1
+        if self._full and swarm:
+            raise LocalProtocolError(
+                "joined metadata and swarm= do not work together yet: leave out swarm="
+            )
         name = hashlib.sha256(self._metadata.encode()).hexdigest()[:32]
         self._path = (place or _default_place()) / name
         self._news = Notifier()
@@ -226,11 +234,17 @@ class HostMirror:
         Raises:
             StateDictError: the newest step is none that can be received.
         """
-        async with aclosing(remote.follow(self._metadata)) as newest:
+        first = remote.follow(self._metadata, full=self._full)
+        async with aclosing(first) as newest:
             step, mirror = await anext(newest)
         await _publish(local, step, mirror)
         steps = remote.follow(
-            self._metadata, after=step, into=mirror, have=True, prepare=True
+            self._metadata,
+            after=step,
+            into=mirror,
+            have=True,
+            full=self._full,
+            prepare=True,
         )
         # A step of another layout does not fit the mirror: its caller begins again.
         with suppress(StateDictError):

@@ -20,6 +20,7 @@ os.environ |= {
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 CONFIG = LlamaConfig(
@@ -44,12 +45,18 @@ class Model:
         self.module = LlamaForCausalLM(CONFIG).to(torch.bfloat16)
 
     def step(self, seed: int) -> None:
-        """Change a part of every weight."""
+        """Change a part of every weight; of shards, what this rank has of it."""
         noise = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for each in self.module.parameters():
                 chosen = torch.rand(each.shape, generator=noise) < 0.1
-                each.add_(chosen * torch.randn(each.shape, generator=noise), alpha=0.1)
+                change = chosen * torch.randn(each.shape, generator=noise)
+                if isinstance(each, DTensor):
+                    mesh = each.device_mesh
+                    part = change.chunk(mesh.size())[mesh.get_local_rank()]
+                    each.to_local().add_(part, alpha=0.1)
+                else:
+                    each.add_(change, alpha=0.1)
 
     def save(self, place: Path) -> Path:
         """Write what vLLM loads a model from."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,13 +194,68 @@ def test_the_shards_of_fsdp_are_gathered(model: Model) -> None:
     port = free_port()
     with trainer_process(0, port) as first, trainer_process(1, port) as second:
         metadata = heard(first)
-        assert second.stdin is not None
-        second.stdin.write("1\n")
-        second.stdin.flush()
+        tell(second, "1")
         assert told(first, "1") == "1"
         found = asyncio.run(received(metadata))
     double(model.module)
     assert_same(found, {n: p.detach() for n, p in model.module.named_parameters()})
+
+
+def test_two_ranks_publish_their_shards(
+    model: Model, make: Make, tmp_path: Path
+) -> None:
+    """20 updates equal freshly loaded engines; a rank is killed and replaced."""
+    engine = make(model.save(tmp_path / "old"))
+    client, port = Client(engine), free_port()
+
+    def update(*ranks: subprocess.Popen[str]) -> None:
+        """Take the next step on both ranks, and load it."""
+        step = len(taken) + 1
+        for each in ranks:
+            tell(each, f"step {step}")
+        number = heard(ranks[0])
+        assert [heard(each) for each in ranks] == ["done", "done"]
+        load(client, number)
+        model.step(step)
+        taken.append(number)
+        fresh = make(model.save(tmp_path / f"step-{step}"))
+        assert checksums(engine) == checksums(fresh)
+        assert answers(engine) == answers(fresh)
+
+    taken: list[str] = []
+    with shards_process(0, port, 0) as first:
+        with shards_process(1, port, 0) as second:
+            follow(client, heard(first))
+            for _ in range(10):
+                update(first, second)
+            assert taken == [str(step) for step in range(1, 11)]
+            before = checksums(engine), answers(engine)
+        # The second rank is killed: the first one cannot send alone.
+        tell(first, "step 11")
+        assert heard(first) not in {"done", "11"}
+        assert (checksums(engine), answers(engine)) == before
+        port = free_port()
+        tell(first, f"meet {port} 10")
+        with shards_process(1, port, 10) as second:
+            follow(client, heard(first))
+            assert heard(first) == "done"
+            for _ in range(10):
+                update(first, second)
+            # Step 11 was that of the first rank alone.
+            assert taken[10:] == [str(step) for step in range(12, 22)]
+
+
+def follow(client: Client, metadata: str) -> None:
+    """Have the engines follow two ranks."""
+    assert metadata.count("http://") == 2
+    client.init_weight_transfer_engine({"metadata": metadata, "timeout": 15.0})
+
+
+def load(client: Client, step: str) -> None:
+    """Have the engines load a step."""
+    client.start_weight_update()
+    client.update_weights({"step": int(step)})
+    client.finish_weight_update(step)
 
 
 def test_a_trainer_that_is_killed_in_the_middle_of_a_send(
@@ -229,9 +285,7 @@ def killed_in_the_middle(client: Client, model: Model) -> None:
         with stalling(metadata, after=150_000) as (slow, stall):
             client.init_weight_transfer_engine({"metadata": slow, "timeout": 15.0})
             assert told(process, "1") == "1"
-            client.start_weight_update()
-            client.update_weights({"step": 1})
-            client.finish_weight_update("1")
+            load(client, "1")
             model.step(1)
             before = checksums(engine), answers(engine)
             stall.set()
@@ -246,10 +300,15 @@ def killed_in_the_middle(client: Client, model: Model) -> None:
 
 def told(process: subprocess.Popen[str], line: str) -> str:
     """Send a line to a trainer; return its answer."""
+    tell(process, line)
+    return heard(process)
+
+
+def tell(process: subprocess.Popen[str], line: str) -> None:
+    """Send a line to a trainer."""
     assert process.stdin is not None
     process.stdin.write(f"{line}\n")
     process.stdin.flush()
-    return heard(process)
 
 
 def heard(process: subprocess.Popen[str]) -> str:
@@ -261,9 +320,11 @@ def heard(process: subprocess.Popen[str]) -> str:
 
 
 @contextmanager
-def trainer_process(*args: int) -> Iterator[subprocess.Popen[str]]:
+def trainer_process(
+    *args: int, module: str = "tests.vllm.trainer"
+) -> Iterator[subprocess.Popen[str]]:
     """Run a trainer in a process of its own; kill it at the end."""
-    command = [sys.executable, "-m", "tests.vllm.trainer", *map(str, args)]
+    command = [sys.executable, "-m", module, *map(str, args)]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, **pipes)
     try:
@@ -271,6 +332,9 @@ def trainer_process(*args: int) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
+
+
+shards_process = partial(trainer_process, module="tests.vllm.shards_trainer")
 
 
 @contextmanager
