@@ -7,18 +7,19 @@ import fcntl
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from aiockpt import TransferEvent, add_hook
+from aiockpt import TransferEvent, add_hook, join_metadata
 from aiockpt.errors import (
     AuthenticationError,
     DeviceMeshError,
@@ -30,12 +31,14 @@ from aiockpt.errors import (
 from aiockpt.testing import Drip, Fault, PeerProcess, assert_same
 from aiockpt.testing.faults import Pipe
 from aiockpt.vllm import HostMirror
-from tests.support.mesh_ranks import as_rank
+from tests.support.mesh_ranks import as_rank, distributed
 from tests.support.ports import free_port
 from tests.support.servers import settle
 from tests.support.transports import (
     CHUNK,
     MIB,
+    TOKEN,
+    Transport,
     chunked,
     proxied,
     through,
@@ -110,6 +113,71 @@ async def test_hosts_may_serve_each_other(tmp_path: Path, swarm: bool) -> None:
     assert bool(served) == swarm
     sent = sender.statistics().bytes_sent / (24 * CHUNK)
     assert sent < 1.8 if swarm else sent >= 2
+
+
+async def send_shards(senders: Sequence[Transport], step: int) -> None:
+    """Publish a step from ranks that each hold a part of each tensor but one."""
+    for rank, sender in enumerate(senders):
+        with as_rank(rank, len(senders)):
+            mesh = init_device_mesh("cpu", (len(senders),))
+            state = {
+                name: distributed(each, mesh, Shard(0)) if each.ndim else each
+                for name, each in weights_of(step).items()
+            }
+            await sender.send_checkpoint(step=step, state_dict=state)
+
+
+async def test_processes_of_a_host_fetch_the_shards_of_all_senders_once(
+    tmp_path: Path,
+) -> None:
+    """They get full tensors. Later steps cost the changed elements."""
+    options: Any = {"keep_base": True, "same_host": False}
+    async with transport(**options) as first, transport(**options) as second:
+        senders = first, second
+        joined = join_metadata([each.metadata() for each in senders])
+        async with (
+            mirroring(joined, tmp_path / "locks") as one,
+            mirroring(joined, tmp_path / "locks") as other,
+        ):
+            for step in range(1, 5):
+                before = [each.statistics().bytes_sent for each in senders]
+                await send_shards(senders, step)
+                for mirror in (one, other):
+                    assert_same(await mirror.wait_for(step, 30), weights_of(step))
+                for was, each in zip(before, senders, strict=True):
+                    sent = each.statistics().bytes_sent - was
+                    assert sent < (2.1 if step == 1 else 0.1) * MIB
+            assert one.is_leader != other.is_leader
+
+
+async def test_a_sender_of_shards_that_restarts_is_followed(tmp_path: Path) -> None:
+    """It has the same token and port. Until it is back, the last step stays."""
+    port = free_port()
+    async with transport(token=TOKEN) as first, AsyncExitStack() as stack:
+        second = await stack.enter_async_context(transport(token=TOKEN, port=port))
+        joined = join_metadata([first.metadata(), second.metadata()])
+        async with mirroring(joined, tmp_path / "locks", TOKEN) as mirror:
+            await send_shards([first, second], 1)
+            await mirror.wait_for(1, 30)
+            await stack.aclose()
+            with as_rank(0, 2):
+                mesh = init_device_mesh("cpu", (2,))
+                alone = {"bias": distributed(torch.zeros(7), mesh, Shard(0))}
+                await first.send_checkpoint(step=2, state_dict=alone)
+            with pytest.raises(TransferTimeoutError):
+                await mirror.wait_for(2, 0.5)
+            assert_same(await mirror.wait_for(1, 1), weights_of(1))
+            async with transport(token=TOKEN, port=port) as again:
+                await send_shards([first, again], 3)
+                assert_same(await mirror.wait_for(3, 30), weights_of(3))
+
+
+async def test_there_is_no_swarm_of_several_senders(tmp_path: Path) -> None:
+    """The mirror says so before it starts."""
+    async with transport() as first, transport() as second:
+        joined = join_metadata([first.metadata(), second.metadata()])
+        with pytest.raises(LocalProtocolError, match="swarm="):
+            HostMirror(joined, place=tmp_path, swarm=True)
 
 
 async def test_a_wrong_step_is_an_error(tmp_path: Path) -> None:

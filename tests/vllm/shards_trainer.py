@@ -1,8 +1,8 @@
 """One of two FSDP ranks that publish their own shards: a step for each line it reads.
 
 The arguments are the rank, the port at which the ranks meet, and the steps that the
-model has taken. ``step SEED`` takes a step and sends it. ``meet PORT STEPS`` forms a new
-group with a rank that has restarted, after so many steps. Each line is answered.
+model has taken. ``step SEED`` takes a step and sends it. ``meet PORT STEPS`` forms a
+new group with a rank that has restarted, after so many steps. Each line is answered.
 """
 
 from __future__ import annotations
