@@ -75,6 +75,7 @@ class Request:
         path: The path below the origin's URL.
         status: The status of a good answer. With ``may_be_empty``, 204 is good, too,
             and with ``may_be_delta``, 226.
+        may_be_unknown: Whether older peers do not know the resource.
         step: The requested step, for errors.
         snapshot_id: The requested snapshot, for errors.
         chunk: The first requested chunk, for errors.
@@ -93,6 +94,7 @@ class Request:
     wait: float = 0.0
     may_be_empty: bool = False
     may_be_delta: bool = False
+    may_be_unknown: bool = False
     body: bytes = b""
 
     @property
@@ -397,6 +399,7 @@ class CheckpointClient:
             url=request.url,
             step=request.step,
             snapshot_id=request.snapshot_id,
+            may_be_unknown=request.may_be_unknown,
         )
 
     def _session_for(self, within: Scope | None) -> _CheckedSession:

@@ -112,6 +112,7 @@ async def _ask(
         headers={"Prefer": http.format_prefer_wait(wait)},
         step=step,
         wait=wait,
+        may_be_unknown=True,
     )
     limits = client.options.limits
     try:

@@ -222,10 +222,12 @@ def from_problem(
     url: str,
     step: int | None = None,
     snapshot_id: str | None = None,
+    may_be_unknown: bool = False,
 ) -> AiockptError:
     """Return (not raise) the error that a response with an error status stands for.
 
-    ``step`` and ``snapshot_id`` are what the request asked for. The body is
+    ``step`` and ``snapshot_id`` are what the request asked for. With
+    ``may_be_unknown``, older peers do not know the resource. The body is
     untrusted and may be of any size and kind; an unknown status is a
     `RemoteProtocolError`.
     """
@@ -251,7 +253,9 @@ def from_problem(
             retry_after = parse_retry_after(headers.get("Retry-After"))
             proxy = None if said.is_ours else status
             return PeerBusy(url, retry_after=retry_after, proxy=proxy)
-    return _unexpected(status, url, detail, is_ours=said.is_ours)
+    error = _unexpected(status, url, detail, is_ours=said.is_ours)
+    is_unknown = may_be_unknown and status == HTTPStatus.NOT_FOUND
+    return UnknownResourceError(f"{error}") if is_unknown else error
 
 
 def _unexpected(
@@ -269,9 +273,7 @@ def _unexpected(
     if 300 <= status < 400:
         hint = "; redirects are not followed"
     why = f" ({detail})" if detail else ""
-    is_unknown = status == HTTPStatus.NOT_FOUND
-    kind = UnknownResourceError if is_unknown else RemoteProtocolError
-    return kind(f"{url} answered HTTP {status}{why}{hint}")
+    return RemoteProtocolError(f"{url} answered HTTP {status}{why}{hint}")
 
 
 def _parse(body: bytes) -> _Document:
