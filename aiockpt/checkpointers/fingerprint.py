@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ def fingerprint(state: Any, group: ProcessGroup | None = None) -> Fingerprint:
         CheckpointNotFoundError: there is no complete checkpoint at the path.
         StorageError, IntegrityError: the checkpoint cannot be read, or is damaged.
         ValueError: a URL, or a path together with ``group``.
+        TypeError: ``state`` has no tensor and is no container, such as a number.
     """
     if isinstance(state, str | os.PathLike):
         if is_url(state):
@@ -61,8 +63,28 @@ def fingerprint(state: Any, group: ProcessGroup | None = None) -> Fingerprint:
 
 
 def _of_state(state: object) -> Fingerprint:
+    """Return the fingerprint of what this rank holds.
+
+    Raises:
+        TypeError: it is nothing that could have tensors.
+    """
+    found = _of_values(state)
+    if not found.tensors and not _is_container(state):
+        kind = type(state).__name__
+        raise TypeError(
+            f"a fingerprint is that of a state dict or a path, not a {kind}"
+        )
+    return found
+
+
+def _of_values(values: object) -> Fingerprint:
     with advising(OF_A_SAVE):
-        return fingerprint_of(state, limits=FILE_LIMITS)
+        return fingerprint_of(values, limits=FILE_LIMITS)
+
+
+def _is_container(value: object) -> bool:
+    is_bytes = isinstance(value, bytes | bytearray | memoryview)
+    return isinstance(value, Mapping | Sequence | Set) and not is_bytes
 
 
 def _of_group(state: object, group: ProcessGroup) -> Fingerprint:
@@ -101,7 +123,7 @@ def _of_checkpoint(path: str | os.PathLike[str]) -> Fingerprint:
 def _of_source(source: LoadSource) -> Fingerprint:
     """Read one source into memory, and give the memory back at the end."""
     if isinstance(source, LoadedSource):
-        return _of_state(source.values)
+        return _of_values(source.values)
     segment = source.segment
     size = segment.manifest.segment_bytes
     ranges = [(0, size)] if size else []

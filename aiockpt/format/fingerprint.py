@@ -213,14 +213,16 @@ class Fingerprint:
 
         The paths of this fingerprint are compared, each with all of its complete
         replicas. A plain tensor equals a distributed one with the same elements.
-        Paths that are in ``by_rank`` of either fingerprint are left out.
+        Paths that are in ``by_rank`` of either fingerprint are left out. If no tensor
+        remains, that is an error. Two fingerprints without any path are equal.
 
         Returns:
             The paths that only ``theirs`` has.
 
         Raises:
             FingerprintMismatchError: tensors differ, or are not there, or a fingerprint
-                covers only a part of them. The message names them.
+                covers only a part of them, or all of them are left out. The message
+                names them.
         """
         given: object = theirs  # callers without types pass anything
         if not isinstance(given, Fingerprint):
@@ -234,11 +236,12 @@ class Fingerprint:
         }
         if others and not ours:
             faults[""] = "ours has no tensor to compare"
-        for path, mine in self.tensors.items():
-            if (other := theirs.tensors.get(path)) is None:
-                continue
-            if fault := _difference(mine, other):
+        compared = self.tensors.keys() & theirs.tensors.keys()
+        for path in (path for path in self.tensors if path in compared):
+            if fault := _difference(self.tensors[path], theirs.tensors[path]):
                 faults[path] = fault
+        if not compared and not faults:
+            faults = {path: self._excuse(path) for path in sorted(ours)}
         if faults:
             raise FingerprintMismatchError(faults)
         return sorted(others - ours)
@@ -285,6 +288,12 @@ class Fingerprint:
     def _paths(self) -> set[str]:
         return {*self.tensors, *self.by_rank}
 
+    def _excuse(self, path: str) -> str:
+        """Return why a path that both fingerprints have is left out."""
+        side = "theirs" if path in self.tensors else "ours"
+        name = path or "the state dict"
+        return f"{name} cannot be compared: it differs between the ranks of {side}"
+
 
 def _difference(mine: TensorSums, other: TensorSums) -> str:
     """Return how two records differ; empty if they describe the same tensor."""
@@ -316,8 +325,9 @@ def _fault_of_record(record: TensorSums) -> str:
         return "no tensor has that size"
     if not _ascend(record.wholes):
         return "the sums of replicas are not in order"
-    if record.plain and (record.parts or len(record.wholes) != 1):
-        return "a plain tensor is not whole"
+    is_whole = len(record.wholes) == 1 if count else record.wholes == (NOTHING,)
+    if (record.plain or not count) and (record.parts or not is_whole):
+        return "a tensor that is plain or has no element is not whole"
     if not _ascend(part.replica for part in record.parts):
         return "the parts are not in the order of their replicas"
     if any(part.count == count for part in record.parts):

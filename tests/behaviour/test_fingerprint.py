@@ -54,6 +54,9 @@ def state(seed: int = 0) -> dict[str, Any]:
     }
 
 
+ANOTHER = Fingerprint({"x": TensorSums("x", "int8", (2,), True, (A,), ())})
+
+
 class Leaf:
     """A value of a type that torch does not know."""
 
@@ -80,6 +83,13 @@ class TestWhatIsCovered:
                 aiockpt.fingerprint({"a": {"b": value}})
         with pytest.raises(UnsupportedLeafError, match=r"pass module\.state_dict\(\)"):
             aiockpt.fingerprint(torch.nn.Linear(2, 2))
+
+    @pytest.mark.parametrize("value", [None, 42, b"run", bytearray(2), object()])
+    def test_what_could_have_no_tensor_is_refused(self, value: Any) -> None:
+        """A number that is passed by mistake would equal any other one."""
+        with pytest.raises(TypeError, match=f"not a {type(value).__name__}"):
+            aiockpt.fingerprint(value)
+        assert not aiockpt.fingerprint([value]).tensors
 
     def test_a_tensor_in_a_registered_leaf_is(self) -> None:
         """A leaf of a type that the user has registered is made of its parts."""
@@ -162,7 +172,9 @@ class TestSums:
             assert found.by_rank == ("w",)
             assert not found.tensors
             assert found + plain == found
-            assert found.require(plain) == plain.require(found) == []
+            for ours, theirs in [(found, plain), (plain, found)]:
+                with_another = [each + ANOTHER for each in (ours, theirs)]
+                assert with_another[0].require(with_another[1]) == []
 
     def test_a_plain_tensor_equals_a_distributed_one(self) -> None:
         """The elements count, not how they are held."""
@@ -230,6 +242,24 @@ class TestMessages:
         with pytest.raises(FingerprintMismatchError, match="no tensor to compare"):
             aiockpt.fingerprint({}).require(theirs)
 
+    def test_a_comparison_of_nothing_is_an_error(self) -> None:
+        """Plain tensors of which every one differs between ranks prove nothing."""
+        good = aiockpt.fingerprint({"w": torch.ones(2), "b": torch.ones(1)})
+        torn = good + aiockpt.fingerprint({"w": torch.zeros(2), "b": torch.zeros(1)})
+        said = "b cannot be compared: it differs between the ranks of"
+        for ours, theirs, side in [
+            (torn, good, "ours; w cannot"),
+            (good, torn, "theirs; w cannot"),
+            (torn, torn, "ours; w cannot"),
+            (torn, torn + ANOTHER, "ours; w cannot"),
+        ]:
+            with pytest.raises(FingerprintMismatchError, match=f"{said} {side}") as e:
+                ours.require(theirs)
+            assert [*e.value.faults] == ["b", "w"]
+        with pytest.raises(FingerprintMismatchError, match=r"^w is missing in theirs$"):
+            (torn + record((0, 16, A))).require(Fingerprint({}, ("b",)))
+        assert aiockpt.fingerprint({}).require(aiockpt.fingerprint({"a": 1})) == []
+
 
 class TestJSON:
     """A fingerprint travels as JSON, which a hostile peer may have written."""
@@ -295,6 +325,17 @@ class TestJSON:
         both = (frame % self.GOOD).replace('"by_rank":[]', '"by_rank":["w"]')
         with pytest.raises(RemoteProtocolError, match="compared and left out"):
             Fingerprint.from_json(both)
+
+    @pytest.mark.parametrize(
+        "rest",
+        ["[],[]", f'["{A}"],[]', f'["{NOTHING}"],[[0,1,"{A}"]]'],
+    )
+    @pytest.mark.parametrize("plain", ["false", "true"])
+    def test_an_empty_tensor_is_whole(self, plain: str, rest: str) -> None:
+        """A comparison would have nothing to divide by."""
+        text = '{"aiockpt":1,"tensors":[["w","int8",[0,3],%s,%s]],"by_rank":[]}'
+        with pytest.raises(RemoteProtocolError, match=r"whole|is one"):
+            Fingerprint.from_json(text % (plain, rest))
 
     @settings(max_examples=200)
     @given(st.data())
