@@ -11,21 +11,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import pytest
 import torch
 
-import aiockpt.vllm
 from aiockpt.errors import StepNotFoundError, TransferTimeoutError
 from aiockpt.testing import Drip, Fault, FaultProxy, StallAfter
 from tests.support.commandline import ENVIRONMENT, beside
 from tests.support.matrix import Record
 from tests.support.ports import free_port
 from tests.support.proofs import proves
+from tests.support.vllm_stand_in import engines_on_a_stand_in
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -52,60 +51,13 @@ async def main(port, token, step):
 asyncio.run(main(*sys.argv[1:]))
 """
 
-Init = TypeVar("Init")
-Update = TypeVar("Update")
-Info = TypeVar("Info")
-
-
-class StandIn(Generic[Init, Update]):
-    """What vLLM's own engine does before ours."""
-
-    def __init__(self, config: Any, vllm: Any, device: Any, model: Any) -> None:
-        self.model, self.model_config = model, config
-
-
-class StandInTrainer(Generic[Info]):
-    """A base class of which nothing is used."""
-
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """Give the module of our engines, on a stand-in for vLLM."""
-    names: dict[str, Any] = {
-        "WeightTransferInitInfo": object,
-        "WeightTransferUpdateInfo": object,
-        "TrainerInitInfo": object,
-        "WeightTransferEngine": StandIn,
-        "TrainerWeightTransferEngine": StandInTrainer,
-        "WeightSource": object,
-        "VLLMWeightSyncClient": object,
-    }
-    loader = "vllm.model_executor.model_loader"
-    parts = {
-        **dict.fromkeys(("vllm", "vllm.distributed", "vllm.model_executor", loader)),
-        "vllm.distributed.weight_transfer": None,
-        "vllm.distributed.weight_transfer.base": names,
-        f"{loader}.mtp_validation": {"disable_mtp_completeness_check": nullcontext},
-        f"{loader}.reload": {
-            "initialize_layerwise_reload": lambda model: None,
-            "finalize_layerwise_reload": lambda model, config: None,
-        },
-    }
-    for name, inside in parts.items():
-        module = ModuleType(name)
-        module.__path__ = []
-        module.__dict__.update(inside or {})
-        monkeypatch.setitem(sys.modules, name, module)
-    base = sys.modules["vllm.distributed.weight_transfer.base"]
-    monkeypatch.setattr(
-        sys.modules["vllm.distributed.weight_transfer"], "base", base, raising=False
-    )
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    from aiockpt.vllm import engine
-
-    yield engine
-    del sys.modules[engine.__name__]
-    del aiockpt.vllm.engine
+    with engines_on_a_stand_in(monkeypatch) as module:
+        yield module
 
 
 class Model:
