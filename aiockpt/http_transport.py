@@ -1067,13 +1067,13 @@ class HTTPTransport(CheckpointTransport[T]):
         is_one = len(senders) == 1 and ranks == AcrossRanks()
         if not is_one and joins:
             raise LocalProtocolError(
-                "joined metadata and swarm= do not work together yet: receive with a "
-                "transport that has no swarm="
+                "joined metadata, rank_values= and full= do not work together with "
+                "swarm= yet: receive with a transport that has no swarm="
             )
         if not is_one and attaching.keep:
             raise ValueError(
-                "share=True returns tensors in the memory of one sender: leave it out "
-                "for several senders of shards"
+                "share=True returns tensors in the memory of one sender: leave it out, "
+                "or joined metadata, rank_values= and full="
             )
 
         def attempt(step: int) -> Awaitable[Received]:

@@ -17,9 +17,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import islice
 from types import TracebackType
 from typing import Final, Literal, NamedTuple
 
@@ -27,13 +29,15 @@ from aiockpt.errors import (
     Advice,
     AiockptError,
     LocalProtocolError,
+    MissingKeysError,
     RemoteProtocolError,
     StorageError,
+    TemplateMismatchError,
     TransportError,
     advice,
 )
 from aiockpt.events import TransferEvent, emit
-from aiockpt.format.chunks import chunks_over
+from aiockpt.format.chunks import ChunkGrid, chunks_over
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.download import Download
@@ -46,7 +50,7 @@ from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.distributed import group_rank
 from aiockpt.state.flatten import Wanted, wanted
-from aiockpt.state.joined import JoinedCheckpoint, join
+from aiockpt.state.joined import JoinedCheckpoint, join, ranks_of_meshes
 from aiockpt.state.load_plan import Matching, Ranges
 from aiockpt.state.mesh import merged
 from aiockpt.state.reshard import (
@@ -75,6 +79,7 @@ from aiockpt.transfer.source import (
 from aiockpt.transport import require_type
 
 _MAX_COMPARED_BYTES: Final = 256 << 20
+_MAX_REPLICAS: Final = 64  # of a chunk that are asked
 _SMALL_READ_BYTES: Final = 64 << 20  # of values, whose chunks are needed again
 
 
@@ -168,6 +173,10 @@ async def receive_joined(
             if len(lost) == before:
                 raise
             touched |= was_modified(error)
+        except (TemplateMismatchError, MissingKeysError) as error:
+            if not lost:
+                raise
+            raise next(iter(lost.values())) from error
 
 
 class JoinedSource:
@@ -203,6 +212,7 @@ class JoinedSource:
         self._ranks, self._lost = ranks, lost
         self._step: int | None = None  # of which the manifests have come
         self._shards: Sequence[SenderShard] = ()
+        self._holders: dict[tuple[ChunkGrid, int, str], list[SenderShard]] = {}
         self._joined: JoinedCheckpoint | None = None
         self._reuse: Reuse | None = None
 
@@ -254,6 +264,7 @@ class JoinedSource:
             SenderShard(each, self._senders[each], answers[each].manifest)
             for each in there
         ]
+        await self._bridge.run(self._note_holders)
         manifests = [shard.segment.manifest for shard in self._shards]
         into, limits = self._options.into, self._options.limits
         own = None
@@ -261,9 +272,38 @@ class JoinedSource:
             own = await self._bridge.run(partial(wanted, into, limits=limits))
         policy = self._ranks.policy(len(numbers), there, self._options, self.name)
         united = await self._united(manifests, own, policy)
+        if self._lost:
+            await self._bridge.run(self._check_lost, manifests)
         join_all = partial(join, united, manifests, step=step, limits=limits)
         self._joined = await self._bridge.run(join_all)
         return self._joined.manifest
+
+    def _check_lost(self, manifests: Sequence[Manifest]) -> None:
+        """Check that the others know all that a lost sender had.
+
+        A template or a list of paths says what is needed. Otherwise, the ranks of a
+        mesh have the same tensors, so a rank of it is there for each lost one.
+
+        Raises:
+            TransportError: the error of a sender that may have had something else.
+        """
+        is_alone = len(manifests) == 1  # values that differ by rank would go unnoticed
+        select = self._options.select
+        if self._options.into is not None or not (select is None or callable(select)):
+            known = {*self._lost}
+        else:
+            known = ranks_of_meshes(manifests, limits=self._options.limits)
+        for number, error in self._lost.items():
+            if is_alone or number not in known:
+                raise error
+
+    def _note_holders(self) -> None:
+        """Note which senders have which chunks: those of equal shards have the same."""
+        for shard in self._shards:
+            outline = shard.outline
+            for chunk, digest in enumerate(outline.digests):
+                key = outline.grid, chunk, digest
+                self._holders.setdefault(key, []).append(shard)
 
     async def map(self, outline: Outline, *, most: int | None) -> None:
         """Do nothing: the bytes of several senders lie in no memory of one."""
@@ -330,6 +370,7 @@ class JoinedSource:
     def give_back(self) -> None:
         """Free the memory of what did not go straight. For threads. Idempotent."""
         shards, self._shards, self._joined = self._shards, (), None
+        self._holders.clear()
         for shard in shards:
             shard.segment.arena.empty()
 
@@ -448,15 +489,16 @@ class JoinedSource:
     ) -> Iterator[tuple[Peers, Sequence[int]]]:
         """Yield chunks, and who has them: of equal shards, all their senders."""
         outline, replicas = shard.outline, list[tuple[Peers, Outline]]()
+        common = Counter[SenderShard]()
+        for chunk in chunks if destination.patch is None else ():
+            key = outline.grid, chunk, outline.digests[chunk]
+            common.update(islice(self._holders[key], _MAX_REPLICAS))
         shared = {*chunks}
-        for other in self._shards if destination.patch is None else ():
-            if other is shard or other.outline.grid != outline.grid:
-                continue
-            pairs = zip(other.outline.digests, outline.digests, strict=True)
-            same = {at for at, (theirs, mine) in enumerate(pairs) if theirs == mine}
-            if 2 * len(shared & same) > len(chunks):
-                shared &= same
-                replicas.append((other.peers, other.outline))
+        for other, count in common.items():
+            if other is not shard and 2 * count > len(chunks):
+                theirs = other.outline
+                shared &= {c for c in chunks if theirs.digests[c] == outline.digests[c]}
+                replicas.append((other.peers, theirs))
         if not replicas:
             shared.clear()
         parts = (

@@ -22,8 +22,10 @@ from aiockpt.format.references import mentions, renumber
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.catalogue import Catalogue, Piece
 from aiockpt.state.composing import BoxCopy
+from aiockpt.state.distributed import LayoutReader
 from aiockpt.state.mesh import Box
 from aiockpt.state.reshard import United
+from aiockpt.state.sharding import DTensorLayout
 
 _ALIGN_BYTES: Final = 64  # at least those of any element
 
@@ -76,6 +78,25 @@ def join(
         header_bytes=sum(source.header_bytes for source in sources),
     )
     return JoinedCheckpoint(manifest, segment.pieces, segment.copies)
+
+
+def ranks_of_meshes(sources: Sequence[Manifest], *, limits: Limits) -> set[int]:
+    """Return the ranks of all meshes on which the sources have tensors.
+
+    Raises:
+        RemoteProtocolError: a tree is malformed.
+    """
+    found: set[int] = set()
+    for source in sources:
+        layouts = LayoutReader(limits)
+        meshes = {
+            layout.mesh.grid
+            for _, _, layout in layouts.all_in(source.tree)
+            if isinstance(layout, DTensorLayout)
+        }
+        for grid in meshes:
+            found.update(grid.flat())
+    return found
 
 
 class _JoinedEntries:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from aiockpt.errors import TransportError
+from aiockpt.http import manifests
 from tests.support.joined import cut, joined, shards, states
 from tests.support.transports import MIB, Transport, soon, transport
 
@@ -165,6 +167,38 @@ async def test_a_follower_survives_a_sender_that_is_away() -> None:
             step, state = await waiting
             assert step == 2
             whole(step, state)
+
+
+async def test_a_sender_that_is_gone_delays_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others are asked again and again, though it never answers."""
+    monkeypatch.setattr(manifests, "_NEWS_WAIT_S", 0.2)
+    async with shards() as senders, transport() as receiver:
+        job = Job(senders, skew=0)
+        await job.publish()
+        steps = receiver.steps(joined(senders))
+        assert await soon(steps) == 1
+        await senders[2].shutdown(wait=False)
+        waiting = asyncio.ensure_future(soon(steps))
+        await asyncio.sleep(1)  # several rounds without news
+        await senders[0].send_checkpoint([], 2, {"n": 2})
+        assert await waiting == 2
+
+
+async def test_a_sender_is_given_up_over_several_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The timeout counts from its last answer, not from that of the others."""
+    monkeypatch.setattr(manifests, "_NEWS_WAIT_S", 0.2)
+    async with shards() as senders, transport() as receiver:
+        job = Job(senders, skew=0)
+        await job.publish()
+        steps = receiver.steps(joined(senders), reconnect_timeout=1.5)
+        assert await soon(steps) == 1
+        await senders[2].shutdown(wait=False)
+        with pytest.raises(TransportError):
+            await soon(steps)
 
 
 async def test_a_cancelled_wait_loses_no_step() -> None:
