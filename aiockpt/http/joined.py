@@ -393,15 +393,20 @@ class JoinedSource:
                 ranges_to_compare, united, self._shards, known, limits=limits
             )
             ranges = await self._bridge.run(look)
-            nbytes = sum(b - a for some in ranges for a, b in some)
+            pairs = [*zip(self._shards, ranges, strict=True)]
+            chunks = [chunks_over(shard.outline.grid, some) for shard, some in pairs]
+            whole = [
+                shard.outline.grid.range(chunk)
+                for shard, some in zip(self._shards, chunks, strict=True)
+                for chunk in some
+            ]
             enforce(
                 "the size of what the senders must agree on",
-                nbytes,
+                sum(stop - start for some in ranges for start, stop in some),
                 _MAX_COMPARED_BYTES,
                 remedy="pass rank_values= to say whose values count",
             )
-            pairs = zip(self._shards, ranges, strict=True)
-            chunks = [chunks_over(shard.outline.grid, some) for shard, some in pairs]
+            check_memory(whole, limits)
             await self._fetch_to_arenas(chunks, lambda _, __: None)
             work_out = partial(
                 compare, united, self._shards, known, limits=limits, verify="none"

@@ -242,20 +242,21 @@ class TestDeaths:
             metadata = joined(senders)
             lost = senders[3].address()
             await senders[3].shutdown()
-            for options in (
+            calls: list[dict[str, Any]] = [
                 {},
                 {"rank_values": 0},
                 {"select": lambda path: True},
                 {"into": {f"layer{rank}": 0 * WHOLE for rank in range(4)}},
                 {"select": ["layer3"]},
-            ):
+            ]
+            for options in calls:
                 async with impatient() as receiver:
                     with pytest.raises(TransportError) as caught:
                         await receiver.recv_checkpoint(0, metadata, STEP, **options)
                 assert lost in str(caught.value)
             async with impatient() as receiver:
-                options = {"select": ["layer0", "layer2"]}
-                found = await receiver.recv_checkpoint(0, metadata, STEP, **options)
+                select = ["layer0", "layer2"]
+                found = await receiver.recv_checkpoint(0, metadata, STEP, select=select)
             assert_same(found, {"layer0": WHOLE, "layer2": WHOLE.clone()})
 
     async def test_a_rank_that_needs_nothing_of_it(self) -> None:
