@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
+from math import inf
 from types import TracebackType
 from typing import Final, Literal, NamedTuple
 
@@ -43,6 +44,7 @@ from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.download import Download
 from aiockpt.http.manifests import ManifestAnswer
 from aiockpt.http.peers import Peers, name_of
+from aiockpt.http.range_fetcher import fetch_unverified
 from aiockpt.http.shards import Jobs, ReceiveMemory, SenderShard, ShardRead
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
@@ -79,6 +81,7 @@ from aiockpt.transfer.source import (
 from aiockpt.transport import require_type
 
 _MAX_COMPARED_BYTES: Final = 256 << 20
+_MERGED_GAP_BYTES: Final = 256 << 10  # to fetch it costs less than a request
 _MAX_REPLICAS: Final = 64  # of a chunk that are asked
 _SMALL_READ_BYTES: Final = 64 << 20  # of values, whose chunks are needed again
 
@@ -393,25 +396,56 @@ class JoinedSource:
                 ranges_to_compare, united, self._shards, known, limits=limits
             )
             ranges = await self._bridge.run(look)
-            pairs = [*zip(self._shards, ranges, strict=True)]
-            chunks = [chunks_over(shard.outline.grid, some) for shard, some in pairs]
-            whole = [
-                shard.outline.grid.range(chunk)
-                for shard, some in zip(self._shards, chunks, strict=True)
-                for chunk in some
-            ]
             enforce(
                 "the size of what the senders must agree on",
                 sum(stop - start for some in ranges for start, stop in some),
                 _MAX_COMPARED_BYTES,
                 remedy="pass rank_values= to say whose values count",
             )
-            check_memory(whole, limits)
-            await self._fetch_to_arenas(chunks, lambda _, __: None)
+            await self._fetch_compared(ranges)
             work_out = partial(
                 compare, united, self._shards, known, limits=limits, verify="none"
             )
             known |= await self._bridge.run(work_out)
+
+    async def _fetch_compared(self, ranges: Sequence[Ranges]) -> None:
+        """Fetch what is compared: whole chunks, unless that is much more.
+
+        Without their chunks the bytes are not verified. A wrong one makes values
+        differ. No value is made of it, because that one is fetched with its chunk.
+        """
+        pairs = [*zip(self._shards, ranges, strict=True)]
+        chunks = [chunks_over(shard.outline.grid, some) for shard, some in pairs]
+        sizes = (
+            shard.outline.grid.size(chunk)
+            for shard, some in zip(self._shards, chunks, strict=True)
+            for chunk in some
+        )
+        limits = self._options.limits
+        if sum(sizes) <= min(_SMALL_READ_BYTES, limits.max_bytes or inf):
+            await self._fetch_to_arenas(chunks, lambda _, __: None)
+            return
+        turns = asyncio.Semaphore(self._senders[0].client.options.connections)
+
+        async def fetch(shard: SenderShard, reach: tuple[int, int]) -> None:
+            peers, outline = shard.peers, shard.outline
+            client, peer = peers.client, peers.left()[0]
+            arena = shard.segment.arena
+            ask = partial(fetch_unverified, client, peer, outline, reach, arena)
+            retries = client.retries(peer.origin, outline.step, peers.on_retry)
+            async with turns:
+                try:
+                    await retries.run(ask)
+                except TransportError as error:
+                    self._lose(shard.number, error, outline.step)
+                    raise
+
+        check_memory((reach for some in ranges for reach in some), limits)
+        await run_all(
+            partial(fetch, shard, reach)
+            for shard, some in pairs
+            for reach in merged(some, _MERGED_GAP_BYTES)
+        )
 
     def _plan(self, ranges: Ranges, destination: ChunkDestination) -> _JoinedRead:
         """Plan what comes from each sender for some ranges. For a thread."""

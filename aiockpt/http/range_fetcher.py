@@ -25,6 +25,7 @@ from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.client import CheckedResponse, CheckpointClient, Request
 from aiockpt.http.peers import Peer
 from aiockpt.http.planner import Assignment
+from aiockpt.memory.arena import Memory
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import Notifier, beside
 from aiockpt.transfer.deltas import HEAD_BYTES, split
@@ -205,6 +206,37 @@ class RangeFetcher:
             end = min(at - at % _PREPARED_BYTES + _PREPARED_BYTES, stop)
             with failing_here("preparing memory"):  # not the fault of the peer
                 at = await self._client.bridge.run(prepare, at, end)
+
+
+async def fetch_unverified(
+    client: CheckpointClient,
+    peer: Peer,
+    outline: Outline,
+    reach: tuple[int, int],
+    memory: Memory,
+) -> None:
+    """Receive a range without its chunks, so that no digest is compared.
+
+    Raises:
+        AiockptError: what is wrong with the peer or with its answer.
+    """
+    (start, stop), head = reach, outline.header_bytes
+    resource = http.Resource(http.ResourceKind.FULL, outline.step)
+    request = Request(
+        origin=peer.origin,
+        path=http.format_resource(resource),
+        headers={
+            hdrs.RANGE: http.format_range(head + start, head + stop),
+            hdrs.IF_MATCH: http.format_etag(outline.snapshot_id),
+        },
+        status=HTTPStatus.PARTIAL_CONTENT,
+        step=outline.step,
+        snapshot_id=outline.snapshot_id,
+    )
+    async with client.request(request) as answer:
+        _check_range(answer, head + start, head + stop, outline.total_bytes)
+        _check_length(answer, stop - start)
+        await answer.read_into(BodySink(memory.buffers, start, stop))
 
 
 async def _read_deltas(
