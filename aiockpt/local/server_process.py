@@ -405,8 +405,12 @@ class ServerProcess:
             text = await self._compute(snapshot)
             parcel = await obtain(self._bridge, lambda: pack(text), os.close)
             self._tell(messages.Fingerprinted(number), [parcel])
-        except AiockptError as failure:
-            why = f"step {snapshot.manifest.step} has no fingerprint: {failure}"
+        except Exception as failure:  # the process waits for an answer
+            said = f"{failure}"
+            if not isinstance(failure, AiockptError):  # only the log has details
+                logger.error("a fingerprint failed", exc_info=failure)
+                said = f"{type(failure).__name__}; the sender's log has more"
+            why = f"step {snapshot.manifest.step} has no fingerprint: {said}"
             self._tell(messages.Fingerprinted(number, why))
         finally:
             snapshot.release()

@@ -392,6 +392,32 @@ async def test_a_process_computes_in_the_trainer(slow: Slow) -> None:
         assert slow.count == 1
 
 
+async def test_a_process_hears_of_each_failure(
+    monkeypatch: pytest.MonkeyPatch, allow_error_logs: list[Any]
+) -> None:
+    """A computation that fails unexpectedly does not block that of the next step."""
+    module: Any = http_transport
+    compute = module.fingerprint_of_snapshot
+
+    def fails(snapshot: Any, **options: Any) -> bytes:
+        if snapshot.manifest.step == 1:
+            raise RuntimeError("a detail")
+        found: bytes = compute(snapshot, **options)
+        return found
+
+    monkeypatch.setattr(module, "fingerprint_of_snapshot", fails)
+    async with transport(process=True) as sender, transport() as receiver:
+        await sender.send_checkpoint(step=1, state_dict=STATE)
+        said = "step 1 has no fingerprint: RuntimeError; the sender's log has more"
+        with pytest.raises(PeerFailedError, match=said) as caught:
+            await ask(sender, receiver, timeout=20)
+        assert "a detail" not in str(caught.value)
+        await sender.send_checkpoint(step=2, state_dict=STATE)
+        assert await ask(sender, receiver, 2) == aiockpt.fingerprint(STATE)
+    (logged,) = allow_error_logs
+    assert logged.getMessage() == "a fingerprint failed"
+
+
 async def test_a_process_that_dies_is_asked_again(slow: Slow) -> None:
     """The next process asks the trainer again."""
     async with transport(process=True) as sender, transport() as receiver:
