@@ -94,12 +94,13 @@ def _of_group(state: object, group: ProcessGroup) -> Fingerprint:
     except Exception:
         gathered(b"", group)
         raise
-    total = Fingerprint()
-    for rank, each in enumerate(gathered(mine, group)):
+    texts = gathered(mine, group)
+    for rank, each in enumerate(texts):
         if not each:
             raise StateDictError(f"rank {rank} of the group has no fingerprint")
-        total += Fingerprint.from_json(each, limits=FILE_LIMITS)
-    return total
+    return Fingerprint.total(
+        Fingerprint.from_json(each, limits=FILE_LIMITS) for each in texts
+    )
 
 
 def _of_checkpoint(path: str | os.PathLike[str]) -> Fingerprint:
@@ -113,11 +114,8 @@ def _of_checkpoint(path: str | os.PathLike[str]) -> Fingerprint:
         mmap=False,
         on_bytes=None,
     )
-    total = Fingerprint()
     with open_sources(path, reading) as found:
-        for source in found.every():
-            total += _of_source(source)
-    return total
+        return Fingerprint.total(map(_of_source, found.every()))
 
 
 def _of_source(source: LoadSource) -> Fingerprint:

@@ -19,7 +19,8 @@ Everything here is pure, and needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Final, TypeAlias
@@ -51,11 +52,6 @@ def format_sums(first: int, second: int) -> str:
     return f"{first % 2**64:016x}{second % 2**64:016x}"
 
 
-def _added(one: str, other: str) -> str:
-    halves = slice(0, 16), slice(16, 32)
-    return format_sums(*[int(one[half], 16) + int(other[half], 16) for half in halves])
-
-
 class ReplicaPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The elements that are known of an incomplete replica.
 
@@ -68,6 +64,16 @@ class ReplicaPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     replica: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     count: _Natural
     sums: Sums
+
+    @classmethod
+    def total(cls, parts: Sequence[ReplicaPart]) -> ReplicaPart:
+        """Return the sum of parts of one replica."""
+        if len(parts) == 1:
+            return parts[0]
+        first = sum(int(part.sums[:16], 16) for part in parts)
+        second = sum(int(part.sums[16:], 16) for part in parts)
+        count = sum(part.count for part in parts)
+        return cls(parts[0].replica, count, format_sums(first, second))
 
 
 class TensorSums(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -100,35 +106,36 @@ class TensorSums(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
         plain: bool = False,
     ) -> TensorSums:
         """Return the record of these parts; those of the same replica are added."""
-        count, found = math.prod(shape), dict[int, ReplicaPart]()
-        for part in parts:
-            known = found.get(part.replica)
-            if known is not None:
-                nth, sums = part.replica, _added(known.sums, part.sums)
-                part = ReplicaPart(nth, known.count + part.count, sums)  # noqa: PLW2901
-            found[part.replica] = part
-        if not count:
+        if not (count := math.prod(shape)):
             return cls(path, dtype, shape, plain, (NOTHING,), ())
+        replicas = defaultdict[int, list[ReplicaPart]](list)
+        for part in parts:
+            replicas[part.replica].append(part)
+        found = {nth: ReplicaPart.total(some) for nth, some in replicas.items()}
         wholes = {each.sums for each in found.values() if each.count == count}
         rest = (found[nth] for nth in sorted(found) if found[nth].count != count)
         return cls(path, dtype, shape, plain, (*sorted(wholes),), (*rest,))
 
-    def add(self, other: TensorSums) -> TensorSums | None:
-        """Return the record of both; None if they are different plain tensors.
+    @classmethod
+    def total(cls, records: Sequence[TensorSums]) -> TensorSums | None:
+        """Return the sum of records of one path; None for different plain tensors.
 
         Raises:
             FingerprintMismatchError: they are parts of different tensors.
         """
-        facts = self.dtype, self.shape
-        if self.plain and other.plain:
-            both = *facts, self.wholes
-            return self if both == (other.dtype, other.shape, other.wholes) else None
-        if facts != (other.dtype, other.shape):
-            detail = f"is {self.kind} on one rank and {other.kind} on another one"
-            raise FingerprintMismatchError({self.path: f"{self.path} {detail}"})
-        found = TensorSums.of(self.path, *facts, (*self.parts, *other.parts))
-        wholes = (*sorted({*self.wholes, *other.wholes, *found.wholes}),)
-        return msgspec.structs.replace(found, wholes=wholes)
+        first, *others = records
+        if not others:
+            return first
+        if all(each.plain for each in records):
+            return first if all(each == first for each in others) else None
+        for each in others:
+            if (each.dtype, each.shape) != (first.dtype, first.shape):
+                detail = f"is {first.kind} on one rank and {each.kind} on another one"
+                raise FingerprintMismatchError({first.path: f"{first.path} {detail}"})
+        parts = [part for each in records for part in each.parts]
+        found = cls.of(first.path, first.dtype, first.shape, parts)
+        wholes = {sums for each in (*records, found) for sums in each.wholes}
+        return msgspec.structs.replace(found, wholes=(*sorted(wholes),))
 
     @property
     def kind(self) -> str:
@@ -192,16 +199,28 @@ class Fingerprint:
         """
         if not isinstance(other, Fingerprint):
             return NotImplemented
-        found, by_rank = {**self.tensors}, {*self.by_rank, *other.by_rank}
-        for path, theirs in other.tensors.items():
-            both = found[path].add(theirs) if path in found else theirs
-            if both is None:
+        return Fingerprint.total([self, other])
+
+    @classmethod
+    def total(cls, fingerprints: Iterable[Fingerprint]) -> Fingerprint:
+        """Return the fingerprint of what several describe, such as all ranks.
+
+        Raises:
+            FingerprintMismatchError: they have parts of different tensors at a path.
+        """
+        records = defaultdict[str, list[TensorSums]](list)
+        by_rank = set[str]()
+        for each in fingerprints:
+            by_rank.update(each.by_rank)
+            for path, record in each.tensors.items():
+                records[path].append(record)
+        found = dict[str, TensorSums]()
+        for path in [path for path in records if path not in by_rank]:
+            if (record_of_all := TensorSums.total(records[path])) is None:
                 by_rank.add(path)
             else:
-                found[path] = both
-        for path in by_rank:
-            found.pop(path, None)
-        return Fingerprint(found, (*sorted(by_rank),))
+                found[path] = record_of_all
+        return cls(found, (*sorted(by_rank),))
 
     @property
     def is_whole(self) -> bool:

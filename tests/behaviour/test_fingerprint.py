@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,22 @@ class TestSums:
         assert (plain + spread).require(spread) == []
         with pytest.raises(FingerprintMismatchError, match="replicas of w differ"):
             spread.require(plain + record((0, 16, B)))
+
+    def test_many_are_added_in_any_order(self) -> None:
+        """The sum of all does not depend on which one comes first."""
+        parts = [record((nth, 4, A), (7, 4, B)) for nth in (0, 0, 1, 1)]
+        total = sum(parts, Fingerprint())
+        assert Fingerprint.total(parts) == total
+        assert Fingerprint.total([]) == Fingerprint()
+        plain = [record((0, 16, sums), plain=True) for sums in (A, B)]
+        both = Fingerprint.total([*plain, parts[0]])
+        assert both.tensors["w"].wholes == (A, B)
+        for some in permutations([*plain, parts[0]]):
+            assert Fingerprint.total(some) == both
+        by_rank = Fingerprint({}, ("w",))
+        other = record((0, 8, A), shape=(5, 5))
+        for some in permutations([by_rank, parts[0], other]):
+            assert Fingerprint.total(some) == by_rank
 
     def test_parts_of_different_tensors_are_refused(self) -> None:
         """Ranks that disagree about a shape have no sum."""

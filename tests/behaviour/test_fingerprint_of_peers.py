@@ -306,8 +306,15 @@ async def test_conditions_hold() -> None:
             assert latest.body == found.body
 
 
-async def test_senders_of_shards_are_added() -> None:
-    """A joined string names all of them."""
+async def test_senders_of_shards_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A joined string names all of them; the loop does not wait for the sum."""
+    total = Fingerprint.total
+
+    def apart(fingerprints: Any) -> Fingerprint:
+        assert threading.current_thread() is not threading.main_thread()
+        return total(fingerprints)
+
+    monkeypatch.setattr(Fingerprint, "total", apart)
     whole = torch.rand(5, 300)
     async with (
         transport() as first,
