@@ -473,10 +473,14 @@ exit codes:
 """
 
 
+_TOKEN_OF_URL: Final = re.compile(r"(://[^\s#]*)#\S*")
+
+
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line."""
+    """Reports an error in one line, without the tokens of URLs in it."""
 
     def error(self, message: str) -> NoReturn:
+        message = _TOKEN_OF_URL.sub(r"\1#...", message)
         self.exit(2, f"aiockpt: error: {printable(message)} (see {self.prog} --help)\n")
 
 
@@ -505,7 +509,10 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
             command.add_argument(*_SHORT.get(flag, ()), flag, **facts)
     if not given:
         parser.exit(2, parser.format_help())
-    found = parser.parse_args(given)
+    found, unknown = parser.parse_known_args(given)
+    if unknown:  # the word after an unknown option may be a token
+        options = [each.partition("=")[0] for each in unknown if each.startswith("-")]
+        parser.error(f"unrecognized arguments: {' '.join(options or unknown)}")
     if found.command == "serve" and found.insecure and found.token is not None:
         parser.error("argument --insecure: not allowed with argument --token")
     return found

@@ -33,6 +33,11 @@ USAGE = [
     (["serve", "f", "--port", "99999"], "--port"),
     (["serve", "f", "--insecure", "--token", "secret"], "not allowed with"),
     (["verify"], "required"),
+    (["top", "http://h/#secret|http://i/#secret", "http://h/#secret"], "ed arguments"),
+    (["verify", "http://h/#secret", "--bogus", "http://h/c/#secret"], "ments: --bogus"),
+    (["verify", "f", "--tokens", "secret", "--tokens=secret"], ": --tokens --tokens"),
+    (["http://h/#secret|http://i/#secret"], "invalid choice: 'http://h/#..."),
+    (["verify", "f", "--timeout", "http://h/#secret"], "http://h/#..."),
 ]
 """What the parser refuses; its message names the help."""
 
