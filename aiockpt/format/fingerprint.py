@@ -34,13 +34,14 @@ from aiockpt.format.limits import Limits, enforce, enforce_values
 
 _VERSION: Final = 1
 _MAX_ELEMENTS: Final = 2**56  # as in a layout
-_MAX_PATH_CHARACTERS: Final = 16 << 10
+MAX_PATH_CHARACTERS: Final = 16 << 10
+MAX_DIMENSIONS: Final = 64
 _VALUES_PER_TENSOR: Final = 16  # of JSON: a record, its shape, a few sums and parts
 
 Sums: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 """The sums of both rows of keys, modulo 2**64, as 16 hexadecimal digits each."""
 
-_Path: TypeAlias = Annotated[str, Meta(max_length=_MAX_PATH_CHARACTERS)]
+_Path: TypeAlias = Annotated[str, Meta(max_length=MAX_PATH_CHARACTERS)]
 _Natural: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX_ELEMENTS)]
 
 NOTHING: Final = "0" * 32
@@ -90,7 +91,7 @@ class TensorSums(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
 
     path: _Path
     dtype: Annotated[str, Meta(max_length=40)]
-    shape: Annotated[tuple[_Natural, ...], Meta(max_length=64)]
+    shape: Annotated[tuple[_Natural, ...], Meta(max_length=MAX_DIMENSIONS)]
     plain: bool
     wholes: tuple[Sums, ...]
     parts: tuple[ReplicaPart, ...]

@@ -17,6 +17,8 @@ import torch
 
 from aiockpt.errors import RemoteProtocolError, UnsupportedLeafError
 from aiockpt.format.fingerprint import (
+    MAX_DIMENSIONS,
+    MAX_PATH_CHARACTERS,
     NOTHING,
     Fingerprint,
     ReplicaPart,
@@ -272,12 +274,20 @@ def _fingerprint(
     for leaf, own in rows:
         name = _unused(format_path(leaf.path), found)
         layout = leaf.layout
+        if len(name) > MAX_PATH_CHARACTERS:
+            remedy = f"a fingerprint's paths have {MAX_PATH_CHARACTERS} characters"
+            kind = f"tensor with a path of {len(name)} characters"
+            raise UnsupportedLeafError(f"{name[:200]}...", kind, remedy)
         if leaf.numbers:
             dtype = DTYPE_NAMES[tensors[leaf.numbers[0]].dtype]
         else:
             assert isinstance(layout, ShardedLayout)  # a rank without a shard
             dtype = layout.dtype
         shape = layout.shape if layout else tuple(tensors[leaf.numbers[0]].shape)
+        if len(shape) > MAX_DIMENSIONS:
+            remedy = f"a fingerprint's tensors have at most {MAX_DIMENSIONS}"
+            kind = f"tensor with {len(shape)} dimensions"
+            raise UnsupportedLeafError(name, kind, remedy)
         found[name] = TensorSums.of(
             name,
             dtype,

@@ -92,6 +92,18 @@ class TestWhatIsCovered:
             aiockpt.fingerprint(value)
         assert not aiockpt.fingerprint([value]).tensors
 
+    def test_what_nobody_could_read_is_refused(self) -> None:
+        """`from_json` bounds a path and the number of dimensions."""
+        most = aiockpt.fingerprint({"a" * (16 << 10): torch.ones([1] * 64)})
+        assert Fingerprint.from_json(most.to_json()) == most
+        with pytest.raises(
+            UnsupportedLeafError, match="a path of 16385 char"
+        ) as caught:
+            aiockpt.fingerprint({"a" * ((16 << 10) + 1): torch.ones(1)})
+        assert len(str(caught.value)) < 500
+        with pytest.raises(UnsupportedLeafError, match="w is a tensor with 65 dim"):
+            aiockpt.fingerprint({"w": torch.ones([1] * 65)})
+
     def test_a_tensor_in_a_registered_leaf_is(self) -> None:
         """A leaf of a type that the user has registered is made of its parts."""
         aiockpt.register_leaf(
