@@ -487,10 +487,10 @@ def by_shard(replicas: Sequence[Sequence[Origin]]) -> list[list[Origin]]:
                 "ranks of one replica"
             )
     shards = [distinct(shard) for shard in zip(*replicas, strict=True)]
-    ranks: dict[str, int] = {}
+    ranks: dict[tuple[object, ...], int] = {}
     for rank, shard in enumerate(shards):
         for origin in shard:
-            if (other := ranks.setdefault(origin.base_url, rank)) != rank:
+            if (other := ranks.setdefault(origin.place, rank)) != rank:
                 raise LocalProtocolError(
                     f"{origin.base_url} is sender {other + 1} of one string and sender "
                     f"{rank + 1} of another: join the metadata of each replica in the "
@@ -501,9 +501,9 @@ def by_shard(replicas: Sequence[Sequence[Origin]]) -> list[list[Origin]]:
 
 def distinct(origins: Iterable[Origin]) -> list[Origin]:
     """Return each address once, in order."""
-    found: dict[str, Origin] = {}
+    found: dict[tuple[object, ...], Origin] = {}
     for origin in origins:
-        found.setdefault(origin.base_url, origin)
+        found.setdefault(origin.place, origin)
     return [*found.values()]
 
 

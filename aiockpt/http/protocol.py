@@ -62,6 +62,7 @@ MAX_JOINED = MAX_SENDERS * 256
 """Most characters of joined metadata. A sender's own metadata has about 80."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
+_PORTS = {"http": 80, "https": 443}
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750 section 2.1, b64token
 _BETWEEN_SENDERS = "|"  # of joined metadata: no token has it, so older peers refuse it
 _UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
@@ -272,6 +273,13 @@ class Origin:
     step_wait: float = math.inf
     within: Scope | None = None
 
+    @property
+    def place(self) -> tuple[str, str, int | None, str]:
+        """What the base URL names, the same for each of its spellings."""
+        parts = urlsplit(self.base_url)
+        port = parts.port or _PORTS.get(parts.scheme)
+        return parts.scheme, parts.hostname or "", port, parts.path
+
 
 @discreet
 def parse_metadata(text: str) -> Origin:
@@ -319,14 +327,14 @@ def parse_joined(text: str) -> tuple[Origin, ...]:
         )
     location, _, rest = text.partition("#")
     token, *others = rest.split(_BETWEEN_SENDERS)
-    origins: dict[str, Origin] = {}
+    origins: dict[tuple[object, ...], Origin] = {}
     for number, part in enumerate((f"{location}#{token}", *others), start=1):
         if fault := _metadata_fault(part) or _separator_fault(part):
             raise _bad_joined(f"sender {number} of {senders}: {fault}")
         origin = _origin_of(part)
-        if origin.base_url in origins:
+        if (place := origin.place) in origins:
             raise _bad_joined(f"two of its {senders} senders are {origin.base_url}")
-        origins[origin.base_url] = origin
+        origins[place] = origin
     return tuple(origins.values())
 
 
@@ -342,13 +350,14 @@ def join_metadata(metadata: Sequence[str]) -> str:
             of the ranks. The metadata of one sender is returned as it is.
 
     Raises:
-        TypeError: not a list of strings.
+        TypeError: not a list of strings, but perhaps a set, which has no order.
         ValueError: the list is empty.
         LocalProtocolError: a string is not metadata, or joined metadata already; two
             strings name the same address; there are more than 4,096 senders; the
             result is longer than 1 MiB.
     """
-    if isinstance(metadata, str | bytes):
+    given: object = metadata  # callers without types pass anything
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise TypeError("join_metadata takes a list of strings, one of each sender")
     texts = [*metadata]
     if not texts:

@@ -127,6 +127,7 @@ D = "http://d:1/checkpoint/"
         (A, [[A]]),
         ([A, B], [[A, B]]),
         ([A, B, A], [[A, B]]),
+        ([A, B, A.replace(":1", ":01")], [[A, B]]),
         (f"{A}#|{B}", [[A], [B]]),
         ([f"{A}#|{B}"], [[A], [B]]),
         ([f"{A}#|{B}", f"{C}#|{D}"], [[A, C], [B, D]]),
@@ -213,9 +214,16 @@ def test_joined_strings_are_not_joined_again() -> None:
         (b"http://a/", TypeError),
         ([], ValueError),
         ([1], TypeError),
+        ({A, B}, TypeError),
+        ({A: 1, B: 2}, TypeError),
+        (iter([A, B]), TypeError),
+        (["http://h:1/", "http://H:1/"], LocalProtocolError),
+        (["http://h/#a", "http://h:80#b"], LocalProtocolError),
+        (["https://h/", "https://h:443/"], LocalProtocolError),
+        (["http://h:1/", "http://h:01/"], LocalProtocolError),
     ],
 )
 def test_other_arguments_are_refused(metadata: object, kind: type[Exception]) -> None:
-    """One string is not a list of its characters."""
+    """One string is not a list, a set has no order, an address has many spellings."""
     with pytest.raises(kind):
         aiockpt.join_metadata(metadata)  # type: ignore[arg-type]
