@@ -18,6 +18,7 @@ import aiockpt
 from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
 from aiockpt.storage.directory import list_checkpoints
 from tests.support.saving import OwnFormat, names, save_by_two
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -99,6 +100,8 @@ class TestEarlyCheckpointer:
                         handle = await made.save(STATE, f"{place}/step-1")
                         await handle.written()
                     raise ZeroDivisionError
+            # The process offers it once it has noticed that its trainer has failed.
+            await eventually(lambda: [*Path(runtime).glob("*")], "an offer")
             found = await aiockpt.recover(
                 place, rank_info=RankInfo(1, 2), runtime_dir=runtime
             )
