@@ -642,8 +642,17 @@ class TestCancellations:
                 each.otherwise = Drip(MIB, burst=16 << 10)
             before = arenas()
             async with transport() as receiver:
-                task = asyncio.create_task(receiver.recv_checkpoint(0, metadata, STEP))
-                await settle(lambda: any(each.statistics().readers for each in senders))
+                come = asyncio.Event()
+
+                def note(progress: Progress) -> None:
+                    if progress.bytes_done:
+                        come.set()
+
+                task = asyncio.create_task(
+                    receiver.recv_checkpoint(0, metadata, STEP, progress=note)
+                )
+                async with asyncio.timeout(60):
+                    await come.wait()
                 await receiver.shutdown(wait=False)
                 await asyncio.wait({task})
                 assert isinstance(task.exception(), AiockptError)
