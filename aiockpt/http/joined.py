@@ -429,7 +429,7 @@ class JoinedSource:
 
         async def fetch(shard: SenderShard, reach: tuple[int, int]) -> None:
             peers, outline = shard.peers, shard.outline
-            client, peer = peers.client, peers.left()[0]
+            client, peer = peers.client, peers.holders()[0]
             arena = shard.segment.arena
             ask = partial(fetch_unverified, client, peer, outline, reach, arena)
             retries = client.retries(peer.origin, outline.step, peers.on_retry)

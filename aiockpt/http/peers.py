@@ -199,7 +199,7 @@ class Peers:
         more = [
             Peer(peer.origin, joined=True, outline=outline)
             for peers, outline in others
-            for peer in peers.left()
+            for peer in peers.holders()
         ]
         return replace(self, all=[*self.all, *more])
 
@@ -217,6 +217,10 @@ class Peers:
     def left(self) -> list[Peer]:
         """Return those that have not been dropped."""
         return [peer for peer in self.all if peer.error is None]
+
+    def holders(self) -> list[Peer]:
+        """Return those of them that are known to have the checkpoint."""
+        return [peer for peer in self.left() if peer.joined]
 
     async def latest(self, *, wait: float = 0.0) -> LatestInfo:
         """Return the newest step that is served at this moment.
