@@ -67,6 +67,7 @@ _RESHARDERS = ("DCP", "torch-checkpointing")
 _EXPORTED, _FILES = 8, 4  # ranks that save, and files of the model
 _RATE = 250.0  # Mbit/s of a sender of shards: two cores carry five of them
 _PART, _SMALL_PART = 8, 128  # of the state: over these lines, and for followers
+_CHUNK = 2 << 20  # bytes of a chunk over these lines: an eighth, as of the state
 _REFRESH, _FOLLOWED = 0.2, 12.0  # seconds between two steps, and of following
 _FOLLOWERS = 3
 _HALF, _DEADLINE = 0.5, 2.0  # receives until a sender is killed, and in all
@@ -1048,6 +1049,8 @@ def _shards_over_lines(setup: Setup) -> Phases:
     """Yield receives whose senders have equal lines, some of which are killed."""
     rates = [_RATE] * (_JOB + 1) + [_JOB * _RATE] + [_RATE] * _JOB
     shape = _tall(setup.nbytes // _PART)
+    equal_parts = 3 * _JOB  # so that each receiver of a part gets as many tensors
+    shape["count"] = max(shape["count"] // equal_parts, 1) * equal_parts
     with bridged(rates) as lines, ExitStack() as stack:
 
         def start(line: Line) -> Worker:
@@ -1064,7 +1067,7 @@ def _shards_over_lines(setup: Setup) -> Phases:
 
         def offered(ranks: Sequence[Worker], first: int, **how: bool) -> list[str]:
             for each, line in zip(ranks, lines[first:], strict=False):
-                each.begin("offer", host=line.address, **how)
+                each.begin("offer", host=line.address, chunk_bytes=_CHUNK, **how)
             return [each.finish()[0] for each in ranks]
 
         sources = {"4 senders": offered(senders, 0), "1 sender": offered(alone, _JOB)}
@@ -1072,7 +1075,8 @@ def _shards_over_lines(setup: Setup) -> Phases:
         def run(source: str, receivers: Sequence[Worker]) -> Sample:
             for part, each in enumerate(receivers):
                 parts = len(receivers)
-                each.begin("receive", source=sources[source], part=part, parts=parts)
+                how = {"part": part, "parts": parts, "connections": _JOB}
+                each.begin("receive", source=sources[source], **how)
             costs: list[Cost] = [each.finish() for each in receivers]
             began = min(cost["began"] for cost in costs)
             seconds = max(cost["began"] + cost["seconds"] for cost in costs) - began
@@ -1081,7 +1085,7 @@ def _shards_over_lines(setup: Setup) -> Phases:
         def gathered() -> Sample:
             began = time.monotonic()
             source = offered(senders, 0, gathered=True)[:1]
-            wide[0].call("receive", source=source)
+            wide[0].call("receive", source=source, connections=_JOB)
             seconds = time.monotonic() - began
             sources["4 senders"] = offered(senders, 0)
             return {"seconds": seconds, "s": seconds}
@@ -1115,20 +1119,22 @@ def _killed(
         """Have a sender publish, whose ranks need not talk to one another."""
         senders[rank].call("join", port=0, rank=rank, world=_JOB)
         senders[rank].call("prepare", layout=layout, **shape)
-        source: str = senders[rank].call("offer", host=lines[rank].address)[0]
+        how = {"host": lines[rank].address, "chunk_bytes": _CHUNK}
+        source: str = senders[rank].call("offer", **how)[0]
         return source
 
     sources = [offered(rank) for rank in range(_JOB)]
 
     def undisturbed() -> Sample:
-        seconds = receiver.call("receive", source=sources)["seconds"]
+        how = {"source": sources, "connections": _JOB}
+        seconds = receiver.call("receive", **how)["seconds"]
         usual.append(seconds)
         return {"seconds": seconds, "s": seconds}
 
     def killed() -> Sample:
-        half, how = _HALF * usual[-1], dict[str, Any]()
+        half, how = _HALF * usual[-1], dict[str, Any](connections=_JOB)
         if layout == "FSDP":
-            how = {"timeout": _DEADLINE * usual[-1], "failing": lines[1].address}
+            how |= {"timeout": _DEADLINE * usual[-1], "failing": lines[1].address}
         receiver.begin("receive", source=sources, **how)
         time.sleep(half)
         senders[1].kill()

@@ -250,15 +250,21 @@ class Rank:
     # ------------------------------------------------------------------ over HTTP
 
     async def offer(
-        self, *, host: str, gathered: bool = False, step: int = 1
+        self,
+        *,
+        host: str,
+        gathered: bool = False,
+        step: int = 1,
+        chunk_bytes: int = 16 * _MIB,
     ) -> tuple[str, Cost]:
         """Publish the state, or its full tensors; return the metadata and the cost.
 
         All ranks gather the full tensors; each of them could publish them.
         """
         if self._sender is None:
-            server = aiockpt.Server(host=host)
-            self._sender = aiockpt.HTTPTransport(_PATIENCE, server=server)
+            self._sender = aiockpt.HTTPTransport(
+                _PATIENCE, server=aiockpt.Server(host=host), chunk_bytes=chunk_bytes
+            )
             await self._sender.start()
         state, sender = self._state, self._sender
         if gathered:
@@ -283,6 +289,7 @@ class Rank:
         parts: int = 1,
         timeout: float = _PATIENCE,
         failing: str = "",
+        connections: int | None = None,
     ) -> Cost:
         """Receive from one sender, or from all senders of a job, into the state.
 
@@ -293,6 +300,7 @@ class Rank:
             timeout: The deadline.
             failing: What the error says; the receive must fail. Then the cost has the
                 seconds ``late``: after the deadline.
+            connections: How many connections it has in all, if not as by default.
 
         Raises:
             BenchmarkError: another state came, or another error.
@@ -303,7 +311,10 @@ class Rank:
         for each in self._tensors(self._state):
             each.fill_(-1)
         metadata = source[0] if len(source) == 1 else aiockpt.join_metadata(source)
-        receiver = aiockpt.HTTPTransport[Any](timeout, same_host=False)
+        how = aiockpt.Receive()
+        if connections is not None:
+            how = aiockpt.Receive(connections=connections)
+        receiver = aiockpt.HTTPTransport[Any](timeout, same_host=False, receive=how)
         options: dict[str, Any] = {"into": self._state}
         if parts > 1:
             options["select"] = chosen.__contains__
