@@ -984,8 +984,9 @@ def _shards(setup: Setup) -> Phases:
     """Yield receives from several senders, each of which has shards only."""
     with _job(setup, 2 * _JOB) as (ranks, place):
         senders, receivers = ranks[:_JOB], ranks[_JOB:]
-        tall = _tall(setup.nbytes)
         for source, targets in _SENT_TO.items():
+            # Eight processes hold up to nine times the state.
+            tall = _tall(setup.nbytes // (1 if source == "FSDP" else 2))
             _run_all(senders, layout=source, **tall)
             for target, world in targets:
                 _run_all(receivers[:world], layout=target, **tall)
