@@ -1,4 +1,4 @@
-"""Computes the fingerprints of what is served: each once, and one at a time."""
+"""Sender: computes the fingerprints of what is served, each once, one at a time."""
 
 from __future__ import annotations
 

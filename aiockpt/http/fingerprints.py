@@ -1,4 +1,4 @@
-"""Asks peers for the fingerprint of what they serve.
+"""Receiver: asks peers for the fingerprint of what they serve.
 
 A sender computes it when somebody asks first, which takes about as long as a load. So
 a receiver asks in pieces, as for a step that is not there yet, and holds a lease until

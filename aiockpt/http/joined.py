@@ -2,8 +2,8 @@
 
 Every rank of a job publishes what it holds. `JoinedSource` asks all of them for their
 manifests, and finds out what this receiver needs of each. To `receive`, the result is
-one checkpoint, which has this receiver's tensors already; its bytes come from all
-senders at once. Whole chunks are fetched, because digests cover chunks.
+one checkpoint, which has this receiver's tensors already. Whole chunks are fetched,
+because digests cover chunks.
 
 The path of the bytes: `JoinedSource.read` plans which boxes of which sender's tensors
 go where, as a load of files does (`aiockpt.storage.boxes`). A `Download` for each
@@ -149,7 +149,8 @@ async def receive_joined(
 ) -> Received:
     """Receive a step from senders of shards.
 
-    If a sender is lost, the receive starts again without it. It succeeds as long as the
+    A sender that causes a `TransportError` is lost. Then the receive starts again
+    without it, and keeps nothing of the first attempt. It succeeds as long as the
     others have all elements, as with a mesh that replicates.
 
     Args:
@@ -351,6 +352,7 @@ class JoinedSource:
             await self._find_held(self._reuse, parts)
             reused(sum(part.size_of(part.held) for part in parts))
         if nbytes <= _SMALL_READ_BYTES and self._reuse is None:
+            # As of plain values: the chunks stay in the arenas for the next read.
             missing = [part.missing() for part in parts]
             await self._fetch_to_arenas(missing, progress.add)
         await self._fetch([part.jobs(reused) for part in parts], progress.add)

@@ -188,8 +188,9 @@ class Receive:
 
     Attributes:
         limits: The largest sizes that a receive accepts.
-        connections: How many ranges a receive fetches in parallel from one source. By
-            default the number of cores, and at most 4.
+        connections: How many ranges a receive fetches in parallel from one source.
+            Senders of shards together count as one source. By default the number of
+            cores, and at most 4.
         reconnect_timeout: Seconds for which a receive tries to reach a sender that no
             longer answers. 0: raise at once.
         keep_arena: Keep the memory of a receive for the next one, as soon as none of

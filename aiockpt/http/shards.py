@@ -4,6 +4,10 @@ A `SenderShard` is what a sender has. A `ShardRead` is what one read of a joined
 checkpoint gets of it: chunks whose bytes go straight to the destination of the receive
 where they are contiguous on both sides. All others arrive in the arena of the shard.
 `aiockpt.storage.boxes` says which is which.
+
+The path of a byte: `BodySink` -> `ShardRead.buffers` -> `BoxPlacement.views` -> if it
+goes straight, `Assembly.memory` -> `ReceiveMemory.views` -> the destination of the
+receive; if not, the arena, from which `ShardRead.finish` copies it.
 """
 
 from __future__ import annotations
@@ -80,6 +84,9 @@ Jobs: TypeAlias = Sequence[tuple[ChunkDestination, Sequence[int]]]
 
 class ShardRead:
     """What one read gets from one sender, as a `ChunkDestination` and its `Memory`.
+
+    `JoinedSource.read` asks it what to fetch. A `Download` fills it as its destination,
+    and a `BodySink` writes to it as memory.
 
     Args:
         shard: What the sender has.
