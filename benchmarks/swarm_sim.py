@@ -435,7 +435,7 @@ class _Swarm:
     def introduce(self, member: _Host, other: _Host) -> None:
         """Have a receiver know the source, or another member."""
         name = "" if other is self.source else "member"
-        peer = Peer(_ORIGIN, other.told, name, joined=True)
+        peer = Peer(_ORIGIN, other.told, name, has_checkpoint=True)
         member.known[other] = peer
         other.knowers[member] = None
         self.planners[member].add(peer, Liveness(0.0, 0.0, self.now))

@@ -103,8 +103,8 @@ class Download:
     """One download of chunks; each chunk is verified as it arrives.
 
     Args:
-        peers: The peers to ask. A peer that has not joined is asked for its manifest
-            first.
+        peers: The peers to ask. A peer of which it is not known whether it has the
+            checkpoint is asked for its manifest first.
         outline: The outline of the checkpoint.
         destination: Where the bytes go. Its memory is prepared a little ahead.
         chunks: The numbers of the chunks.
@@ -176,8 +176,10 @@ class Download:
         try:
             async with task_group() as tasks:
                 for peer in self.sources:
-                    if not peer.joined:
-                        tasks.start_soon(self._until_done, partial(self._join, peer))
+                    if not peer.has_checkpoint:
+                        tasks.start_soon(
+                            self._until_done, partial(self._ask_manifest, peer)
+                        )
                 tasks.start_soon(self._until_done, self._extension.gather)
                 while not self.planner.is_done():
                     await self.news.wait(self._act(tasks))
@@ -196,7 +198,7 @@ class Download:
     # ---------------------------------------------------------------- for others
 
     def add(self, peer: Peer, reconnect_timeout: float | None = None) -> None:
-        """Ask a peer for chunks, too, once it has joined."""
+        """Ask a peer for chunks, too, once it is known to have the checkpoint."""
         peer.given, liveness = 0, self.client.liveness(reconnect_timeout)
         liveness.connected = True
         self.planner.add(peer, liveness)
@@ -260,7 +262,7 @@ class Download:
             finally:
                 self._side_scopes.discard(scope)
 
-    async def _join(self, peer: Peer) -> None:
+    async def _ask_manifest(self, peer: Peer) -> None:
         """Ask whether a peer holds the checkpoint."""
         try:
             found = await self._peers.ask_manifest(peer, self.outline.step)

@@ -61,7 +61,7 @@ async def fetch_fingerprints(shards: Sequence[Peers], step: int) -> Fingerprint:
     async def of_one(peers: Peers) -> Fingerprint:
         found = await answers(peers.all, partial(_fetch, peers, step=step), step=step)
         for peer in peers.left():
-            peer.joined = True  # it may have taken note of the lease
+            peer.has_checkpoint = True  # it may have taken note of the lease
         await peers.end_lease(step)
         return next(iter(found.values()))
 

@@ -86,7 +86,7 @@ class Peer:
         next: The chunk that it wants to be asked for next.
         invitation: The token for the members of its swarm, if others are in it.
         line: The connection to it that brought the last answer, as far as known.
-        joined: Whether it is known to hold this checkpoint.
+        has_checkpoint: Whether it is known to hold this checkpoint.
         given: Verified bytes that came from it, in the last download.
         error: Why it is not asked any more.
         delta_base: The snapshot that it keeps as the base of deltas, or None.
@@ -102,7 +102,7 @@ class Peer:
     next: int | None = None
     invitation: Token | None = None
     line: Line = field(default_factory=Line)
-    joined: bool = False
+    has_checkpoint: bool = False
     given: int = 0
     error: AiockptError | None = None
     delta_base: str | None = None
@@ -115,14 +115,14 @@ class Peer:
         return run.chunk is None or bool(self.have >> run.chunk & 1)
 
     def require(self, expected: Outline, actual: Outline) -> None:
-        """Raise `OtherSnapshotError` if its snapshot is another one; else it joins."""
+        """Raise `OtherSnapshotError` unless its snapshot is the expected one."""
         if actual.snapshot_id != expected.snapshot_id:
             raise OtherSnapshotError(
                 expected=expected.snapshot_id,
                 actual=actual.snapshot_id,
                 url=self.origin.base_url,
             )
-        self.joined = True
+        self.has_checkpoint = True
 
     def drop(self, error: AiockptError, step: int) -> None:
         """Note why it is not asked any more. Only the first error counts."""
@@ -171,7 +171,7 @@ class Peers:
         all: The peers, in the caller's order.
         on_retry: Called with each error that is followed by another attempt.
         deadline: When the receive ends, in loop time. The peers are told how long the
-            receiver can wait, and those that answer late may join in until then.
+            receiver can wait, and one that answers late may still take part.
         waits: Whether the receive waits for a step that is not there yet.
     """
 
@@ -197,7 +197,7 @@ class Peers:
     def beside(self, others: Iterable[tuple[Peers, Outline]]) -> Peers:
         """Return these peers and others, whose checkpoints have the same chunks."""
         more = [
-            Peer(peer.origin, joined=True, outline=outline)
+            Peer(peer.origin, has_checkpoint=True, outline=outline)
             for peers, outline in others
             for peer in peers.holders()
         ]
@@ -220,7 +220,7 @@ class Peers:
 
     def holders(self) -> list[Peer]:
         """Return those of them that are known to have the checkpoint."""
-        return [peer for peer in self.left() if peer.joined]
+        return [peer for peer in self.left() if peer.has_checkpoint]
 
     async def latest(self, *, wait: float = 0.0) -> LatestInfo:
         """Return the newest step that is served at this moment.
@@ -254,13 +254,13 @@ class Peers:
     async def manifest(self, step: int, *, probe: str | None = None) -> ManifestAnswer:
         """Return the manifest of ``step`` that comes first, once a peer has it.
 
-        The other peers may join in later. Of several, none lends its memory.
+        The other peers may take part later. Of several, none lends its memory.
 
         Raises:
             AiockptError: nobody is left.
         """
         for peer in self.all:
-            peer.error, peer.joined, peer.given = None, False, 0
+            peer.error, peer.has_checkpoint, peer.given = None, False, 0
         if len(self.all) > 1:
             probe = None
         ask = partial(self.ask_manifest, step=step, probe=probe)
@@ -371,7 +371,8 @@ class Peers:
         return [
             peer
             for peer in self.all
-            if peer.origin.lease is not None and (peer.joined or len(self.all) == 1)
+            if peer.origin.lease is not None
+            and (peer.has_checkpoint or len(self.all) == 1)
         ]
 
 

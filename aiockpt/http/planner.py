@@ -352,7 +352,7 @@ class Planner:
         for run in self.unfinished:
             missing |= run.bits
         for peer in self._states:
-            missing &= ~peer.have if peer.member and peer.joined else ALL
+            missing &= ~peer.have if peer.member and peer.has_checkpoint else ALL
         return missing
 
     @property
@@ -363,12 +363,12 @@ class Planner:
     def is_last(self, peer: Peer) -> bool:
         """Return whether nobody else can bring chunks."""
         others = (each for each in self._states if each is not peer)
-        return not any(each.joined or not each.member for each in others)
+        return not any(each.has_checkpoint or not each.member for each in others)
 
     # --------------------------------------------------------------- what happened
 
     def add(self, peer: Peer, liveness: Liveness) -> None:
-        """Ask a peer, too, once it has joined."""
+        """Ask a peer, too, once it is known to have the checkpoint."""
         is_member, rules = bool(peer.member), self.tuning.members
         limits = rules.limits if is_member else PeerLimits()
         usual = Usual(self._work.chunk_bytes)
@@ -483,8 +483,9 @@ class Planner:
 
     def _view(self, now: float) -> _View:
         states, sources = self._states.values(), self._sources()
-        members = [each for each in states if each.is_member and each.peer.joined]
-        joined = [each for each in sources if each.peer.joined]
+        holders = [each for each in states if each.peer.has_checkpoint]
+        members = [each for each in holders if each.is_member]
+        ready = [each for each in sources if each.peer.has_checkpoint]
         is_known = len(states) > len(sources)  # one member, at least
         is_shared = is_known or now < self.members.hope_until
         one_by_one = is_shared and not self.gets_deltas
@@ -500,8 +501,8 @@ class Planner:
             not members or self.members.are_useless(usual, now)
         ):
             connections = most
-        for_members = ~self.members.reserved if joined else ALL
-        return _View(now, joined, members, one_by_one, for_members, usual, connections)
+        for_members = ~self.members.reserved if ready else ALL
+        return _View(now, ready, members, one_by_one, for_members, usual, connections)
 
     def _free(self, view: _View) -> Iterator[_Connection]:
         """Yield a free connection to each peer that may get a request.

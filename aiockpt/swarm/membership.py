@@ -332,7 +332,7 @@ class Membership(ReceiveExtension):
                 for peer in () if deltas else tuple(self.known.members):
                     if peer not in added:
                         added.add(peer)
-                        peer.joined = False
+                        peer.has_checkpoint = False
                         download.add(peer, reconnect_timeout=0.0)
                         tasks.start_soon(_learn_chunks, download, peer)
                 await anyio.sleep(_LOOK_S)
@@ -569,8 +569,8 @@ async def _learn_chunks(download: Download, peer: Peer) -> None:
         async with aclosing(watch(download.client, peer, download.outline)) as news:
             async for new in news:
                 peer.have |= new
-                if not peer.joined or new & download.planner.fresh:
-                    peer.joined = True
+                if not peer.has_checkpoint or new & download.planner.fresh:
+                    peer.has_checkpoint = True
                     download.news.notify()
     except ClosedError:
         raise  # not the member's fault

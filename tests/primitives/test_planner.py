@@ -70,7 +70,7 @@ class Session:
         number = len(self.planner.peers)
         origin = Origin(f"http://127.0.0.1:{number + 1}/checkpoint/")
         member = "" if have is None else f"m{number}"
-        peer = Peer(origin, ALL if have is None else have, member, joined=True)
+        peer = Peer(origin, ALL if have is None else have, member, has_checkpoint=True)
         self.planner.add(peer, Liveness(10.0, 10.0, 0.0))
         return peer
 
@@ -231,7 +231,7 @@ def test_a_source_that_breaks_off_a_long_run_may_have_a_swarm() -> None:
 def test_a_peer_that_has_not_joined_is_not_asked() -> None:
     """The planner asks no peer that was dropped, and ends its assignments."""
     one = Session(connections=1, sources=2)
-    one.sources[0].joined = False
+    one.sources[0].has_checkpoint = False
     (mine,) = one.take_all()
     assert mine.peer is one.sources[1]
     assert not one.planner.is_last(mine.peer)
@@ -240,7 +240,7 @@ def test_a_peer_that_has_not_joined_is_not_asked() -> None:
     assert one.planner.is_last(one.sources[0])
     one.now = EVER
     assert one.take_all() == []
-    one.sources[0].joined = True
+    one.sources[0].has_checkpoint = True
     assert one.take().run is mine.run
 
 
@@ -551,9 +551,9 @@ def test_a_request_to_a_member_that_takes_very_long(*, is_answered: bool) -> Non
     one.finish(runs[False], after=0.2)
     source.next = 2
     one.take()  # so that the source cannot steal
-    source.joined = False
+    source.has_checkpoint = False
     assert isinstance(one.later(3.0), Rest)  # nobody else has it
-    source.joined, one.now = True, 1.9
+    source.has_checkpoint, one.now = True, 1.9
     assert isinstance(one.later(0.1), Rest)
     found = one.later(0.1)
     assert found == Stop(mine, "others can send it")

@@ -275,7 +275,7 @@ async def fetch_chunks(
     on_retry: OnRetry | None = None,
 ) -> None:
     """Fetch chunks from one peer; see `Download` for the options."""
-    peers = Peers(client, [Peer(source, joined=True)], on_retry)
+    peers = Peers(client, [Peer(source, has_checkpoint=True)], on_retry)
     target = PlainDestination(memory)
     await Download(peers, outline, target, chunks, on_progress).run()
 
