@@ -459,7 +459,7 @@ class JoinedSource:
         parts = []
         for shard, some in zip(shards, moves, strict=True):
             part = ShardRead(shard, some, assembly, destination, self._bridge)
-            check_memory(part.spread, self._options.limits)
+            check_memory(part.indirect, self._options.limits)
             parts.append(part)
         return _JoinedRead(assembly, parts)
 

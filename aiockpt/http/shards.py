@@ -127,9 +127,9 @@ class ShardRead:
         return self
 
     @property
-    def spread(self) -> Ranges:
+    def indirect(self) -> Ranges:
         """The ranges that arrive in the arena, and are copied from it."""
-        return self._placement.spread
+        return self._placement.indirect
 
     def size_of(self, chunks: Iterable[int]) -> int:
         """Return the bytes of some chunks."""

@@ -2,9 +2,9 @@
 
 `aiockpt.state.reshard` plans such tensors. A `BoxSource` reads them as a `FileSource`
 reads its file: into the memory that a `Placement` gives. Bytes that are contiguous on
-both sides go straight there. Others arrive in spare memory, from which their elements
-are copied. It takes one source after the other, so this memory is at most as large as
-what is needed of one source.
+both sides go straight there. All others are *indirect*: they arrive in an arena, from
+which their elements are copied. It takes one source after the other, so this arena is
+at most as large as what is needed of one source.
 
 Everything here blocks.
 """
@@ -96,7 +96,7 @@ class BoxSource:
             LimitExceededError: the host has too little memory.
         """
         assembly = Assembly(self.segment.arena, placement)
-        spare = _Spread()
+        reused = _ReusedArena()
         with collector_paused():
             moves = moves_of(
                 self._pieces, self._copies, placement.ranges, len(self._sources)
@@ -106,8 +106,8 @@ class BoxSource:
                 for move in some:
                     move.copy_tensor(source.segment.tensors[move.number], assembly)
             elif some:
-                plan = BoxPlacement(some, assembly, spare.take)
-                check_memory(plan.spread, self._limits)
+                plan = BoxPlacement(some, assembly, reused.take)
+                check_memory(plan.indirect, self._limits)
                 source.read(plan, verify=verify, on_bytes=on_bytes)
                 plan.finish()
         assembly.finish()
@@ -353,7 +353,7 @@ class _PlacedRange(NamedTuple):
     Attributes:
         start: The first byte of the range.
         stop: Its end.
-        piece: The piece that its bytes go to; None: they arrive in spare memory.
+        piece: The piece that its bytes go to; None: they are indirect.
         offset: The first byte in the piece.
     """
 
@@ -363,8 +363,8 @@ class _PlacedRange(NamedTuple):
     offset: int = 0
 
 
-class _Spread:
-    """Spare memory for the bytes of one source after the other.
+class _ReusedArena:
+    """An arena for the indirect bytes of one source after the other.
 
     Its pages are reused, because new ones would take longer than the bytes.
     """
@@ -393,11 +393,11 @@ class BoxPlacement(Placement):
     Args:
         moves: What is needed of the source.
         assembly: The memory of the tensors.
-        arena_for: Returns memory for the ranges that do not go straight there, at
-            their offsets in the source.
+        arena_for: Returns memory for the indirect ranges, at their offsets in the
+            source.
 
     Attributes:
-        spread: The ranges whose bytes arrive in spare memory, and are copied from it.
+        indirect: The ranges whose bytes arrive in an arena, and are copied from it.
     """
 
     def __init__(
@@ -407,20 +407,20 @@ class BoxPlacement(Placement):
         arena_for: Callable[[Ranges], Arena],
     ) -> None:
         self._assembly = assembly
-        straight, self._late = _sorted_out(moves)
-        self.spread: Ranges = _spread(self._late)
-        rows = [*straight, *(_PlacedRange(*each) for each in self.spread)]
+        straight, self._indirect = _sorted_out(moves)
+        self.indirect: Ranges = _ranges_of(self._indirect)
+        rows = [*straight, *(_PlacedRange(*each) for each in self.indirect)]
         self._rows = sorted(rows, key=attrgetter("start"))
         self._stops = [row.stop for row in self._rows]
         self.ranges = merged((row.start, row.stop) for row in self._rows)
         self.nbytes = sum(move.nbytes for move in moves)
-        self._arena = arena_for(self.spread)
+        self._arena = arena_for(self.indirect)
 
     def finish(self) -> None:
-        """Copy what arrived in spare memory."""
-        if self._late:
+        """Copy the indirect bytes."""
+        if self._indirect:
             data = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
-            for move in self._late:
+            for move in self._indirect:
                 move.copy(data, self._assembly)
 
     def prepare(self, start: int, stop: int) -> None:
@@ -460,7 +460,7 @@ class BoxPlacement(Placement):
     ) -> Ranges:
         """Return the ranges of the source all of whose bytes are known.
 
-        Those that do not go straight are copied from the pieces to the arena.
+        The indirect ones are copied from the pieces to the arena.
 
         Args:
             has: Says whether the bytes of a piece are known.
@@ -473,7 +473,7 @@ class BoxPlacement(Placement):
             if row.piece is not None and has(row.piece)
         ]
         data = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
-        for (start, stop), moves in _by_source(self._late).items():
+        for (start, stop), moves in _by_source(self._indirect).items():
             # Two tensors may get the same elements.
             known = {
                 each.box: each
@@ -517,12 +517,12 @@ def _by_source(moves: Iterable[BoxMove]) -> dict[tuple[int, int], list[BoxMove]]
 
 
 def _sorted_out(moves: Sequence[BoxMove]) -> tuple[list[_PlacedRange], list[BoxMove]]:
-    """Return the ranges that go straight to their piece, and all other moves.
+    """Return the ranges that go straight to their piece, and the indirect moves.
 
     A byte goes to one place only, so no two ranges overlap.
     """
     of_piece = _by_source(moves)
-    late = {
+    indirect = {
         key
         for key, some in of_piece.items()
         if any(move.straight is None for move in some)
@@ -530,7 +530,7 @@ def _sorted_out(moves: Sequence[BoxMove]) -> tuple[list[_PlacedRange], list[BoxM
     while True:
         ranges: list[tuple[int, int, tuple[int, int]]] = []
         for key, some in of_piece.items():
-            if key in late:
+            if key in indirect:
                 ranges.append((*key, key))
             else:
                 rows = (move.straight for move in some)
@@ -543,20 +543,20 @@ def _sorted_out(moves: Sequence[BoxMove]) -> tuple[list[_PlacedRange], list[BoxM
                 clash.update((key, last))
             if stop > end:
                 end, last = stop, key
-        if clash <= late:
+        if clash <= indirect:
             break
-        late |= clash
+        indirect |= clash
     straight = [
         move.straight
         for key, some in of_piece.items()
         for move in some
-        if key not in late and move.straight is not None
+        if key not in indirect and move.straight is not None
     ]
-    others = [m for key, some in of_piece.items() if key in late for m in some]
+    others = [m for key, some in of_piece.items() if key in indirect for m in some]
     return straight, others
 
 
-def _spread(moves: Iterable[BoxMove]) -> list[tuple[int, int]]:
+def _ranges_of(moves: Iterable[BoxMove]) -> list[tuple[int, int]]:
     """Return the ranges with the bytes of some moves, without those of others."""
     found = (
         touched(chain.from_iterable(move.runs() for move in some), _SKIP_FROM_BYTES)
