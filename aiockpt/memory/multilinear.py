@@ -315,30 +315,46 @@ class _Keys:
         self.width = self.runs[-1].stop
         rows = _indices(shape[:dims], runs[:dims])
         self.rows = rows.numel()
+        self._lead = [sum(b - a for a, b in own) for own in runs[:dims]]
         blocks = torch.tensor([run.block for run in self.runs], device=_HOST)
         numbers = rows.unsqueeze(1) * -(-width // _COLUMNS) + blocks
         self._factors = _hashes(numbers.to(table.device))  # [rows, runs, 2]
         self._table = table
 
     def parts(self) -> Iterator[tuple[range, range]]:
-        """Yield rows and runs for tasks of about the same size."""
-        step = max(_TASK_WORDS // self.width, 1)
-        most = len(self.runs) if step > 1 else _TASK_WORDS // _COLUMNS
-        for row in range(0, self.rows, step):
-            for run in range(0, len(self.runs), most):
-                yield (
-                    range(row, min(row + step, self.rows)),
-                    range(run, min(run + most, len(self.runs))),
-                )
+        """Yield rows and runs for tasks of about the same size.
 
-    def sum(self, words: torch.Tensor, rows: range, runs: range) -> torch.Tensor:
+        The rows of a task are those of a slice along one dimension of the local tensor,
+        so that a tensor that is not contiguous is copied by parts.
+        """
+        most = max(_TASK_WORDS // self.width, 1)
+        runs = len(self.runs) if most > 1 else _TASK_WORDS // _COLUMNS
+        inner = whole = 1
+        for size in reversed(self._lead):
+            inner, whole = whole, whole * size
+            if whole > most:
+                break
+        step = most // inner * inner
+        for first in range(0, self.rows, whole):
+            for row in range(first, first + whole, step):
+                for run in range(0, len(self.runs), runs):
+                    yield (
+                        range(row, min(row + step, first + whole)),
+                        range(run, min(run + runs, len(self.runs))),
+                    )
+
+    def sum(self, tensor: torch.Tensor, rows: range, runs: range) -> torch.Tensor:
         """Return the sums of some rows and some runs of columns, ``[2]``.
 
         Args:
-            words: The local rows. An element of 8 bytes is two words.
-            rows, runs: Which rows, and which runs.
+            tensor: The local tensor.
+            rows, runs: Which rows, and which runs, as from `parts`.
         """
-        unit = 2 if words.itemsize == 8 else 1
+        unit = 2 if tensor.itemsize >= 8 else 1  # words of an integer
+        start = self.runs[runs.start].start // unit
+        stop = self.runs[runs.stop - 1].stop // unit
+        first = rows.start * (self.width // unit) + start
+        words = _part(tensor, first, len(rows), stop - start)
         most = _words_at_once(words.device)
         total = torch.zeros(2, dtype=torch.int64, device=words.device)
         at = runs.start
@@ -348,13 +364,14 @@ class _Keys:
                 count = self._alike(runs[at - runs.start :], most // _COLUMNS)
             size = run.stop - run.start
             step = max(most // (size * count), 1)
-            for first in range(rows.start, rows.stop, step):
-                near = slice(first, min(first + step, rows.stop))
-                stop = run.start + size * count
-                block = words[near, run.start // unit : stop // unit]
-                products = self._products(block.reshape(-1, size // unit), run.columns)
-                factors = self._factors[near, at : at + count].flatten(0, 1)
-                total += (products * factors).sum(0)
+            left = run.start // unit - start
+            columns = slice(left, left + size * count // unit)
+            factors = self._factors[rows.start : rows.stop, at : at + count]
+            for row in range(0, len(rows), step):
+                near = slice(row, row + step)
+                block = words[near, columns].reshape(-1, size // unit)
+                products = self._products(block, run.columns)
+                total += (products * factors[near].flatten(0, 1)).sum(0)
             at += count
         return total
 
@@ -445,51 +462,59 @@ def word_sums(held: Sequence[HeldTensor]) -> list[tuple[int, int]]:
         if is_cancelled is not None and is_cancelled():
             raise WorkCancelledError("the caller was cancelled")
         with alone():
-            found.append((task.numbers, task.sum()))
+            some = task.sum()
+            # A small tensor would keep the allocator from reusing a copy before it.
+            is_host = some.device.type == "cpu"
+            found.append((task.numbers, some.tolist() if is_host else some))
 
     with alone():
         own: list[_Task] = []
         for task in _tasks(held):
-            if task.words.device.type == "cpu":
+            if task.tensors[0].device.type == "cpu":
                 own.append(task)
             else:
                 run(task)
-        if sum(task.words.numel() for task in own) < _ALONE_WORDS:
+        on_host = {number for task in own for number in task.numbers}
+        if sum(held[each].tensor.numel() for each in on_host) < _ALONE_WORDS:
             for task in own:
                 run(task)
         else:
             share_out(run, own)
         totals = torch.zeros(len(held), 2, dtype=torch.int64, device=_HOST)
         for numbers, some in found:
-            totals.index_add_(0, torch.tensor(numbers, device=_HOST), some.cpu())
+            sums = torch.as_tensor(some, device=_HOST)
+            totals.index_add_(0, torch.tensor(numbers, device=_HOST), sums)
     return [(first % 2**64, second % 2**64) for first, second in totals.tolist()]
 
 
-_Found: TypeAlias = tuple[Sequence[int], torch.Tensor]
+_Found: TypeAlias = tuple[Sequence[int], torch.Tensor | list[list[int]]]
 """The numbers of tensors, and sums to add to theirs, ``[numbers, 2]``."""
 
 
 class _Task(NamedTuple):
-    """Words to sum.
+    """Tensors to sum. Their words are made when it runs: a copy may be needed for that.
 
     Attributes:
-        numbers: The numbers of their tensors.
-        words: The words: of one tensor, as local rows; of several, a row of each.
-        keys: The keys of the words.
-        rows, runs: Which of them to sum; None: all of each tensor.
+        numbers: The numbers of the tensors.
+        tensors: The local tensors: one, or several small ones.
+        keys: The keys of their words.
+        rows, runs: Which words of one tensor to sum; None: all words of each.
     """
 
     numbers: Sequence[int]
-    words: torch.Tensor
+    tensors: Sequence[torch.Tensor]
     keys: _Keys
     rows: range | None = None
     runs: range | None = None
 
     def sum(self) -> torch.Tensor:
         """Return the sums, ``[numbers, 2]``."""
-        if self.rows is None or self.runs is None:
-            return _number_dots(self.words, self.keys.flat())
-        return self.keys.sum(self.words, self.rows, self.runs).unsqueeze(0)
+        if self.rows is not None and self.runs is not None:
+            return self.keys.sum(self.tensors[0], self.rows, self.runs).unsqueeze(0)
+        words = torch.stack([_words(each).flatten() for each in self.tensors])
+        if words.itemsize == 8:
+            words = words.view(torch.int32)
+        return _number_dots(words, self.keys.flat())
 
 
 def _tasks(held: Sequence[HeldTensor]) -> Iterator[_Task]:
@@ -510,17 +535,39 @@ def _tasks(held: Sequence[HeldTensor]) -> Iterator[_Task]:
         if keys.rows * keys.width <= _STACKED_WORDS:
             small[key, tensor.dtype, tensor.shape].append(number)
             continue
-        words = _words(tensor).reshape(keys.rows, -1)
         for rows, columns in keys.parts():
-            yield _Task([number], words, keys, rows, columns)
+            yield _Task([number], [tensor], keys, rows, columns)
     for (shard, *_), numbers in small.items():
         keys = known[shard]
         step = max(_CACHED_WORDS // (keys.rows * keys.width), 1)
         for at in range(0, len(numbers), step):
             some = numbers[at : at + step]
-            stacked = torch.stack([_words(held[each].tensor) for each in some])
-            words = stacked.reshape(len(some), -1)
-            yield _Task(some, words.view(_word_dtype(words)), keys)
+            yield _Task(some, [held[each].tensor for each in some], keys)
+
+
+def _part(tensor: torch.Tensor, first: int, rows: int, width: int) -> torch.Tensor:
+    """Return some elements of a tensor as rows of integers.
+
+    Only these are copied if the tensor is not contiguous.
+
+    Args:
+        tensor: The tensor.
+        first: The first integer.
+        rows: The number of rows. Several are those of a slice along one dimension.
+        width: The integers in each row.
+    """
+    stop = first + rows * width
+    inner = tensor.numel() * max(tensor.itemsize // 8, 1)
+    tensor = tensor.detach()
+    for size in tensor.shape:
+        inner //= size
+        low, high = first // inner, -(-stop // inner)
+        tensor = tensor[low:high]
+        first, stop = first - low * inner, stop - low * inner
+        if high - low > 1:
+            break
+        tensor = tensor[0]
+    return _words(tensor).reshape(rows, -1)[:, first : first + width]
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -529,7 +576,3 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype == torch.complex128:
         tensor = torch.view_as_real(tensor)
     return tensor.view(torch.int8 if tensor.itemsize == 1 else WORDS[tensor.itemsize])
-
-
-def _word_dtype(elements: torch.Tensor) -> torch.dtype:
-    return torch.int32 if elements.itemsize == 8 else elements.dtype

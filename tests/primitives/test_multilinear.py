@@ -174,6 +174,32 @@ def test_it_sums_what_a_program_sees() -> None:
         assert found[0] == found[1] == expected(dense, whole(shape))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex128])
+@pytest.mark.parametrize(
+    "shape",
+    [(70, 3, 2, 300), (2, 900, 301), (150_001,), (2, 70_000, 3), (1, 1, 5000, 64)],
+)
+def test_strides_make_no_difference_to_parts(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part of a tensor has its own elements, however they lie."""
+    monkeypatch.setattr(multilinear, "_TASK_WORDS", 1 << 16)
+    full = drawn(shape, dtype)
+    backwards = [*range(full.dim() - 1, -1, -1)]
+    views = [
+        full,
+        full.permute(backwards).contiguous().permute(backwards),
+        torch.stack([full, full], -1)[..., 1],
+        torch.cat([full, full], 0)[: shape[0]],
+    ]
+    held = [HeldTensor(each, shape, whole(shape)) for each in views]
+    assert word_sums(held) == len(views) * [expected(full, whole(shape))]
+    if dtype.is_complex:
+        clear = full.conj().resolve_conj()
+        held = [HeldTensor(views[1].conj(), shape, whole(shape))]
+        assert word_sums(held) == [expected(clear, whole(shape))]
+
+
 def test_small_tensors_are_summed_together() -> None:
     """A state dict of many small tensors has the sums of each."""
     rng = random.Random(1)
