@@ -155,9 +155,12 @@ class TensorSums(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
         if self.wholes:
             return ""
         most = max((part.count for part in self.parts), default=0)
-        covered = 100 * most / math.prod(self.shape)
-        remedy = "add up the ranks first" if covered < 100 else "a rank was added twice"
-        return f"{side} covers {covered:.3g} % of {path}: {remedy}"
+        if most < (count := math.prod(self.shape)):
+            remedy, thousandths = "add up the ranks first", 1000 * most // count
+        else:
+            remedy, thousandths = "a rank was added twice", -(-1000 * most // count)
+        # Rounded away from 100 %, which would contradict the remedy.
+        return f"{side} covers {thousandths / 10:g} % of {path}: {remedy}"
 
 
 class _FingerprintDocument(Struct, frozen=True, forbid_unknown_fields=True):
@@ -183,7 +186,8 @@ class Fingerprint:
     Attributes:
         tensors: The record of each tensor, by path.
         by_rank: The paths of plain tensors that differ between ranks, such as the
-            states of random number generators. They are left out of a comparison.
+            states of random number generators. They are left out of a comparison. If
+            all ranks should have the same weight, its path here shows a fault.
     """
 
     tensors: Mapping[str, TensorSums] = field(default_factory=dict)
@@ -233,8 +237,9 @@ class Fingerprint:
 
         The paths of this fingerprint are compared, each with all of its complete
         replicas. A plain tensor equals a distributed one with the same elements.
-        Paths that are in ``by_rank`` of either fingerprint are left out. If no tensor
-        remains, that is an error. Two fingerprints without any path are equal.
+        Paths that are in ``by_rank`` of either fingerprint are left out. Check that
+        these are only those that you expect to differ by rank. If no tensor remains,
+        that is an error. Two fingerprints without any path are equal.
 
         Returns:
             The paths that only ``theirs`` has.

@@ -271,8 +271,8 @@ def _fingerprint(
         rows = [(leaf, parts.parts_of(leaf)) for leaf in _leaves(tree, limits)]
     sums = [format_sums(*each) for each in word_sums(parts.held)]
     found: dict[str, TensorSums] = {}
-    for leaf, own in rows:
-        name = _unused(format_path(leaf.path), found)
+    names = _names([leaf.path for leaf, _ in rows])
+    for name, (leaf, own) in zip(names, rows, strict=True):
         layout = leaf.layout
         if len(name) > MAX_PATH_CHARACTERS:
             remedy = f"a fingerprint's paths have {MAX_PATH_CHARACTERS} characters"
@@ -301,9 +301,19 @@ def _fingerprint(
     return Fingerprint(found)
 
 
-def _unused(name: str, known: dict[str, TensorSums]) -> str:
-    """Return the name of a tensor; paths that read the same get a number."""
-    again, found = 2, name
-    while found in known:
-        found, again = f"{name}#{again}", again + 1
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Return how each path reads. Of those that read alike, all but one get a number.
+
+    The numbers do not depend on the order of the paths, which is that of dicts.
+    """
+    found = [*map(format_path, paths)]
+    if len({*found}) == len(found):
+        return found
+    used = set[str]()
+    keys = [(name, [*map(repr, path)]) for name, path in zip(found, paths, strict=True)]
+    for at in sorted(range(len(found)), key=keys.__getitem__):
+        again, name = 2, found[at]
+        while found[at] in used:
+            found[at], again = f"{name}#{again}", again + 1
+        used.add(found[at])
     return found

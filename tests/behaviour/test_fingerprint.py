@@ -29,6 +29,7 @@ from aiockpt.memory.multilinear import HeldTensor, word_sums
 from aiockpt.state import mesh
 from aiockpt.state.sharding import Split, StridedSplit
 from tests.primitives.test_mesh import coordinates, layout_of, taken
+from tests.support.memory import forget_the_peak, resident
 
 A, B = "a" * 32, "b" * 32
 
@@ -113,15 +114,33 @@ class TestWhatIsCovered:
         assert [*found.tensors] == ["[0].data"]
 
     def test_paths_that_read_the_same_stay_apart(self) -> None:
-        """A key with a dot is another path than two keys."""
-        found = aiockpt.fingerprint({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}})
-        assert [*found.tensors] == ["a.b", "a.b#2"]
+        """A key with a dot is another path than two keys, in any order of the dict."""
+        one, two, three = (torch.ones(size) for size in (1, 2, 3))
+        values: dict[str, Any] = {"a.b": one, "a.b#2": two, "a": {"b": three}}
+        found = aiockpt.fingerprint(values)
+        shapes = {path: each.shape for path, each in found.tensors.items()}
+        assert shapes == {"a.b": (3,), "a.b#2": (1,), "a.b#2#2": (2,)}
+        for items in permutations(values.items()):
+            assert aiockpt.fingerprint(dict(items)) == found
 
     @pytest.mark.parametrize("path", ["http://host:1/checkpoint/", Path("nowhere")])
     def test_a_path_must_be_a_checkpoint(self, path: Any) -> None:
         """A URL is for a transport, and a missing directory an error."""
         with pytest.raises((ValueError, StorageError)):
             aiockpt.fingerprint(path)
+
+    def test_no_tensor_is_copied_as_a_whole(self) -> None:
+        """One that is not contiguous is copied by parts, while they are summed."""
+        aiockpt.fingerprint({"w": torch.ones(1 << 21)})  # the tables are kept
+        images = torch.rand(1, 512, 4, 4).contiguous(memory_format=torch.channels_last)
+        state = {
+            "images": images.expand(1 << 14, -1, -1, -1),
+            "experts": torch.rand(1, 8, 1 << 12, 1).expand(1 << 10, -1, -1, 4).mT,
+        }
+        assert sum(each.nbytes for each in state.values()) == 1 << 30
+        before = forget_the_peak()
+        aiockpt.fingerprint(state)
+        assert resident("VmHWM") - before < 192 << 20
 
     def test_a_directory_is(self, tmp_path: Path) -> None:
         """What was saved has the fingerprint of the state that was saved."""
@@ -223,6 +242,19 @@ class TestSums:
         part = record((0, 12, A))
         with pytest.raises(FingerprintMismatchError, match="150 % of w: a rank was"):
             (part + part).require(record((0, 16, A)))
+
+    @pytest.mark.parametrize(
+        ("count", "said"),
+        [
+            (99_999, r"99\.9 % of w: add"),
+            (100_001, r"100\.1 % of w: a rank"),
+        ],
+    )
+    def test_what_is_not_whole_never_reads_so(self, count: int, said: str) -> None:
+        """A percentage is not rounded to 100."""
+        whole = record((0, 100_000, A), shape=(100_000,))
+        with pytest.raises(FingerprintMismatchError, match=f"ours covers {said}"):
+            record((0, count, A), shape=(100_000,)).require(whole)
 
     def test_a_tensor_without_elements_is_whole(self) -> None:
         """It needs no rank."""
