@@ -701,17 +701,20 @@ class HTTPTransport(CheckpointTransport[T]):
         Args:
             metadata: The string that the sender's :meth:`metadata` returned; or what
                 :func:`aiockpt.join_metadata` made of those of several senders of
-                shards, whose fingerprints are added. A list of strings names
-                replicas, of which the first one that answers counts.
+                shards, whose fingerprints are added. A sender that cannot be reached
+                is left out if the others have all that it had, as in a receive without
+                a template. A list of strings names replicas, of which the first one
+                that answers counts.
             step: The step. None: the step that the sender serves now; of several, the
                 newest one.
             timeout: The deadline of the call, in seconds or as a ``timedelta``.
 
         Raises:
             TransferTimeoutError: the deadline passed.
-            StepNotFoundError: the sender has replaced ``step`` and does not keep it.
+            StepNotFoundError: the sender has replaced ``step`` and does not keep it,
+                perhaps while it computed.
             UnavailableError: the sender's version has no fingerprints.
-            PeerFailedError: the sender cannot compute it.
+            PeerFailedError: the sender cannot compute it. Another call does not help.
             TransportError, ProtocolError, AuthenticationError: see the error tree.
         """
         try:

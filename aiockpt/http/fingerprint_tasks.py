@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import anyio
 
 from aiockpt.errors import (
+    AiockptError,
     CheckpointChangedError,
-    LocalProtocolError,
     PeerFailedError,
-    RemoteProtocolError,
-    StateDictError,
+    StepNotFoundError,
     kept,
 )
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.store import Publication, Store
+
+logger = logging.getLogger("aiockpt")
 
 ComputeFingerprint: TypeAlias = Callable[[Any], Awaitable[bytes]]
 """Returns the fingerprint of a checkpoint of the store as JSON; may be cancelled."""
@@ -40,52 +43,55 @@ class FingerprintTasks:
     def __init__(self, store: Store, compute: ComputeFingerprint) -> None:
         self._store, self._compute = store, compute
         self._turn = anyio.Lock()
-        self._tasks: dict[Publication, asyncio.Task[bytes]] = {}
+        self._tasks: dict[Publication, asyncio.Task[None]] = {}
 
     async def of(self, publication: Publication, *, wait: float) -> bytes:
         """Return the fingerprint of a publication as JSON.
 
         Raises:
             PeerBusy: it is not there within ``wait`` seconds.
-            CheckpointChangedError: the memory must not be read any more.
+            StepNotFoundError: the checkpoint was replaced or retracted first.
             PeerFailedError: it cannot be computed.
         """
-        if publication.fingerprint is not None:
-            return publication.fingerprint
-        task = self._tasks.get(publication)
-        if task is None:
-            task = asyncio.create_task(self._run(publication))
-            self._tasks[publication] = task
-            task.add_done_callback(lambda task: self._ended(publication, task))
-        await asyncio.wait({task}, timeout=wait)
-        if not task.done():
-            raise PeerBusy(retry_after=_RETRY_AFTER_S)
-        if task.cancelled():
-            raise CheckpointChangedError(expected=publication.snapshot_id)
-        if (error := task.exception()) is not None:
-            raise kept(error)  # a raise adds the frames of a request
-        return task.result()
+        if publication.fingerprint is None:
+            task = self._tasks.get(publication)
+            if task is None:
+                task = asyncio.create_task(self._run(publication))
+                self._tasks[publication] = task
+                task.add_done_callback(lambda _: self._tasks.pop(publication))
+            await asyncio.wait({task}, timeout=wait)
+            if not task.done():
+                raise PeerBusy(retry_after=_RETRY_AFTER_S)
+        if publication.fingerprint is None:
+            raise StepNotFoundError(publication.step, serving=self._store.step)
+        if isinstance(publication.fingerprint, PeerFailedError):
+            raise kept(publication.fingerprint)  # a raise adds the frames of a request
+        return publication.fingerprint
 
-    async def _run(self, publication: Publication) -> bytes:
+    async def _run(self, publication: Publication) -> None:
+        """Set the fingerprint of a publication, unless its memory is given up."""
         task = asyncio.current_task()
 
         def evict() -> None:
             assert task is not None
             task.cancel()
 
-        async with (
-            self._turn,
-            self._store.reading(publication, evict=evict),
-        ):
-            try:
-                found = await self._compute(publication.servable)
-            except (StateDictError, LocalProtocolError, RemoteProtocolError) as error:
-                why = f"step {publication.step} has no fingerprint: {error}"
-                raise PeerFailedError(None, why) from error
-        publication.fingerprint = found
-        return found
+        with suppress(CheckpointChangedError):  # given up before its turn came
+            async with self._turn, self._store.reading(publication, evict=evict):
+                try:
+                    found = await self._compute(publication.servable)
+                except Exception as error:  # noqa: BLE001 - each request raises it
+                    publication.fingerprint = failure_of(publication.step, error)
+                else:
+                    publication.fingerprint = found
 
-    def _ended(self, publication: Publication, task: asyncio.Task[bytes]) -> None:
-        del self._tasks[publication]
-        if not task.cancelled():
-            task.exception()  # it counts as seen, although every client may have left
+
+def failure_of(step: int, error: Exception) -> PeerFailedError:
+    """Return what a client learns of a fingerprint that could not be computed."""
+    if isinstance(error, PeerFailedError):
+        return kept(error)
+    said = f"{error}"
+    if not isinstance(error, AiockptError):  # only the log has details
+        logger.error("a fingerprint failed", exc_info=error)
+        said = f"{type(error).__name__}; the sender's log has more"
+    return PeerFailedError(None, f"step {step} has no fingerprint: {said}")

@@ -8,37 +8,36 @@ it has the answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from aiockpt.errors import (
-    Advice,
-    StepNotFoundError,
-    TransportError,
-    UnavailableError,
-    advice,
-)
+from aiockpt.errors import Advice, TransportError, UnavailableError, advice
 from aiockpt.format.fingerprint import Fingerprint
+from aiockpt.format.manifest import Manifest
 from aiockpt.http import protocol as http
 from aiockpt.http.client import CheckpointClient, Request
+from aiockpt.http.manifests import until_served
 from aiockpt.http.peers import Peer, Peers, answers
 from aiockpt.http.problems import PeerBusy, UnknownResourceError
 from aiockpt.http.protocol import Origin
-from aiockpt.http.retry import poll
+from aiockpt.http.retry import Liveness, poll
 from aiockpt.runtime.tasks import run_all
-
-_ANSWER_S = 0.5  # seconds that the answer to a request may take once it is decided
+from aiockpt.state.joined import ranks_of_meshes
 
 
 async def fetch_fingerprints(shards: Sequence[Peers], step: int) -> Fingerprint:
     """Return the sum of the fingerprints of several senders of a step.
 
-    A sender that cannot be reached is left out if the others have all of its shards,
-    because they hold replicas of them. If cancelled, nothing is left behind.
+    A sender that cannot be reached is left out if the others have all that it had, as
+    in a receive without a template: each tensor must be complete, and the sender's rank
+    must be on a mesh of theirs, because all ranks of a mesh have the same tensors.
+    A plain tensor that differs on that rank alone then goes unnoticed. If cancelled,
+    nothing is left behind.
 
     Args:
-        shards: The senders. Each of them may have replicas, of which the first one
-            that answers counts.
+        shards: The senders, in the order of their ranks. Each of them may have
+            replicas, of which the first one that answers counts.
         step: The step.
 
     Raises:
@@ -47,65 +46,66 @@ async def fetch_fingerprints(shards: Sequence[Peers], step: int) -> Fingerprint:
         FingerprintMismatchError: the senders have parts of different tensors.
         TransportError, AuthenticationError, ProtocolError: what the peers answered.
     """
-    lost: list[TransportError] = []
+    lost: dict[int, TransportError] = {}
 
-    async def of(peers: Peers) -> Fingerprint:
+    async def of(number: int, peers: Peers) -> Fingerprint:
+        fetch = partial(_fetch, peers, step=step)
         try:
-            return await of_one(peers)
+            found = await answers(peers.all, fetch, step=step)
         except TransportError as error:
             if Advice.LATER not in advice(error):
                 raise
-            lost.append(error)
+            lost[number] = error
             return Fingerprint()
-
-    async def of_one(peers: Peers) -> Fingerprint:
-        found = await answers(peers.all, partial(_fetch, peers, step=step), step=step)
         for peer in peers.left():
             peer.has_checkpoint = True  # it may have taken note of the lease
         await peers.end_lease(step)
         return next(iter(found.values()))
 
-    found: list[Fingerprint] = await run_all([partial(of, peers) for peers in shards])
+    found = await run_all(partial(of, *each) for each in enumerate(shards))
     bridge = shards[0].client.bridge  # many records take seconds
-    total = await bridge.run(partial(Fingerprint.total, found))
-    if lost and (len(lost) == len(shards) or not total.is_whole):
-        for other in lost[1:]:
-            lost[0].add_note(f"another sender failed, too: {other}")
-        raise lost[0]
+    total: Fingerprint = await bridge.run(partial(Fingerprint.total, found))
+    if lost:
+        there = [each for number, each in enumerate(shards) if number not in lost]
+        if not total.is_whole or not {*lost} <= await _known_ranks(there, step):
+            first, *others = lost.values()
+            for other in others:
+                first.add_note(f"another sender failed, too: {other}")
+            raise first
     return total
+
+
+async def _known_ranks(senders: Sequence[Peers], step: int) -> set[int]:
+    """Return the ranks of all meshes on which the senders have tensors."""
+
+    async def manifest(peers: Peers) -> Manifest:
+        # Nothing else is asked for, so it needs no lease.
+        origins = [replace(peer.origin, lease=None) for peer in peers.left()]
+        alike = Peers.at(client, origins, peers.on_retry, deadline=peers.deadline)
+        return (await alike.manifest(step)).manifest
+
+    if not senders:
+        return set()
+    client = senders[0].client
+    manifests = await run_all(partial(manifest, peers) for peers in senders)
+    limits = client.options.limits
+    return await client.bridge.run(partial(ranks_of_meshes, manifests, limits=limits))
 
 
 async def _fetch(peers: Peers, peer: Peer, step: int) -> Fingerprint:
     """Return what one peer answers, waiting until it serves the step."""
     client, origin = peers.client, peer.origin
-    until = _now() + origin.step_wait
-    last = min(peers.deadline, until)
-
-    async def ask() -> Fingerprint | None:
-        retries = client.retries(origin, step, peers.on_retry)
-        heard = retries.liveness.heard
-        try:
-            return await retries.run(partial(_ask, client, origin, step, last, heard))
-        except StepNotFoundError as error:
-            is_past = error.serving is not None and error.serving > step
-            if is_past or _now() >= until:
-                raise
-            retries.on_retry(error)
-            return None
-
-    return await poll(ask, pause=client.pause)
+    ask = partial(_ask, client, origin, step)
+    asking = until_served(
+        client, origin, step, ask, deadline=peers.deadline, on_retry=peers.on_retry
+    )
+    return await poll(asking, pause=client.pause)
 
 
 async def _ask(
-    client: CheckpointClient,
-    origin: Origin,
-    step: int,
-    deadline: float,
-    heard: Callable[[float], None],
+    client: CheckpointClient, origin: Origin, step: int, wait: float, liveness: Liveness
 ) -> Fingerprint | None:
     """Return what a peer answers; None if it still computes."""
-    left = max(deadline - _now(), 0.0)
-    wait = min(left - min(left / 4, _ANSWER_S), client.stall_timeout)
     resource = http.Resource(http.ResourceKind.FINGERPRINT, step)
     request = Request(
         origin=origin,
@@ -117,12 +117,12 @@ async def _ask(
     )
     limits = client.options.limits
     try:
-        async with client.request(request, lambda _: heard(_now())) as answer:
+        async with client.request(request, lambda _: liveness.heard(_now())) as answer:
             body = await answer.read(limits.max_header_bytes, "a fingerprint")
     except PeerBusy as error:
         if error.proxy is not None:
             raise
-        heard(_now())  # it computes, and waits as long as it was asked to
+        liveness.heard(_now())  # it computes, and waits as long as it was asked to
         return None
     except UnknownResourceError as error:
         raise UnavailableError(

@@ -130,15 +130,48 @@ async def fetch_manifest(
         AuthenticationError, RemoteProtocolError, LimitExceededError,
             IntegrityError, ForgedManifestError: what the peer answered.
     """
+    ask = partial(_ask_manifest, client, origin, step, probe, on_answer)
+    asking = until_served(
+        client, origin, step, ask, deadline=deadline, on_retry=on_retry
+    )
+    return await poll(asking, pause=client.pause)
+
+
+def until_served(
+    client: CheckpointClient,
+    origin: Origin,
+    step: int,
+    ask: Callable[[float, Liveness], Awaitable[V | None]],
+    *,
+    deadline: float,
+    on_retry: OnRetry | None,
+) -> Callable[[], Awaitable[V | None]]:
+    """Return the function with which `poll` waits until a peer serves ``step``.
+
+    The function returns None if the peer does not serve the step yet. It raises
+    `StepNotFoundError` if a newer step has taken its place, or once
+    ``origin.step_wait`` seconds are over.
+
+    Args:
+        ask: Sends one request. It gets the seconds for which the peer may wait, and
+            what is known of the peer's silence.
+        deadline: In loop time; the peer is told how long this side can wait.
+        on_retry: Called with each error that is followed by another attempt.
+    """
     until = _now() + origin.step_wait
     last = min(deadline, until)
 
-    async def ask() -> ManifestAnswer | None:
+    async def asking() -> V | None:
         retries = client.retries(origin, step, on_retry)
-        heard = retries.liveness.heard
-        attempt = partial(
-            _ask_manifest, client, origin, step, last, heard, probe, on_answer
-        )
+
+        def attempt() -> Awaitable[V | None]:
+            # Longer waits are asked for in pieces: a connection that is dead meanwhile
+            # goes unnoticed for the wait and the stall timeout. The answer should be
+            # here before the deadline, because it says what is served instead.
+            left = max(last - _now(), 0.0)
+            wait = min(left - min(left / 4, _ANSWER_S), client.stall_timeout)
+            return ask(wait, retries.liveness)
+
         try:
             return await retries.run(attempt)
         except StepNotFoundError as error:
@@ -148,23 +181,18 @@ async def fetch_manifest(
             retries.on_retry(error)
             return None
 
-    return await poll(ask, pause=client.pause)
+    return asking
 
 
 async def _ask_manifest(
     client: CheckpointClient,
     origin: Origin,
     step: int,
-    deadline: float,
-    heard: Callable[[float], None],
     probe: str | None,
     on_answer: OnAnswer | None,
+    wait: float,
+    liveness: Liveness,
 ) -> ManifestAnswer:
-    # Longer waits are asked for in pieces: a connection that is dead meanwhile goes
-    # unnoticed for the wait and the stall timeout.
-    left = max(deadline - _now(), 0.0)
-    # The answer should be here before the deadline: it says what is served instead.
-    wait = min(left - min(left / 4, _ANSWER_S), client.stall_timeout)
     request = Request(
         origin=origin,
         path=http.format_resource(http.Resource(http.ResourceKind.METADATA, step)),
@@ -173,7 +201,7 @@ async def _ask_manifest(
         step=step,
         wait=wait,
     )
-    async with client.request(request, lambda _: heard(_now())) as answer:
+    async with client.request(request, lambda _: liveness.heard(_now())) as answer:
         if (given := _step_of(answer)) != step:
             raise RemoteProtocolError(f"{request.url} sends step {given}")
         if on_answer is not None:

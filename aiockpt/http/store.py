@@ -245,7 +245,7 @@ class Publication:
         reads: What evicts each request that reads the memory now, and since when it
             reads. The oldest one comes first.
         deltas: The cache of `aiockpt.http.deltas`: by chunk, None for a raw chunk.
-        fingerprint: Its fingerprint as JSON, once it was computed.
+        fingerprint: Its fingerprint as JSON, or why it has none, once it was computed.
         lost: Why it cannot be served any more: its memory was a state dict's own, and
             the state dict gave it up.
     """
@@ -256,7 +256,7 @@ class Publication:
         self.lock = RWLock()
         self.reads: dict[Callable[[], None], float] = {}
         self.deltas: dict[int, bytes | None] = {}
-        self.fingerprint: bytes | None = None
+        self.fingerprint: bytes | PeerFailedError | None = None
         self.lost: PeerFailedError | None = None
         self._leases: dict[str, _HeldLease] = {}  # the oldest first
         self._ends = Deadlines[str]()  # of the leases

@@ -37,6 +37,7 @@ from aiockpt.errors import (
     kept,
 )
 from aiockpt.events import TransferEvent, emit
+from aiockpt.http.fingerprint_tasks import failure_of
 from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.store import Failure, Statistics
 from aiockpt.local import messages
@@ -405,12 +406,8 @@ class ServerProcess:
             text = await self._compute(snapshot)
             parcel = await obtain(self._bridge, lambda: pack(text), os.close)
             self._tell(messages.Fingerprinted(number), [parcel])
-        except Exception as failure:  # the process waits for an answer
-            said = f"{failure}"
-            if not isinstance(failure, AiockptError):  # only the log has details
-                logger.error("a fingerprint failed", exc_info=failure)
-                said = f"{type(failure).__name__}; the sender's log has more"
-            why = f"step {snapshot.manifest.step} has no fingerprint: {said}"
+        except Exception as error:  # noqa: BLE001 - the process waits for an answer
+            why = failure_of(snapshot.manifest.step, error).reason
             self._tell(messages.Fingerprinted(number, why))
         finally:
             snapshot.release()

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial
 
 import aiockpt
 from aiockpt import AuthenticationError, Fingerprint, StepNotFoundError, http_transport
 from aiockpt.errors import (
-    CheckpointChangedError,
     FingerprintMismatchError,
     PeerFailedError,
     PeerUnreachableError,
     RemoteProtocolError,
     TransferTimeoutError,
+    TransportError,
     UnavailableError,
 )
 from aiockpt.http.protocol import format_metadata
@@ -160,10 +160,10 @@ async def test_a_slow_one_is_asked_for_in_pieces(slow: Slow) -> None:
 
 
 async def test_a_retraction_ends_it(slow: Slow) -> None:
-    """Its memory is read no more after the retraction; whoever asks is told."""
+    """Its memory is read no more afterwards; whoever asks waits for the step again."""
     async with pair(grace=0.1) as (sender, receiver):
         await sender.send_checkpoint(step=1, state_dict=STATE)
-        asking = asyncio.create_task(ask(sender, receiver, timeout=5))
+        asking = asyncio.create_task(ask(sender, receiver, timeout=20))
         await slow.has_begun()
         retracting = asyncio.create_task(sender.disallow_checkpoint())
         await asyncio.sleep(0.3)
@@ -171,8 +171,28 @@ async def test_a_retraction_ends_it(slow: Slow) -> None:
         slow.go_on.set()
         await retracting
         assert not slow.running
-        with pytest.raises((CheckpointChangedError, TransferTimeoutError)):
-            await asking
+        await settle(lambda: sender.statistics().waiting == 1)
+        other = {"w": torch.ones(3)}
+        await sender.send_checkpoint(step=1, state_dict=other)
+        assert await asking == aiockpt.fingerprint(other)
+
+
+@pytest.mark.parametrize("process", [False, True])
+async def test_a_step_may_be_replaced_first(slow: Slow, process: bool) -> None:
+    """The next step is computed after the first, and the sender keeps one of them."""
+    async with transport(process=process) as sender, transport() as receiver:
+        asking = list[asyncio.Task[Any]]()
+        for step in (1, 2):
+            await sender.send_checkpoint(step=step, state_dict=STATE)
+            asking.append(asyncio.create_task(ask(sender, receiver, step, timeout=20)))
+            await slow.has_begun()
+            await asyncio.sleep(0.3)
+        await sender.send_checkpoint(step=3, state_dict=STATE)
+        slow.go_on.set()
+        assert await asking[0] == aiockpt.fingerprint(STATE)
+        with pytest.raises(StepNotFoundError, match="being served is step 3") as caught:
+            await asking[1]
+        assert (caught.value.step, caught.value.serving) == (2, 3)
 
 
 @proves("cell HTTPTransport.fingerprint: this process dies")
@@ -198,7 +218,7 @@ async def test_a_shutdown_ends_it(slow: Slow) -> None:
             asking = asyncio.create_task(ask(sender, receiver, timeout=2))
             await slow.has_begun()
             asyncio.get_running_loop().call_later(0.3, slow.go_on.set)
-        with pytest.raises((aiockpt.TransportError, CheckpointChangedError)):
+        with pytest.raises(TransportError):
             await asking
 
 
@@ -347,20 +367,28 @@ async def test_senders_of_shards_are_added(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_a_sender_without_which_all_is_there_may_be_dead() -> None:
-    """So it is if others hold replicas of its shards; else the error names it."""
+    """So it is if others hold replicas of its shards; else the error names it.
+
+    Without a mesh that has its rank, nobody knows what it had.
+    """
     dead = format_metadata(f"http://127.0.0.1:{free_port()}/checkpoint/", None)
     async with transport() as sender, transport(reconnect_timeout=0.2) as receiver:
         joined = aiockpt.join_metadata([dead, sender.metadata()])
-        for step, placement in enumerate((Replicate(), Shard(0))):
-            with as_rank(1, 2):
-                mesh = init_device_mesh("cpu", (2,))
-                cut = distributed(torch.ones(4), mesh, placement)
-                await sender.send_checkpoint(step=step, state_dict={"w": cut})
-            if not step:
-                found = await receiver.fingerprint(joined, step)
-                assert aiockpt.fingerprint({"w": torch.ones(4)}).require(found) == []
-        with pytest.raises(PeerUnreachableError, match=dead):
-            await receiver.fingerprint(joined, 1)
+        whole = torch.ones(4)
+        with as_rank(1, 2):
+            mesh, alone = init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [1])
+            cut = [
+                distributed(whole, *each)
+                for each in ((mesh, Replicate()), (mesh, Shard(0)), (alone, Shard(0)))
+            ]
+            for step, each in enumerate([*cut, whole]):
+                await sender.send_checkpoint(step=step, state_dict={"w": each})
+                if not step:
+                    found = await receiver.fingerprint(joined, step)
+                    assert aiockpt.fingerprint({"w": whole}).require(found) == []
+                    continue
+                with pytest.raises(PeerUnreachableError, match=dead):
+                    await receiver.fingerprint(joined, step)
 
 
 @proves("cell HTTPTransport.fingerprint: error")
@@ -399,26 +427,31 @@ async def test_a_process_computes_in_the_trainer(slow: Slow) -> None:
         assert slow.count == 1
 
 
-async def test_a_process_hears_of_each_failure(
-    monkeypatch: pytest.MonkeyPatch, allow_error_logs: list[Any]
+@pytest.mark.parametrize("process", [False, True])
+async def test_a_failure_is_remembered(
+    process: bool, monkeypatch: pytest.MonkeyPatch, allow_error_logs: list[Any]
 ) -> None:
-    """A computation that fails unexpectedly does not block that of the next step."""
+    """It is not computed again for the same step, and does not block the next one."""
     module: Any = http_transport
-    compute = module.fingerprint_of_snapshot
+    compute, count = module.fingerprint_of_snapshot, 0
 
     def fails(snapshot: Any, **options: Any) -> bytes:
+        nonlocal count
+        count += 1
         if snapshot.manifest.step == 1:
             raise RuntimeError("a detail")
         found: bytes = compute(snapshot, **options)
         return found
 
     monkeypatch.setattr(module, "fingerprint_of_snapshot", fails)
-    async with transport(process=True) as sender, transport() as receiver:
+    async with transport(process=process) as sender, transport() as receiver:
         await sender.send_checkpoint(step=1, state_dict=STATE)
         said = "step 1 has no fingerprint: RuntimeError; the sender's log has more"
-        with pytest.raises(PeerFailedError, match=said) as caught:
-            await ask(sender, receiver, timeout=20)
-        assert "a detail" not in str(caught.value)
+        for _ in range(3):
+            with pytest.raises(PeerFailedError, match=said) as caught:
+                await ask(sender, receiver, timeout=20)
+            assert "a detail" not in str(caught.value)
+        assert count == 1
         await sender.send_checkpoint(step=2, state_dict=STATE)
         assert await ask(sender, receiver, 2) == aiockpt.fingerprint(STATE)
     (logged,) = allow_error_logs

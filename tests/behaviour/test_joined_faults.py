@@ -255,6 +255,8 @@ class TestDeaths:
                         await receiver.recv_checkpoint(0, metadata, STEP, **options)
                 assert lost in str(caught.value)
             async with impatient() as receiver:
+                with pytest.raises(TransportError, match=lost):
+                    await receiver.fingerprint(metadata, STEP)
                 select = ["layer0", "layer2"]
                 found = await receiver.recv_checkpoint(0, metadata, STEP, select=select)
             assert_same(found, {"layer0": WHOLE, "layer2": WHOLE.clone()})
