@@ -44,8 +44,8 @@ from aiockpt.errors import (
 from aiockpt.events import Progress, guarded
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.storage.commit import is_committed
-from aiockpt.storage.directory import StrPath, expanded, resolve_target
+from aiockpt.storage.directory import StrPath, expanded
+from aiockpt.storage.interface import storage_at
 from aiockpt.transport import Timeout, seconds
 
 _DISK_ANSWER_S: Final = 10.0
@@ -98,7 +98,7 @@ class SaveHandle:
         self.nbytes = 0
         self.begun = self.unchanged = False
         # Of the writer: which of this process's saves this is, from 1; its copy, until
-        # the end; and the `Draft.identity` of the complete file, once that is known.
+        # the end; and the `RankDraft.identity` of the complete file, once it is known.
         self.number = 0
         self.snapshot: Snapshot | None = None
         self.file: tuple[int, int] | None = None
@@ -335,8 +335,8 @@ async def find_out(
 
     def ask() -> bool:
         until = time.monotonic() + (_OTHERS_COMMIT_S if rank else 0.0)
-        destination = resolve_target(path)
-        while not is_committed(destination, rank, file):
+        destination = storage_at(path)
+        while not destination.is_committed(rank, file):
             if time.monotonic() >= until:
                 return False
             time.sleep(_POLL_S)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -26,20 +24,11 @@ from aiockpt.runtime.bridge import share_out
 from aiockpt.runtime.system import collector_paused, raise_descriptor_limit
 from aiockpt.state.reshard import RankValues
 from aiockpt.storage.boxes import LoadedSource
-from aiockpt.storage.checkpoint_file import OpenFile, blaming_file, contents, opened
-from aiockpt.storage.dcp import is_dcp
+from aiockpt.storage.checkpoint_file import OpenFile, blaming_file, contents
+from aiockpt.storage.dcp import METADATA
 from aiockpt.storage.dcp_sources import dcp_sources
-from aiockpt.storage.directory import (
-    MARKER,
-    StrPath,
-    checkpoint_at,
-    identity,
-    old_of,
-    rank_file,
-    resolve_target,
-    text_of,
-)
-from aiockpt.storage.files import named
+from aiockpt.storage.directory import StrPath, rank_file, text_of
+from aiockpt.storage.interface import Storage, storage_at
 from aiockpt.storage.read import (
     FileSource,
     LoadSource,
@@ -123,12 +112,12 @@ def open_sources(path: StrPath, reading: Reading) -> Iterator[Found]:
         StorageError, IntegrityError: a file cannot be read, or is damaged.
         UnsupportedLeafError: a leaf has a type that this process does not know.
     """
-    resolved = resolve_target(path)
-    with blaming_file(resolved), ExitStack() as files:
-        with named(resolved):
-            found = _of_file if resolved.is_file() else _of_directory
-            loaded = found(resolved, reading, files)
-        yield loaded
+    where = storage_at(path)
+    with blaming_file(str(where)), ExitStack() as files:
+        if where.kind() == "file":
+            yield _of_file(files.enter_context(where.open()), reading)
+        else:
+            yield _of_directory(where, reading, files)
 
 
 def _source(file: OpenFile, reading: Reading) -> FileSource:
@@ -136,8 +125,7 @@ def _source(file: OpenFile, reading: Reading) -> FileSource:
     return FileSource(file, manifest, mapped=reading.mmap)
 
 
-def _of_file(path: Path, reading: Reading, files: ExitStack) -> Found:
-    file = files.enter_context(opened(path))
+def _of_file(file: OpenFile, reading: Reading) -> Found:
     if file.is_of_torch():
         values = load_torch(file, mapped=reading.mmap)
         return Found([LoadedSource(values, limits=reading.limits)])
@@ -145,26 +133,21 @@ def _of_file(path: Path, reading: Reading, files: ExitStack) -> Found:
     return Found([source], is_foreign=not source.segment.manifest.snapshot_id)
 
 
-def _of_directory(directory: Path, reading: Reading, files: ExitStack) -> Found:
+def _of_directory(directory: Storage, reading: Reading, files: ExitStack) -> Found:
     """Read the rank's file, which is ours, the seed's; or another tool's shards."""
-    if (
-        (directory / MARKER).exists()
-        or not directory.exists()
-        or old_of(directory).exists()
-    ):
+    if directory.was_saved() or directory.kind() is None:
         return _of_checkpoint(directory, reading, files)
-    legacy = directory / f"checkpoint_{reading.rank}.pt"
-    if legacy.is_file():
-        _check_seed(directory, reading)
-        return _of_file(legacy, reading, files)
-    if is_dcp(directory):
+    held = directory.names()
+    if (legacy := f"checkpoint_{reading.rank}.pt") in held:
+        _check_seed(directory, held, reading)
+        return _of_file(files.enter_context(directory.open(legacy)), reading)
+    if METADATA in held:
         return _of_dcp(directory, reading, files)
-    names, index = _shards(directory, reading.limits)
-    if not names or (directory / rank_file(reading.rank)).exists():
+    names, index = _shards(directory, held, reading.limits)
+    if not names or rank_file(reading.rank) in held:
         return _of_checkpoint(directory, reading, files)  # raises the error
     shards = [
-        _source(files.enter_context(opened(directory / each)), reading)
-        for each in names
+        _source(files.enter_context(directory.open(each)), reading) for each in names
     ]
     if len(shards) > 1 and any(each.segment.manifest.digests for each in shards):
         raise CheckpointNotFoundError(
@@ -175,9 +158,9 @@ def _of_directory(directory: Path, reading: Reading, files: ExitStack) -> Found:
     return Found(shards, is_foreign=True)
 
 
-def _of_dcp(directory: Path, reading: Reading, files: ExitStack) -> Found:
+def _of_dcp(directory: Storage, reading: Reading, files: ExitStack) -> Found:
     """Open a checkpoint of torch.distributed.checkpoint."""
-    found = dcp_sources(directory, files, limits=reading.limits)
+    found = dcp_sources(directory.local(), files, limits=reading.limits)
     if reading.verify != "none":
         logger.warning(
             "%s is a checkpoint of torch.distributed.checkpoint, which has no digests: "
@@ -194,16 +177,16 @@ def _of_dcp(directory: Path, reading: Reading, files: ExitStack) -> Found:
     return Found(sources, is_foreign=True)
 
 
-def _check_seed(directory: Path, reading: Reading) -> None:
+def _check_seed(directory: Storage, names: Sequence[str], reading: Reading) -> None:
     """Refuse a directory with the files of more ranks than load it."""
-    saved = sum(_SEED.fullmatch(each) is not None for each in os.listdir(directory))
+    saved = sum(_SEED.fullmatch(each) is not None for each in names)
     loading = reading.world_size
     if loading is not None and saved > loading:
         raise WorldSizeMismatchError(str(directory), saved=saved, loading=loading)
 
 
-def _of_checkpoint(directory: Path, reading: Reading, files: ExitStack) -> Found:
-    checkpoint = checkpoint_at(directory)
+def _of_checkpoint(directory: Storage, reading: Reading, files: ExitStack) -> Found:
+    checkpoint = directory.checkpoint()
     saved, loading = checkpoint.world_size, reading.world_size
     if isinstance(reading.rank_values, int):
         checkpoint.file_of(reading.rank_values)  # or there is no such rank
@@ -217,7 +200,7 @@ def _of_checkpoint(directory: Path, reading: Reading, files: ExitStack) -> Found
 
 
 def _rank_files(
-    directory: Path, reading: Reading, files: ExitStack, only: int | None = None
+    directory: Storage, reading: Reading, files: ExitStack, only: int | None = None
 ) -> list[FileSource]:
     """Open the files of all ranks, or of one, that the marker names.
 
@@ -226,19 +209,19 @@ def _rank_files(
         IntegrityError: another file has the name of one.
     """
     for _ in range(_MAX_TRIES):
-        before = identity(directory)
+        before = directory.version()
         try:
             return _opened_ranks(directory, reading, files, only)
         except (StorageError, IntegrityError):
-            if identity(directory) == before:  # else it was replaced meanwhile
+            if directory.version() == before:  # else it was replaced meanwhile
                 raise
     raise StorageError(str(directory), "it is replaced faster than it can be read")
 
 
 def _opened_ranks(
-    directory: Path, reading: Reading, files: ExitStack, only: int | None
+    directory: Storage, reading: Reading, files: ExitStack, only: int | None
 ) -> list[FileSource]:
-    checkpoint = checkpoint_at(directory)
+    checkpoint = directory.checkpoint()
     ranks = range(checkpoint.world_size) if only is None else (only,)
     if len(ranks) > _MAX_FILES:
         detail = f"{len(ranks)} ranks saved it, and {_MAX_FILES} files can be read"
@@ -246,7 +229,9 @@ def _opened_ranks(
     if len(ranks) > _MANY_FILES:
         raise_descriptor_limit()
     paths = [*map(checkpoint.file_of, ranks)]
-    sources = _sources([files.enter_context(opened(path)) for path in paths], reading)
+    # Not below the directory: during a replacement, it may have another name.
+    opened = [files.enter_context(storage_at(path).open()) for path in paths]
+    sources = _sources(opened, reading)
     for path, source in zip(paths, sources, strict=True):
         expected = checkpoint.files[path.name].snapshot
         actual = source.segment.manifest.snapshot_id
@@ -269,7 +254,9 @@ def _sources(opened_files: Sequence[OpenFile], reading: Reading) -> list[FileSou
     return [found[file] for file in opened_files]
 
 
-def _shards(directory: Path, limits: Limits) -> tuple[list[str], dict[str, str]]:
+def _shards(
+    directory: Storage, names: Sequence[str], limits: Limits
+) -> tuple[list[str], dict[str, str]]:
     """Return the safetensors files of a directory: those of its index, if there is one.
 
     The index comes second: the name of a tensor -> its file.
@@ -278,21 +265,18 @@ def _shards(directory: Path, limits: Limits) -> tuple[list[str], dict[str, str]]
         StorageError: the index is malformed, or names a missing file.
         LimitExceededError: the index is larger than a header may be.
     """
-    with named(directory):
-        names = sorted(each.name for each in directory.iterdir() if each.is_file())
     found = [name for name in names if name.endswith(_SUFFIX)]
     for index in (name for name in names if name.endswith(_INDEX)):
-        listed = _listed(directory / index, limits)
+        with directory.open(index) as file:
+            listed = _listed(file, limits)
         if lost := sorted({*listed.values()}.difference(found)):
-            raise StorageError(
-                str(directory / index), f"it names {lost[0]}, which is missing"
-            )
+            raise StorageError(str(file.path), f"it names {lost[0]}, which is missing")
         return sorted({*listed.values()}), listed
     return found, {}
 
 
 def _check_shards(
-    directory: Path, shards: Mapping[str, FileSource], index: Mapping[str, str]
+    directory: Storage, shards: Mapping[str, FileSource], index: Mapping[str, str]
 ) -> None:
     """Check that each tensor is in one file, and in that of the index.
 
@@ -315,9 +299,10 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _listed(index: Path, limits: Limits) -> dict[str, str]:
+def _listed(index: OpenFile, limits: Limits) -> dict[str, str]:
     text = contents(index, limits=limits)
     try:
         return msgspec.json.decode(text, type=_Index).weight_map
     except (msgspec.MsgspecError, UnicodeError) as error:
-        raise StorageError(str(index), f"it is no index of shards: {error}") from error
+        detail = f"it is no index of shards: {error}"
+        raise StorageError(str(index.path), detail) from error

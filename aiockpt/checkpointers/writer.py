@@ -58,11 +58,10 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import ArenaPool
 from aiockpt.memory.snapshot import TRUSTED, MappedSnapshot, Snapshot
 from aiockpt.runtime.sync_facade import run_blocking
-from aiockpt.storage.commit import Draft
-from aiockpt.storage.directory import MARKER, StrPath, expanded, resolve_target
+from aiockpt.storage.directory import MARKER, StrPath, expanded
+from aiockpt.storage.interface import RankDraft, Storage, storage_at
 from aiockpt.storage.ours import remove_ours
-from aiockpt.storage.retention import retire, sweep
-from aiockpt.storage.write import Writable, WritableSnapshot, write_file
+from aiockpt.storage.write import Writable, WritableSnapshot
 from aiockpt.transfer.remarks import Remarks
 from aiockpt.transfer.repeats import content_of
 from aiockpt.transport import refuse_unknown
@@ -174,7 +173,7 @@ class CheckpointWriter:
         """
         from aiockpt.transfer.live import LiveState
 
-        save = self._begin(path, step_for(path, kwargs))
+        destination, save = self._begin(path, step_for(path, kwargs))
         with save.telling_failures("written"):
             live = LiveState(
                 state_dict,
@@ -191,7 +190,8 @@ class CheckpointWriter:
             def report(done: int) -> None:
                 report_written(told, began, done, total)
 
-            written = self._save(path, save, _WithProgress(live, report), kwargs)
+            watched = _WithProgress(live, report)
+            written = self._save(path, destination, save, watched, kwargs)
             report(total)
         return written
 
@@ -206,7 +206,7 @@ class CheckpointWriter:
         Raises:
             StorageError: see :meth:`write`.
         """
-        return self._save(path, self._begin(path, step), staged, kwargs)
+        return self._save(path, *self._begin(path, step), staged, kwargs)
 
     def abandon(
         self, path: StrPath, step: int, reason: str, *, begun: bool = False
@@ -216,7 +216,7 @@ class CheckpointWriter:
         ``begun`` says that an earlier process of this rank had begun to write it, and
         has died.
         """
-        save = self._described(path, _unresolved(path), step)
+        save = self._described(path, os.fspath(path), step)
         if not begun:
             save.expect()
         save.tell("written", reason)
@@ -229,7 +229,7 @@ class CheckpointWriter:
 
     @contextmanager
     def telling_file(self, tell: Callable[[tuple[int, int]], object]) -> Iterator[None]:
-        """Within the block, call ``tell`` with the `Draft.identity` of a complete file.
+        """Within the block, call ``tell`` with the `RankDraft.identity`, once complete.
 
         It is no argument of :meth:`write`: a user's own ``write`` would not pass it on.
         """
@@ -239,42 +239,43 @@ class CheckpointWriter:
         finally:
             self._tell_file = None  # or it would keep the snapshot
 
-    def _begin(self, path: StrPath, step: int) -> _Save:
+    def _begin(self, path: StrPath, step: int) -> tuple[Storage, _Save]:
         try:
-            destination = resolve_target(path)
+            destination = storage_at(path)
         except BaseException as error:
             self.abandon(path, step, _reason(error))
             raise
-        save = self._described(path, destination, step)
+        save = self._described(path, str(destination), step)
         save.expect()
-        return save
+        return destination, save
 
-    def _described(self, path: StrPath, destination: Path, step: int) -> _Save:
+    def _described(self, path: StrPath, where: str, step: int) -> _Save:
         meeting = Meeting(
             directory=os.fspath(_unresolved(path)),
             step=step,
             phase="written",
             timeout=self._config.write_barrier_timeout_secs,
         )
-        return _Save(destination, meeting, self._barrier)
+        return _Save(where, meeting, self._barrier)
 
     def _save(
-        self, path: StrPath, save: _Save, writable: Writable, kwargs: Mapping[str, Any]
+        self,
+        path: StrPath,
+        destination: Storage,
+        save: _Save,
+        writable: Writable,
+        kwargs: Mapping[str, Any],
     ) -> Written:
         """Write this rank's file and commit it with the other ranks, step by step."""
         config, rank = self._config, self._rank_info.global_rank
         with save.telling_failures("written"):
-            if not rank:
-                sweep(save.destination.parent, shared=self._barrier is not None)
-            draft = Draft(save.destination, rank, durable=config.fsync)
+            shared = self._barrier is not None
+            draft = destination.draft(rank, durable=config.fsync, shared=shared)
         written: Written | None = None  # until it is committed
         try:
             with draft:
                 with save.telling_failures("written", draft):
-                    header = write_file(
-                        draft.temporary, draft.fd, writable, durable=config.fsync
-                    )
-                    draft.keep_file()
+                    header = draft.write(writable)
                     if self._tell_file is not None:
                         self._tell_file(draft.identity)
                     if self._hook is not None:
@@ -302,7 +303,7 @@ class CheckpointWriter:
                 for each in unused:
                     remove_ours(each)
                 if not rank:
-                    remove_old(save.destination, config)
+                    remove_old(destination, config)
         except BaseException as error:
             if written is not None:
                 mark_committed(error, written)
@@ -310,16 +311,13 @@ class CheckpointWriter:
         return written
 
 
-def remove_old(destination: Path, config: CheckpointWriterConfig) -> None:
+def remove_old(destination: Storage, config: CheckpointWriterConfig) -> None:
     """Remove the checkpoints beside a new one that the config does not keep."""
     if config.keep_last is None:
         return
     try:
-        retire(
-            destination.parent,
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-            spare=destination,
+        destination.retire_others(
+            keep_last=config.keep_last, keep_every=config.keep_every
         )
     except StorageError:
         logger.warning("old checkpoints are not removed", exc_info=True)
@@ -343,15 +341,15 @@ class _Save:
     """The communication of one save with the other ranks.
 
     Args:
-        destination: The checkpoint's final path.
+        where: The checkpoint's final path, for errors.
         meeting: The meeting of the first phase.
         barrier: The barrier of the ranks; None if there is only one rank.
     """
 
     def __init__(
-        self, destination: Path, meeting: Meeting, barrier: TCPStoreBarrier | None
+        self, where: str, meeting: Meeting, barrier: TCPStoreBarrier | None
     ) -> None:
-        self.destination = destination
+        self._where = where
         self.step = meeting.step
         self._meeting = meeting
         self._barrier = barrier
@@ -364,7 +362,7 @@ class _Save:
 
     @contextmanager
     def telling_failures(
-        self, phase: Phase, draft: Draft | None = None
+        self, phase: Phase, draft: RankDraft | None = None
     ) -> Iterator[None]:
         """Clean up after a failure of the block, and tell the other ranks."""
         try:
@@ -384,7 +382,7 @@ class _Save:
                 self._barrier.report(meeting, reason)
 
     def meet(
-        self, draft: Draft, rank: int, snapshot: str
+        self, draft: RankDraft, rank: int, snapshot: str
     ) -> tuple[str, dict[int, str]]:
         """Wait until every rank has written its file.
 
@@ -408,7 +406,7 @@ class _Save:
                 raise self._not_committed(draft, error) from error
             raise self._not_known(error) from error
 
-    def confirm(self, draft: Draft, rank: int) -> str:
+    def confirm(self, draft: RankDraft, rank: int) -> str:
         """Wait until every rank knows of the commit; return a warning if one does not.
 
         Raises:
@@ -429,19 +427,19 @@ class _Save:
 
     def _not_confirmed(self, error: Exception) -> str:
         why = _reason(error).partition("\n")[0]
-        name = self.destination.name
+        name = os.path.basename(self._where)
         return f"{name} is committed, but not every rank confirmed it: {why}"
 
-    def _not_committed(self, draft: Draft, error: Exception) -> StorageError:
+    def _not_committed(self, draft: RankDraft, error: Exception) -> StorageError:
         draft.discard()
-        return StorageError(str(self.destination), f"it was not committed: {error}")
+        return StorageError(self._where, f"it was not committed: {error}")
 
     def _not_known(self, error: Exception) -> StorageError:
         detail = (
             f"it is not known whether it was committed: {error}; it was, if "
             f"{MARKER} is there with step {self.step}"
         )
-        failure = StorageError(str(self.destination), detail)
+        failure = StorageError(self._where, detail)
         failure.may_be_committed = True
         return failure
 
@@ -491,7 +489,7 @@ class WriteJob(ABC):
         self.tell(Progressed(self.number, nbytes))
 
     def keep(self, file: tuple[int, int]) -> None:
-        """Report the `Draft.identity` of the complete file, before the commit."""
+        """Report the `RankDraft.identity` of the complete file, before the commit."""
         self.tell(Kept(self.number, *file))
 
     @abstractmethod

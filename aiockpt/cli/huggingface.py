@@ -44,7 +44,7 @@ from aiockpt.state.catalogue import Piece
 from aiockpt.state.reshard import Policy, RankValues, United
 from aiockpt.state.segment import Segment
 from aiockpt.storage.boxes import BoxSource
-from aiockpt.storage.checkpoint_file import OpenFile
+from aiockpt.storage.checkpoint_file import LocalFile
 from aiockpt.storage.directory import resolve_target
 from aiockpt.storage.files import (
     exchange,
@@ -215,7 +215,7 @@ def write_plain(
             output = Output(fd, size)
             fill(output, header)
             os.fsync(fd)
-        file = OpenFile(path, fd)
+        file = LocalFile(path, fd)
         same = _by_name(file.header(limits=FILE_LIMITS).entries) == _by_name(entries)
         if not same or digest(file.blocks(0, size)) != output.digest:
             detail = "the disk does not hold what was written to it"

@@ -6,9 +6,9 @@ Everything here blocks. Nothing needs tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -24,25 +24,56 @@ from aiockpt.format.header import LENGTH_BYTES, decode_header, header_length
 from aiockpt.format.limits import OF_A_FILE, Limits, advising, enforce
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.format.tree import UnknownLeafError
+from aiockpt.runtime.switching import CACHE_BLOCK_BYTES
 from aiockpt.runtime.words import command_line
 from aiockpt.storage.files import named, open_regular, read_at
 
 ZIP_MAGIC: Final = b"PK\x03\x04"
 _PICKLE_MAGIC: Final = b"\x80"
-_BLOCK_BYTES: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class OpenFile:
-    """A regular file that is open for reading.
+class OpenFile(ABC):
+    """A file that is open for reading, wherever it is.
 
     Attributes:
         path: Its path, for errors. Another file may have got this name meanwhile.
-        fd: Its descriptor.
+        block_bytes: How much a load reads at once, for one digest after the other.
+        readers: How many threads of a load read it; None: as many as copy memory.
     """
 
-    path: Path
-    fd: int
+    path: Path | str
+    block_bytes = CACHE_BLOCK_BYTES
+    readers: int | None = None
+
+    @abstractmethod
+    def size(self) -> int:
+        """Return its size in bytes."""
+
+    @abstractmethod
+    def read(self, views: Sequence[memoryview], at: int) -> None:
+        """Fill views one after another from an offset, all of them.
+
+        Raises:
+            StorageError: the file ends too early, or cannot be read.
+        """
+
+    @abstractmethod
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Raise at the end of the block if the file was written to meanwhile.
+
+        It is for files without digests.
+
+        Raises:
+            StorageError: the file was changed.
+        """
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """Return its descriptor.
+
+        Raises:
+            StorageError: it is not on a file system.
+        """
 
     def bytes_at(self, at: int, size: int) -> bytes:
         """Return so many bytes from an offset, all of them.
@@ -51,14 +82,12 @@ class OpenFile:
             StorageError: the file ends too early, or cannot be read.
         """
         found = bytearray(size)
-        with named(self.path):
-            read_at(self.path, self.fd, [memoryview(found)] if size else [], at)
+        self.read([memoryview(found)] if size else [], at)
         return bytes(found)
 
     def start(self) -> bytes:
         """Return the first bytes, up to the opening brace of a safetensors header."""
-        with named(self.path):
-            return os.pread(self.fd, LENGTH_BYTES + 1, 0)
+        return self.bytes_at(0, min(LENGTH_BYTES + 1, self.size()))
 
     def is_of_torch(self) -> bool:
         """Say whether the file looks like one that ``torch.save`` wrote."""
@@ -67,9 +96,8 @@ class OpenFile:
 
     def header(self, *, limits: Limits) -> Manifest | ForeignHeader:
         """Return the header of a safetensors file; see `read_header`."""
-        with named(self.path):
-            header = self._decoded(limits)
-            actual = os.fstat(self.fd).st_size
+        actual = self.size()
+        header = self._decoded(actual, limits)
         expected = header.header_bytes + header.segment_bytes
         if actual != expected:
             fault = "truncated" if actual < expected else "too long"
@@ -80,10 +108,10 @@ class OpenFile:
     def blocks(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield the bytes of a range, block by block, in memory that is reused."""
         # Read, not mapped: a file that shrinks under a mapping kills the process.
-        block = memoryview(bytearray(min(_BLOCK_BYTES, stop - start)))
-        for at in range(start, stop, _BLOCK_BYTES):
-            piece = block[: min(_BLOCK_BYTES, stop - at)]
-            read_at(self.path, self.fd, [piece], at)
+        block = memoryview(bytearray(min(self.block_bytes, stop - start)))
+        for at in range(start, stop, max(len(block), 1)):
+            piece = block[: min(len(block), stop - at)]
+            self.read([piece], at)
             yield piece
 
     def digest(self, manifest: Manifest, chunk: int) -> str:
@@ -92,29 +120,13 @@ class OpenFile:
         base = manifest.header_bytes
         return digest(self.blocks(base + start, base + stop), manifest.algorithm)
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Raise at the end of the block if the file was written to meanwhile.
-
-        It is for files without digests. A change within one tick of the file system's
-        clock goes unnoticed.
-
-        Raises:
-            StorageError: the file's size or time of change is another one.
-        """
-        before = os.fstat(self.fd)
-        yield
-        after = os.fstat(self.fd)
-        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-            detail = "it was changed while it was read; try again"
-            raise StorageError(str(self.path), detail)
-
-    def _decoded(self, limits: Limits) -> Manifest | ForeignHeader:
+    def _decoded(self, size: int, limits: Limits) -> Manifest | ForeignHeader:
         try:
             with advising(OF_A_FILE):
-                start = os.pread(self.fd, LENGTH_BYTES, 0)
+                start = self.bytes_at(0, min(LENGTH_BYTES, size))
                 length = header_length(start, limits=limits)
-                return decode_header(os.pread(self.fd, length, 0), limits=limits)
+                header = self.bytes_at(0, min(length, size))
+                return decode_header(header, limits=limits)
         except IntegrityError as error:
             error.url = str(self.path)
             raise
@@ -131,8 +143,49 @@ class OpenFile:
             raise StorageError(str(self.path), detail) from error
 
 
+class LocalFile(OpenFile):
+    """A regular file of a file system that is open for reading.
+
+    Args:
+        path: Its path.
+        fd: Its descriptor.
+    """
+
+    path: Path
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self._fd = path, fd
+
+    def size(self) -> int:
+        """Return its size in bytes."""
+        with named(self.path):
+            return os.fstat(self._fd).st_size
+
+    def read(self, views: Sequence[memoryview], at: int) -> None:
+        """Fill views one after another from an offset, all of them."""
+        with named(self.path):
+            read_at(self.path, self._fd, views, at)
+
+    def fileno(self) -> int:
+        """Return its descriptor."""
+        return self._fd
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Raise at the end of the block if the file was written to meanwhile.
+
+        A change within one tick of the file system's clock goes unnoticed.
+        """
+        before = os.fstat(self._fd)
+        yield
+        after = os.fstat(self._fd)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            detail = "it was changed while it was read; try again"
+            raise StorageError(str(self.path), detail)
+
+
 @contextmanager
-def opened(path: Path) -> Iterator[OpenFile]:
+def opened(path: Path) -> Iterator[LocalFile]:
     """Open a regular file for reading, and close it at the end of the block.
 
     Raises:
@@ -141,7 +194,7 @@ def opened(path: Path) -> Iterator[OpenFile]:
     with named(path):
         fd = open_regular(path)
     try:
-        yield OpenFile(path, fd)
+        yield LocalFile(path, fd)
     finally:
         os.close(fd)
 
@@ -157,17 +210,16 @@ def read_header(path: Path, *, limits: Limits) -> Manifest | ForeignHeader:
         return file.header(limits=limits)
 
 
-def contents(path: Path, *, limits: Limits) -> bytes:
+def contents(file: OpenFile, *, limits: Limits) -> bytes:
     """Return the bytes of a file that describes others.
 
     Raises:
-        StorageError: there is no such file, or it cannot be read.
+        StorageError: it cannot be read.
         LimitExceededError: it is larger than a header may be.
     """
-    with opened(path) as file:
-        size, limit = os.fstat(file.fd).st_size, limits.max_header_bytes
-        enforce(f"the size of {path}", size, limit, "max_header_bytes")
-        return file.bytes_at(0, size)
+    size, limit = file.size(), limits.max_header_bytes
+    enforce(f"the size of {file.path}", size, limit, "max_header_bytes")
+    return file.bytes_at(0, size)
 
 
 def verify_chunks(path: Path, manifest: Manifest) -> Iterator[IntegrityError]:

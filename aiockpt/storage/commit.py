@@ -65,6 +65,7 @@ from aiockpt.storage.ours import (
     others_in,
     remove_ours,
 )
+from aiockpt.storage.write import Writable, write_file
 
 logger = logging.getLogger("aiockpt")
 
@@ -139,6 +140,17 @@ class Draft(AbstractContextManager["Draft"]):
         """The device and inode of this rank's file; see `is_committed`."""
         found = os.fstat(self.fd)
         return found.st_dev, found.st_ino
+
+    def write(self, writable: Writable) -> Manifest:
+        """Fill the file, and give it its final name; return its header.
+
+        Raises:
+            StorageError: the disk is full or has failed, or another saver has replaced
+                the file. The caller must discard the draft.
+        """
+        header = write_file(self.temporary, self.fd, writable, durable=self._durable)
+        self.keep_file()
+        return header
 
     def keep_file(self) -> None:
         """Give the file its final name; if durable, sync the directory entry."""

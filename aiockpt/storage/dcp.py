@@ -31,7 +31,7 @@ from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.limits import OF_A_FILE, Limits, advising, enforce
 from aiockpt.format.pickles import PERSISTENT, Global, Made, PickledDict, read_pickle
 from aiockpt.runtime.words import clipped, command_line
-from aiockpt.storage.checkpoint_file import OpenFile, contents
+from aiockpt.storage.checkpoint_file import OpenFile, contents, opened
 from aiockpt.storage.files import named
 from aiockpt.storage.statefile import unpickled
 
@@ -218,7 +218,9 @@ def read_dcp(directory: Path, *, limits: Limits) -> DcpCheckpoint:
         raise CheckpointNotFoundError(str(directory), detail)
     path = _file_in(root, METADATA)
     with _blaming(path, root):
-        found = read_pickle(contents(path, limits=limits), _IN_METADATA, limits=limits)
+        with opened(path) as file:
+            text = contents(file, limits=limits)
+        found = read_pickle(text, _IN_METADATA, limits=limits)
         metadata = _fields(found, _METADATA)
         stored = _stored(metadata.get("storage_data"))
         paths = _paths(metadata.get("planner_data"), limits)
@@ -551,7 +553,7 @@ def value_of(file: OpenFile, value: DcpValue, *, limits: Limits) -> Any:
 
 
 @contextmanager
-def _naming(path: Path, what: str) -> Iterator[None]:
+def _naming(path: Path | str, what: str) -> Iterator[None]:
     """Say which tensor or value has an archive that cannot be read."""
     try:
         yield
@@ -560,7 +562,7 @@ def _naming(path: Path, what: str) -> Iterator[None]:
         raise StorageError(str(path), f"{detail}another checkpoint") from error
 
 
-class _Storage(NamedTuple):
+class _TensorStorage(NamedTuple):
     """What a pickled tensor says of its storage."""
 
     key: str
@@ -571,7 +573,7 @@ class _Storage(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _storage_of(pickled: bytes, sizes: tuple[int, ...]) -> _Storage:
+def _storage_of(pickled: bytes, sizes: tuple[int, ...]) -> _TensorStorage:
     """Return what a pickled tensor says of its storage.
 
     It is remembered, since the shards of a layer in all layers and ranks, and those of
@@ -605,7 +607,7 @@ def _storage_of(pickled: bytes, sizes: tuple[int, ...]) -> _Storage:
     steps = _numbers(stride)
     if _numbers(size) != sizes or len(steps) != len(sizes):
         raise RemoteProtocolError(f"its shape there is not {sizes}")
-    return _Storage(key, dtype, count, _number(offset), steps)
+    return _TensorStorage(key, dtype, count, _number(offset), steps)
 
 
 class _OpenArchive:

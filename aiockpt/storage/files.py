@@ -54,7 +54,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def named(path: Path | str) -> Iterator[None]:
     """Raise ``StorageError`` with the path where the system raises ``OSError``.
 
     An error of the caller's own code stays what it is: one of a callback, or of a

@@ -24,7 +24,7 @@ from typing import Final
 
 from aiockpt.errors import StorageError
 from aiockpt.format.manifest import Manifest
-from aiockpt.storage.checkpoint_file import OpenFile
+from aiockpt.storage.checkpoint_file import LocalFile
 from aiockpt.storage.files import (
     in_place,
     is_at,
@@ -159,7 +159,7 @@ class PartFile:
                 at = self._manifest.header_bytes + start
                 with suppress(StorageError):  # it ends in the middle of the chunk
                     read_at(self.path, self._earlier, self.buffers(start, stop), at)
-            actual = OpenFile(self.path, self._fd).digest(self._manifest, chunk)
+            actual = LocalFile(self.path, self._fd).digest(self._manifest, chunk)
         return actual == self._manifest.digests[chunk]
 
     def commit(self, *, replace: bool = True) -> None:

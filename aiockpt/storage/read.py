@@ -26,7 +26,7 @@ from aiockpt.runtime.system import copying_threads, of_caller
 from aiockpt.state.load_plan import Ranges
 from aiockpt.state.segment import Segment
 from aiockpt.storage.checkpoint_file import OpenFile
-from aiockpt.storage.files import named, read_at
+from aiockpt.storage.files import named
 from aiockpt.storage.placement import Placement, Spare
 
 Verify: TypeAlias = Literal["full", "none"]
@@ -35,7 +35,6 @@ Verify: TypeAlias = Literal["full", "none"]
 OnBytes: TypeAlias = Callable[[int], None]
 """Called with the number of bytes read. Its exceptions end the reading."""
 
-_BLOCK_BYTES: Final = 2 << 20  # digested while they are in the cache
 _UNVERIFIED_BYTES: Final = (
     32 << 20
 )  # a thread takes them at once if nothing is verified
@@ -97,7 +96,7 @@ class FileMapping(Arena):
 
     def __init__(self, file: OpenFile, manifest: Manifest) -> None:
         with named(file.path):
-            mapping = mmap.mmap(file.fd, 0, access=mmap.ACCESS_COPY)
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._adopt(manifest.segment_bytes, -1, mapping)
         self._base = manifest.header_bytes
         self.address += self._base
@@ -154,7 +153,8 @@ class FileSource:
             IntegrityError: a chunk has another digest; its bytes may have been
                 written.
         """
-        spans = [*_spans(self._manifest, placement.ranges, verify)]
+        block = self._file.block_bytes
+        spans = [*_spans(self._manifest, placement.ranges, verify, block)]
         self.bytes_needed += placement.nbytes
         self.bytes_read += sum(each.stop - each.start for each in spans)
         self.ranges_read += len(placement.ranges)
@@ -164,7 +164,8 @@ class FileSource:
             reading = _FileReading(
                 self._file, self._manifest, placement, on_bytes, iter(spans)
             )
-            helpers = min(copying_threads(), len(spans)) - 1
+            readers = self._file.readers or copying_threads()
+            helpers = min(readers, len(spans)) - 1
             with ExitStack() as threads:
                 if helpers > 0:
                     bridge = Bridge(threads=helpers, name="aiockpt-read")
@@ -229,7 +230,9 @@ class _Span:
     verified: bool = False
 
 
-def _spans(manifest: Manifest, ranges: Ranges, verify: Verify) -> Iterator[_Span]:
+def _spans(
+    manifest: Manifest, ranges: Ranges, verify: Verify, block: int
+) -> Iterator[_Span]:
     """Yield the spans to read: whole chunks to verify, else the ranges only."""
     if verify == "none" or not manifest.digests:
         for start, stop in ranges:
@@ -238,7 +241,7 @@ def _spans(manifest: Manifest, ranges: Ranges, verify: Verify) -> Iterator[_Span
         return
     # Small chunks are read together, as one block.
     grid, last = manifest.grid, -1
-    together = max(_BLOCK_BYTES // grid.chunk_bytes, 1)
+    together = max(block // grid.chunk_bytes, 1)
     for start, stop in ranges:
         chunk = max(grid.index_of(start), last + 1)
         last = max(grid.index_of(stop - 1), last)
@@ -272,7 +275,7 @@ class _FileReading:
     def work(self) -> None:
         """Read spans until none is left; the same in each thread."""
         try:
-            spare = self._placement.spare(_BLOCK_BYTES)
+            spare = self._placement.spare(self._file.block_bytes)
             try:
                 for span in self._spans:
                     if self.failures:
@@ -288,11 +291,12 @@ class _FileReading:
         # Without digests there is no algorithm either.
         hasher = ChunkHasher(manifest.grid, manifest.digests) if span.verified else None
         base = manifest.header_bytes
-        for start in range(span.start, span.stop, _BLOCK_BYTES):
-            stop = min(start + _BLOCK_BYTES, span.stop)
+        block = self._file.block_bytes
+        for start in range(span.start, span.stop, block):
+            stop = min(start + block, span.stop)
             self._placement.prepare(start, stop)  # while the cache has its pages
             views = self._placement.views(start, stop, spare)
-            read_at(self._file.path, self._file.fd, views, base + start)
+            self._file.read(views, base + start)
             hashed = () if hasher is None else hasher.update(start, *views)
             spare.landed(self._placement, start, stop)
             self._tell(stop - start)

@@ -80,12 +80,12 @@ def load_torch(file: OpenFile, *, mapped: bool) -> object:
         if is_zip:
             _check_zip(file)
         # By its descriptor: another file may have got the name meanwhile.
-        source = f"/proc/self/fd/{file.fd}"
+        source = f"/proc/self/fd/{file.fileno()}"
         return unpickled(file.path, source, mapped=is_zip and mapped)
 
 
 def unpickled(
-    path: Path, source: str | IO[bytes], *, mapped: bool, what: str = "it"
+    path: Path | str, source: str | IO[bytes], *, mapped: bool, what: str = "it"
 ) -> object:
     """Return what ``torch.save`` wrote. It must not be compressed.
 
@@ -117,7 +117,8 @@ def _check_zip(file: OpenFile) -> None:
     path = file.path
     with named(path):
         try:
-            with os.fdopen(os.dup(file.fd), "rb") as raw, zipfile.ZipFile(raw) as found:
+            fd = os.dup(file.fileno())
+            with os.fdopen(fd, "rb") as raw, zipfile.ZipFile(raw) as found:
                 entries = found.infolist()
         except OSError:
             raise

@@ -27,7 +27,7 @@ from torch.utils import _pytree
 
 from aiockpt import CheckpointerConfig, Progress, make_async_checkpointer
 from aiockpt.checkpointers import peer as peers
-from aiockpt.checkpointers import reader, sources
+from aiockpt.checkpointers import reader
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader, device_of
 from aiockpt.errors import (
@@ -47,7 +47,7 @@ from aiockpt.errors import (
 from aiockpt.format.limits import Limits
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.lifetime import Deadline
-from aiockpt.storage import directory
+from aiockpt.storage import directory, interface
 from aiockpt.testing import assert_same
 from tests.support.accelerators import FakeAccelerator
 from tests.support.commandline import beside
@@ -245,7 +245,7 @@ class TestDamage:
         assert_same(found, {"a": torch.ones(CHUNK), "step": 1})
 
     @pytest.mark.parametrize(
-        ("where", "name"), [(sources, "checkpoint_at"), (directory, "_read_marker")]
+        ("where", "name"), [(interface, "checkpoint_at"), (directory, "_read_marker")]
     )
     def test_it_is_replaced_behind_its_marker(
         self, tmp_path, monkeypatch, where, name: str

@@ -243,7 +243,9 @@ def test_an_error_that_is_raised_again_in_the_foreground(place) -> None:
     assert [each.step for each in list_checkpoints(place)] == [1]
 
 
-@pytest.mark.parametrize("at", ["_Save.confirm", "Draft.__exit__"])
+@pytest.mark.parametrize(
+    "at", ["checkpointers.writer._Save.confirm", "storage.commit.Draft.__exit__"]
+)
 def test_a_signal_between_the_commit_and_the_report(
     place, monkeypatch, at: str
 ) -> None:
@@ -252,7 +254,7 @@ def test_a_signal_between_the_commit_and_the_report(
     def interrupted(*_: Any) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"aiockpt.checkpointers.writer.{at}", interrupted)
+    monkeypatch.setattr(f"aiockpt.{at}", interrupted)
     with sync_checkpointer(Troubled()) as made:
         with pytest.raises(KeyboardInterrupt):
             made.save(state(1), place / "step-1")

@@ -21,11 +21,10 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.checkpointers import writer
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.errors import StorageError
-from aiockpt.storage import commit, retention
+from aiockpt.storage import commit, interface, retention
 from aiockpt.storage.directory import part_of
 from aiockpt.storage.lock import SaveLock, holder_of
 from aiockpt.storage.retention import retire, sweep
@@ -275,7 +274,7 @@ def silent(*_: Any) -> None:
     """Say that it is locked, as a host does whose locks do not reach another one."""
 
 
-@pytest.mark.parametrize("place", [(commit, "SaveLock"), (writer, "Draft")])
+@pytest.mark.parametrize("place", [(commit, "SaveLock"), (interface, "Draft")])
 def test_what_nobody_has_got_is_given_back(path, monkeypatch, place: Any) -> None:
     """A signal's handler raises when it is made, and before it has a name."""
     module, name = place
