@@ -53,7 +53,7 @@ from aiockpt.runtime.tasks import run_all
 from aiockpt.state.distributed import group_rank
 from aiockpt.state.flatten import Wanted, wanted
 from aiockpt.state.joined import JoinedCheckpoint, join, ranks_of_meshes
-from aiockpt.state.load_plan import Matching, Ranges
+from aiockpt.state.load_plan import Ranges
 from aiockpt.state.mesh import merged
 from aiockpt.state.reshard import (
     Claim,
@@ -77,6 +77,7 @@ from aiockpt.transfer.source import (
     ChunkDestination,
     OnProgress,
     PlainDestination,
+    Source,
 )
 from aiockpt.transport import require_type
 
@@ -183,8 +184,8 @@ async def receive_joined(
             raise next(iter(lost.values())) from error
 
 
-class JoinedSource:
-    """One checkpoint of several senders, as a `aiockpt.transfer.source.Source`.
+class JoinedSource(Source):
+    """One checkpoint of several senders of shards.
 
     Args:
         senders: The senders, in the order of their ranks, each with its replicas.
@@ -197,10 +198,9 @@ class JoinedSource:
         name: The addresses of the senders; see `name_of`.
         medium: How the bytes travel.
         remark: How many senders gave them.
-        sends_deltas: Whether they may send deltas: no.
     """
 
-    medium, sends_deltas = "HTTP", False
+    medium = "HTTP"
 
     def __init__(
         self,
@@ -219,10 +219,6 @@ class JoinedSource:
         self._holders: dict[tuple[ChunkGrid, int, str], list[SenderShard]] = {}
         self._joined: JoinedCheckpoint | None = None
         self._reuse: Reuse | None = None
-
-    async def __aenter__(self) -> JoinedSource:
-        """Begin a receive."""
-        return self
 
     async def __aexit__(
         self,
@@ -309,21 +305,10 @@ class JoinedSource:
                 key = outline.grid, chunk, digest
                 self._holders.setdefault(key, []).append(shard)
 
-    async def map(self, outline: Outline, *, most: int | None) -> None:
-        """Do nothing: the bytes of several senders lie in no memory of one."""
-
-    def device_entries(
-        self, manifest: Manifest, rule: Matching, *, direct: bool
-    ) -> None:
-        """Do nothing: all bytes come to host memory."""
-
     def takes(self, reuse: Reuse) -> bool:
         """Return True: `read` lays out what the receiver has as the senders do."""
         self._reuse = reuse
         return True
-
-    async def accept(self, step: int) -> None:
-        """Do nothing: a server waits for nothing but requests."""
 
     async def read(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 
@@ -25,6 +26,7 @@ from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.client import CheckedResponse, CheckpointClient, Request
 from aiockpt.http.peers import Peer
 from aiockpt.http.planner import Assignment
+from aiockpt.http.protocol import Origin
 from aiockpt.memory.arena import Memory
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import Notifier, beside
@@ -89,28 +91,22 @@ class RangeFetcher:
         run, peer, liveness = assignment.run, assignment.peer, assignment.liveness
         start, stop, base = self._reach(run, peer)
         outline, origin = peer.outline or self._outline, peer.origin
-        head = outline.header_bytes
-        resource = http.Resource(http.ResourceKind.FULL, outline.step)
         wanted = {} if base is None else http.format_delta(base)
         # A peer that has just come back may not have published again yet. In a swarm,
         # a peer may have to serve others first.
         wait = liveness.stall_timeout / 2 if assignment.may_wait else 0.0
         if not (peer.member or peer.invitation):
             wait = min(wait, liveness.reconnect_timeout, origin.step_wait)
-        request = Request(
-            origin=origin,
-            path=http.format_resource(resource),
+        plain = _request(origin, outline, start, stop)
+        request = replace(
+            plain,
             headers={
-                hdrs.RANGE: http.format_range(head + start, head + stop),
-                hdrs.IF_MATCH: http.format_etag(outline.snapshot_id),
+                **plain.headers,
                 "Prefer": http.format_prefer_wait(wait),
                 **wanted,
             },
-            status=HTTPStatus.PARTIAL_CONTENT,
             may_be_delta=base is not None,
             may_be_empty=bool(peer.member),
-            step=outline.step,
-            snapshot_id=outline.snapshot_id,
             chunk=run.chunk,
         )
         is_delta = False
@@ -125,7 +121,7 @@ class RangeFetcher:
             if answer.status == HTTPStatus.NO_CONTENT:
                 # It has begun to receive the step anew, or never had the chunk.
                 raise StepNotFoundError(outline.step, url=request.url)
-            _check_range(answer, head + start, head + stop, outline.total_bytes)
+            _check_range(answer, outline, start, stop)
             if is_delta := answer.status == HTTPStatus.IM_USED:
                 deltas = await _read_deltas(answer, stop - start, base)
                 await self._patch(run, deltas, range(start, stop), answer)
@@ -220,10 +216,19 @@ async def fetch_unverified(
     Raises:
         AiockptError: what is wrong with the peer or with its answer.
     """
-    (start, stop), head = reach, outline.header_bytes
+    start, stop = reach
+    async with client.request(_request(peer.origin, outline, start, stop)) as answer:
+        _check_range(answer, outline, start, stop)
+        _check_length(answer, stop - start)
+        await answer.read_into(BodySink(memory.buffers, start, stop))
+
+
+def _request(origin: Origin, outline: Outline, start: int, stop: int) -> Request:
+    """Return a request for ``[start, stop)`` of the data segment."""
+    head = outline.header_bytes
     resource = http.Resource(http.ResourceKind.FULL, outline.step)
-    request = Request(
-        origin=peer.origin,
+    return Request(
+        origin=origin,
         path=http.format_resource(resource),
         headers={
             hdrs.RANGE: http.format_range(head + start, head + stop),
@@ -233,10 +238,6 @@ async def fetch_unverified(
         step=outline.step,
         snapshot_id=outline.snapshot_id,
     )
-    async with client.request(request) as answer:
-        _check_range(answer, head + start, head + stop, outline.total_bytes)
-        _check_length(answer, stop - start)
-        await answer.read_into(BodySink(memory.buffers, start, stop))
 
 
 async def _read_deltas(
@@ -253,9 +254,12 @@ async def _read_deltas(
     return await answer.read(most, "deltas")
 
 
-def _check_range(answer: CheckedResponse, start: int, stop: int, size: int) -> None:
-    """Raise unless an answer covers the requested ``[start, stop)`` of ``size``."""
-    request = answer.request
+def _check_range(
+    answer: CheckedResponse, outline: Outline, start: int, stop: int
+) -> None:
+    """Raise unless an answer covers ``[start, stop)`` of the data segment."""
+    request, size, head = answer.request, outline.total_bytes, outline.header_bytes
+    start, stop = head + start, head + stop
     # The headers are no variable: a peer may repeat the request's token in them.
     tag = http.parse_etag(answer.headers.get(hdrs.ETAG))
     if tag is not None and tag != request.snapshot_id:

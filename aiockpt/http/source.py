@@ -23,10 +23,8 @@ from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.same_host import format_probe, identity
 from aiockpt.runtime.tasks import Over, map_in_threads
-from aiockpt.state.load_plan import Matching
 from aiockpt.transfer.deltas import is_available
-from aiockpt.transfer.reuse import Reuse
-from aiockpt.transfer.source import ChunkDestination, OnProgress
+from aiockpt.transfer.source import ChunkDestination, OnProgress, Source
 
 _HTTP: Final = "HTTP"
 _MEMORY: Final = "shared memory"
@@ -89,8 +87,8 @@ class AttachOptions:
     verify: bool = True
 
 
-class HttpSource:
-    """One checkpoint of some peers, as a `aiockpt.transfer.source.Source`.
+class HttpSource(Source):
+    """One checkpoint of some peers.
 
     Args:
         peers: The peers that have the checkpoint.
@@ -119,10 +117,6 @@ class HttpSource:
         self._step: int | None = None  # of which the manifest has come
         self._offer: str | None = None
         self._attached: Attached | None = None
-
-    async def __aenter__(self) -> HttpSource:
-        """Begin a receive."""
-        return self
 
     async def __aexit__(
         self,
@@ -196,18 +190,6 @@ class HttpSource:
         """Whether all peers have a base of deltas, and this process can apply them."""
         bases = (peer.delta_base for peer in self._peers.left())
         return self.medium == _HTTP and all(bases) and is_available()
-
-    def device_entries(
-        self, manifest: Manifest, rule: Matching, *, direct: bool
-    ) -> None:
-        """Do nothing: all bytes come to host memory."""
-
-    def takes(self, reuse: Reuse) -> bool:
-        """Return False: one peer has all chunks, so `receive` compares them."""
-        return False
-
-    async def accept(self, step: int) -> None:
-        """Do nothing: a server waits for nothing but requests."""
 
     async def read(
         self,

@@ -27,14 +27,18 @@ from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.system import allocating
 from aiockpt.runtime.tasks import beside
 from aiockpt.state.load_plan import Matching
-from aiockpt.transfer.reuse import Reuse
-from aiockpt.transfer.source import ChunkDestination, DeviceEntries, OnProgress
+from aiockpt.transfer.source import (
+    ChunkDestination,
+    DeviceEntries,
+    OnProgress,
+    Source,
+)
 
 logger = logging.getLogger("aiockpt")
 
 
-class GroupSource:
-    """The checkpoint of one rank, as a `aiockpt.transfer.source.Source`.
+class GroupSource(Source):
+    """The checkpoint of one rank of a process group.
 
     The whole checkpoint arrives in one go, without messages to the sender meanwhile.
 
@@ -47,7 +51,6 @@ class GroupSource:
     """
 
     medium = remark = ""
-    sends_deltas = False
     _peer: Conversation  # from the turn on
 
     def __init__(
@@ -106,19 +109,12 @@ class GroupSource:
         await peer.fill(header)
         return await self._ranks.bridge.run(self._read, header)
 
-    async def map(self, outline: Outline, *, most: int | None) -> None:
-        """Do nothing: a rank shares no memory."""
-
     def device_entries(
         self, manifest: Manifest, rule: Matching, *, direct: bool
     ) -> DeviceEntries | None:
         """Return what goes to the memory of the group's device."""
         medium, placement = self._ranks.medium, self._placement
         return medium.device_entries(manifest, placement, rule, direct=direct)
-
-    def takes(self, reuse: Reuse) -> bool:
-        """Return False: one peer has all chunks, so `receive` compares them."""
-        return False
 
     async def accept(self, step: int) -> None:
         """Tell the sender to begin."""
@@ -155,9 +151,6 @@ class GroupSource:
     async def end(self, step: int) -> None:
         """Tell the sender of the success, which ends the conversation."""
         await self._talk.aclose()
-
-    def give_back(self) -> None:
-        """Do nothing: there is no mapped memory."""
 
     @asynccontextmanager
     async def _offer(self) -> AsyncIterator[ControlMessage]:

@@ -99,7 +99,7 @@ class Source(AbstractAsyncContextManager[object], Protocol):
 
     The receive enters the source as a context, and calls the methods in this order. If
     the block fails, even before the first call, its end tells the peer if it can. It
-    also releases mapped memory.
+    also releases mapped memory. A source inherits the methods that it does not need.
 
     Attributes:
         name: The peer's name, without tokens.
@@ -114,6 +114,7 @@ class Source(AbstractAsyncContextManager[object], Protocol):
     @property
     def sends_deltas(self) -> bool:
         """Whether the peers may send deltas."""
+        return False
 
     async def manifest(self, step: int) -> Manifest:
         """Return the manifest, once the peer has the step.
@@ -130,6 +131,7 @@ class Source(AbstractAsyncContextManager[object], Protocol):
         Raises:
             LimitExceededError: there are more than ``most`` bytes.
         """
+        return None
 
     def device_entries(
         self, manifest: Manifest, rule: Matching, *, direct: bool
@@ -138,12 +140,15 @@ class Source(AbstractAsyncContextManager[object], Protocol):
 
         These entries are taken out of ``rule.backings``.
         """
+        return None
 
     def takes(self, reuse: Reuse) -> bool:
         """Say whether `read` looks itself for what the receiver holds already."""
+        return False
 
     async def accept(self, step: int) -> None:
         """Tell the peer that the checkpoint fits, if the protocol provides for it."""
+        return
 
     async def read(
         self,
@@ -164,3 +169,4 @@ class Source(AbstractAsyncContextManager[object], Protocol):
 
     def give_back(self) -> None:
         """Release the mapped memory, unless tensors lie in it. For threads."""
+        return
