@@ -22,7 +22,7 @@ from aiockpt.http.options import (
     Auth,
     Receive,
 )
-from aiockpt.http.peers import Peer, Peers
+from aiockpt.http.peers import Peers
 from aiockpt.http.protocol import Lease, parse_address
 from aiockpt.http.source import HttpSource
 from aiockpt.runtime.bridge import Bridge
@@ -83,12 +83,12 @@ async def _load(
             bridge=bridge,
         )
         async with aclosing(client), deadline, meter.raising():
-            peers = Peers(client, [Peer(origin)], deadline.note, waits=False)
+            peers = Peers.at(client, [origin], deadline.note)
 
             async def attempt(step: int) -> Received:
                 deadline.what = f"step {step} from {peers.name}"
                 meter.begin(step)
-                http = HttpSource(peers, bridge)
+                http = HttpSource(peers, bridge, waits=False)
                 try:
                     return await receive(http, step, options, bridge, deadline)
                 except AiockptError as error:

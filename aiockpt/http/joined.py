@@ -26,12 +26,16 @@ from math import inf
 from types import TracebackType
 from typing import Final, Literal, NamedTuple
 
+import anyio
+
 from aiockpt.errors import (
     Advice,
     AiockptError,
     LocalProtocolError,
     MissingKeysError,
     RemoteProtocolError,
+    StateDictError,
+    StepNotFoundError,
     StorageError,
     TemplateMismatchError,
     TransportError,
@@ -126,8 +130,7 @@ class AcrossRanks(NamedTuple):
         if isinstance(chosen, int):
             if chosen not in there:
                 raise ValueError(
-                    f"rank_values={chosen} is none of the senders 0 to {senders - 1}, "
-                    "or that one is lost"
+                    f"rank_values={chosen} is none of the senders 0 to {senders - 1}"
                 )
             chosen = there.index(chosen)
         return Policy(
@@ -154,6 +157,9 @@ async def receive_joined(
     without it, and keeps nothing of the first attempt. It succeeds as long as the
     others have all elements, as with a mesh that replicates.
 
+    A sender that lacks the step for a reconnect timeout after the others got it is left
+    out, too. If the others do not suffice, the receive starts again, and waits for it.
+
     Args:
         senders: The senders, in the order of their ranks, each with its replicas.
         step, options, bridge, deadline: As in `receive`.
@@ -165,23 +171,30 @@ async def receive_joined(
     """
     if callable(options.select):  # both `unite` and the matcher ask for each path
         options = replace(options, select=cache(options.select))
-    lost: dict[int, TransportError] = {}
+    lost: dict[int, AiockptError] = {}
+    late_wait = senders[0].client.options.reconnect_timeout
     touched = False
     while True:
-        before = len(lost)
-        source = JoinedSource(senders, bridge, options, ranks, lost)
+        before = {*lost}
+        source = JoinedSource(senders, bridge, options, ranks, lost, late_wait)
         try:
             return await receive(
                 source, step, options, bridge, deadline, touched=touched
             )
-        except TransportError as error:
-            if len(lost) == before:
-                raise
+        except (TransportError, StepNotFoundError, StateDictError) as error:
             touched |= was_modified(error)
-        except (TemplateMismatchError, MissingKeysError) as error:
-            if not lost:
-                raise
-            raise next(iter(lost.values())) from error
+            late = {at for at, e in lost.items() if isinstance(e, StepNotFoundError)}
+            if isinstance(error, TransportError) and lost.keys() - before - late:
+                continue  # without the sender that is lost since
+            if late and (isinstance(error, StateDictError) or error in lost.values()):
+                # The others do not suffice.
+                for number in late:
+                    del lost[number]
+                late_wait = inf
+                continue
+            if lost and isinstance(error, TemplateMismatchError | MissingKeysError):
+                raise next(iter(lost.values())) from error
+            raise
 
 
 class JoinedSource(Source):
@@ -193,6 +206,8 @@ class JoinedSource(Source):
         options: The options of the receive.
         ranks: What is taken where the ranks differ.
         lost: The senders that are not asked any more, by number. More are added.
+        late_wait: Seconds for which a sender that lacks the step is waited for, after
+            the last one that has it. Infinity: until it has the step.
 
     Attributes:
         name: The addresses of the senders; see `name_of`.
@@ -208,12 +223,13 @@ class JoinedSource(Source):
         bridge: Bridge,
         options: ReceiveOptions,
         ranks: AcrossRanks,
-        lost: dict[int, TransportError],
+        lost: dict[int, AiockptError],
+        late_wait: float,
     ) -> None:
         self.name = name_of(senders)
         self.remark = f"from {len(senders)} senders of shards"
         self._senders, self._bridge, self._options = senders, bridge, options
-        self._ranks, self._lost = ranks, lost
+        self._ranks, self._lost, self._late_wait = ranks, lost, late_wait
         self._step: int | None = None  # of which the manifests have come
         self._shards: Sequence[SenderShard] = ()
         self._holders: dict[tuple[ChunkGrid, int, str], list[SenderShard]] = {}
@@ -247,19 +263,13 @@ class JoinedSource(Source):
                 each other.
             AiockptError: what a sender answered.
         """
-        answers: dict[int, ManifestAnswer] = {}
-
-        async def ask(number: int) -> None:
-            try:
-                answers[number] = await self._senders[number].manifest(step)
-            except TransportError as error:
-                self._lose(number, error, step)
-
-        numbers = range(len(self._senders))
-        await run_all(partial(ask, each) for each in numbers if each not in self._lost)
+        answers = await self._answers(step)
         if not answers:
             raise next(iter(self._lost.values()))
         self._step, there = step, sorted(answers)
+        for number, error in self._lost.items():
+            if number == self._ranks.rank_values:
+                raise error
         self._shards = [
             SenderShard(each, self._senders[each], answers[each].manifest)
             for each in there
@@ -270,13 +280,60 @@ class JoinedSource(Source):
         own = None
         if into is not None:
             own = await self._bridge.run(partial(wanted, into, limits=limits))
-        policy = self._ranks.policy(len(numbers), there, self._options, self.name)
+        count = len(self._senders)
+        policy = self._ranks.policy(count, there, self._options, self.name)
         united = await self._united(manifests, own, policy)
         if self._lost:
             await self._bridge.run(self._check_lost, manifests)
         join_all = partial(join, united, manifests, step=step, limits=limits)
         self._joined = await self._bridge.run(join_all)
         return self._joined.manifest
+
+    async def _answers(self, step: int) -> dict[int, ManifestAnswer]:
+        """Return the manifests of the senders that have a step; the others are lost.
+
+        Raises:
+            StepNotFoundError: a sender has a later step instead, or lacks the step
+                after all waiting.
+            AiockptError: what a sender answered.
+        """
+        found: dict[int, ManifestAnswer] = {}
+        lacking: dict[int, StepNotFoundError] = {}
+        scopes: list[anyio.CancelScope] = []
+        until = inf
+
+        async def ask(number: int, *, waits: bool) -> None:
+            nonlocal until
+            peers = self._senders[number]
+            try:
+                found[number] = await peers.manifest(step, waits=waits)
+            except TransportError as error:
+                lacking.pop(number, None)
+                self._lose(number, error, step)
+            except StepNotFoundError as error:
+                if error.serving is not None and error.serving > step:
+                    raise
+                lacking[number] = error
+            else:
+                lacking.pop(number, None)
+                until = anyio.current_time() + self._late_wait
+                for scope in scopes:
+                    scope.deadline = until
+
+        async def ask_and_wait(number: int) -> None:
+            await ask(number, waits=False)
+            if number in lacking:
+                with anyio.CancelScope(deadline=until) as scope:
+                    scopes.append(scope)
+                    await ask(number, waits=True)
+
+        numbers = (at for at in range(len(self._senders)) if at not in self._lost)
+        await run_all(partial(ask_and_wait, number) for number in numbers)
+        for number, error in lacking.items():
+            if not found or self._late_wait == inf:
+                raise error
+            self._lose(number, error, step)
+        return found
 
     def _check_lost(self, manifests: Sequence[Manifest]) -> None:
         """Check that the others know all that a lost sender had.
@@ -285,7 +342,7 @@ class JoinedSource(Source):
         mesh have the same tensors, so a rank of it is there for each lost one.
 
         Raises:
-            TransportError: the error of a sender that may have had something else.
+            AiockptError: the error of a sender that may have had something else.
         """
         is_alone = len(manifests) == 1  # values that differ by rank would go unnoticed
         select = self._options.select
@@ -533,16 +590,19 @@ class JoinedSource(Source):
         )
         yield from (part for part in parts if part[1])
 
-    def _lose(self, number: int, error: TransportError, step: int) -> None:
+    def _lose(
+        self, number: int, error: TransportError | StepNotFoundError, step: int
+    ) -> None:
         """Note that a sender is lost."""
         self._lost[number] = error
+        is_late = isinstance(error, StepNotFoundError)
         emit(
             TransferEvent(
                 stop="drop",
                 step=step,
                 peer=self._senders[number].name,
                 detail=str(error),
-                level=logging.WARNING,
+                level=logging.INFO if is_late else logging.WARNING,
             )
         )
 

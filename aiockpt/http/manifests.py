@@ -392,7 +392,9 @@ class Follower:
         self._senders = [*map(FollowedSender, origins)]
         self._lifetime = lifetime
         self._after = self._before = after
-        self._returns = False  # a sender serves a lower step, and others do not yet
+        # None: no sender serves a lower step. Otherwise it counts once all others serve
+        # one, too, or at this time, which is infinity while one has not gone back.
+        self._back_until: float | None = None
         self._asks = False
         self._reconnect_timeout = reconnect_timeout
         self._liveness: dict[FollowedSender, Liveness] = {}
@@ -415,7 +417,7 @@ class Follower:
         async def ask() -> int | None:
             self._before = self._after
             news = await self._first_news()
-            if len(self._senders) > 1 and (news or self._returns):
+            if len(self._senders) > 1 and (news or self._back_until is not None):
                 news |= await self._news_of_others(news)
             # Until here nothing is noted, so that a cancelled call loses nothing.
             return self._chosen(news) if news else None
@@ -452,6 +454,8 @@ class Follower:
         What the others say a moment later is returned, too.
         """
         news: dict[FollowedSender, LatestInfo] = {}
+        until = self._back_until
+        deadline = math.inf if until is None or until <= _now() else until
 
         async def hear(sender: FollowedSender) -> None:
             if self._after is not None and not sender.acquainted:
@@ -462,7 +466,7 @@ class Follower:
                     await self._retries(sender).run(unmet)
                 sender.acquainted = True
             # Any step tells which start of a sender serves it.
-            is_unknown = self._returns and sender.incarnation is None
+            is_unknown = until is not None and sender.incarnation is None
             after = None if is_unknown else self._after
             attempt = partial(self._ask, sender, after, wait=_NEWS_WAIT_S)
             with suppress(StepNotFoundError):
@@ -471,12 +475,11 @@ class Follower:
                 # The others usually publish at the same time, and answer by then. If
                 # there is nothing new, one that is away must not delay the next round.
                 more = _OTHERS_ANSWER_S if found is None else _OTHERS_PUBLISH_S
-                until = anyio.current_time() + more
-                scope.deadline = min(scope.deadline, until)
+                scope.deadline = min(scope.deadline, _now() + more)
                 if found is not None:
                     news[sender] = found
 
-        with anyio.CancelScope() as scope:
+        with anyio.CancelScope(deadline=deadline) as scope:
             await run_all([partial(hear, sender) for sender in self._senders])
         return news
 
@@ -497,7 +500,8 @@ class Follower:
         news: dict[FollowedSender, LatestInfo] = {}
         steps = [found.step for found in known.values()]
         after = self._after
-        if self._returns or (after is not None and max(steps) <= after):
+        is_back = self._back_until is not None
+        if is_back or (after is not None and max(steps) <= after):
             after = None
 
         async def look(sender: FollowedSender) -> None:
@@ -531,14 +535,20 @@ class Follower:
         """Return the highest step of the news if all senders may get to serve it.
 
         If some have gone back to a lower step, the others cannot serve that unless they
-        have gone back, too. So it counts once all serve such a step.
+        have gone back, too. So it counts once all serve such a step. After a reconnect
+        timeout, a sender that still serves nothing does not count.
         """
-        steps = [found.step for found in news.values()]
-        step, after = max(steps), self._after
+        steps, now = [found.step for found in news.values()], _now()
+        step, after, until = max(steps), self._after, self._back_until
         goes_back = after is not None and step < after
-        is_lacking = goes_back and len(news) < len(self._senders)
+        if not goes_back:
+            until = math.inf
+        elif until is None or until == math.inf:
+            until = now + self._client.options.reconnect_timeout
+        is_lacking = goes_back and len(news) < len(self._senders) and now < until
         some_lower = after is not None and min(steps) < after
-        self._returns = some_lower and (is_lacking or step == after)
+        waits = some_lower and (is_lacking or step == after)
+        self._back_until = until if waits else None
         if goes_back:
             self._before = None
         for sender, found in news.items():
@@ -547,13 +557,13 @@ class Follower:
                 self._before = None
             sender.incarnation, sender.acquainted = found.incarnation, True
         # One address may be that of several senders, who answer in turn.
-        return None if self._returns or step == after else step
+        return None if waits or step == after else step
 
     def _tell_of_restart(self, origin: Origin, step: int) -> None:
         last = self._after
         was = "before its first step" if last is None else f"after step {last}"
         then = f"goes on from step {step}"
-        if self._returns:
+        if self._back_until is not None:
             then = (
                 f"serves step {step}, which other senders cannot serve yet: waiting "
                 f"for them to go back, too, or for a step after {last}"

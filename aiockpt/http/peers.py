@@ -172,14 +172,12 @@ class Peers:
         on_retry: Called with each error that is followed by another attempt.
         deadline: When the receive ends, in loop time. The peers are told how long the
             receiver can wait, and one that answers late may still take part.
-        waits: Whether the receive waits for a step that is not there yet.
     """
 
     client: CheckpointClient
     all: Sequence[Peer]
     on_retry: OnRetry | None = None
     deadline: float = inf
-    waits: bool = True
     _renewals: dict[Peer, asyncio.Task[None]] = field(default_factory=dict, init=False)
 
     @classmethod
@@ -226,16 +224,24 @@ class Peers:
         """Return the newest step that is served at this moment.
 
         Peers that serve nothing are waited for as long as ``wait`` says, until another
-        one answers.
+        one answers. `on_retry` hears of them first.
 
         Raises:
             StepNotFoundError: nothing is published.
         """
 
         async def ask(peer: Peer) -> LatestInfo:
-            return await fetch_latest(
-                self.client, peer.origin, wait=wait, on_retry=self.on_retry
+            fetch = partial(
+                fetch_latest, self.client, peer.origin, on_retry=self.on_retry
             )
+            try:
+                return await fetch()
+            except StepNotFoundError as error:
+                if not wait:
+                    raise
+                if self.on_retry is not None:
+                    self.on_retry(error)
+            return await fetch(wait=wait)
 
         peers = [Peer(peer.origin) for peer in self.all]
         found = await answers(peers, ask, others=_NEWER_ANSWER_WAIT_S)
@@ -251,10 +257,17 @@ class Peers:
 
         return (await poll(ask, pause=self.client.pause)).step
 
-    async def manifest(self, step: int, *, probe: str | None = None) -> ManifestAnswer:
+    async def manifest(
+        self, step: int, *, probe: str | None = None, waits: bool = True
+    ) -> ManifestAnswer:
         """Return the manifest of ``step`` that comes first, once a peer has it.
 
         The other peers may take part later. Of several, none lends its memory.
+
+        Args:
+            step: The step.
+            probe: Asks a single sender to lend its memory, if it is on this host.
+            waits: Whether to wait for a step that is not there yet.
 
         Raises:
             AiockptError: nobody is left.
@@ -263,7 +276,7 @@ class Peers:
             peer.error, peer.has_checkpoint, peer.given = None, False, 0
         if len(self.all) > 1:
             probe = None
-        ask = partial(self.ask_manifest, step=step, probe=probe)
+        ask = partial(self.ask_manifest, step=step, probe=probe, waits=waits)
         found = await answers(self.all, ask, step=step)
         first = next(iter(found.values()))
         for peer, other in found.items():
@@ -276,13 +289,13 @@ class Peers:
         return first
 
     async def ask_manifest(
-        self, peer: Peer, step: int, *, probe: str | None = None
+        self, peer: Peer, step: int, *, probe: str | None = None, waits: bool = True
     ) -> ManifestAnswer:
         """Return the manifest that one peer has; begin to renew the lease there."""
         origin = peer.origin
         return await fetch_manifest(
             self.client,
-            origin if self.waits else replace(origin, step_wait=0.0),
+            origin if waits else replace(origin, step_wait=0.0),
             step,
             deadline=self.deadline,
             on_retry=self.on_retry,
@@ -435,21 +448,26 @@ async def answers(
 async def newest_of(senders: Sequence[Peers]) -> int:
     """Return the newest step of several senders of shards; wait until there is one.
 
-    A sender that cannot be reached does not count. Another one may have its shard.
+    A sender that cannot be reached does not count, nor one that still serves nothing
+    a reconnect timeout after the first one that does. Others may have its shard.
 
     Raises:
         AiockptError: none can be reached, or what one answered.
     """
     steps: list[int] = []
     lost: list[TransportError] = []
+    wait = max(senders[0].client.options.reconnect_timeout, _NEWER_ANSWER_WAIT_S)
 
     async def ask(peers: Peers) -> None:
         try:
             steps.append(await peers.newest())
         except TransportError as error:
             lost.append(error)
+        else:
+            scope.deadline = min(scope.deadline, anyio.current_time() + wait)
 
-    await run_all([partial(ask, peers) for peers in senders])
+    with anyio.CancelScope() as scope:
+        await run_all([partial(ask, peers) for peers in senders])
     if not steps:
         raise lost[0]
     return max(steps)

@@ -95,6 +95,7 @@ class HttpSource(Source):
         bridge: The threads that run what blocks.
         attaching: Whether the source attaches memory of this host.
         extension: Takes part in the receive. The source ends it, or has it linger.
+        waits: Whether it waits for a step that the peers do not serve yet.
 
     Attributes:
         name: The addresses of the peers.
@@ -108,12 +109,14 @@ class HttpSource(Source):
         bridge: Bridge,
         attaching: AttachOptions = AttachOptions(),
         extension: ReceiveExtension | None = None,
+        *,
+        waits: bool = True,
     ) -> None:
         self.name, self.medium, self.remark = peers.name, _HTTP, ""
         self._arena: Arena | None = None  # of the sender, if it is used in place
         self._peers, self._bridge = peers, bridge
         self._extension = extension or ReceiveExtension()
-        self._attaching = attaching
+        self._attaching, self._waits = attaching, waits
         self._step: int | None = None  # of which the manifest has come
         self._offer: str | None = None
         self._attached: Attached | None = None
@@ -158,7 +161,7 @@ class HttpSource(Source):
         if self._attaching.attach is not None:
             here = await self._bridge.run(identity)
         probe = None if here is None else format_probe(here, os.urandom(16))
-        answer = await self._peers.manifest(step, probe=probe)
+        answer = await self._peers.manifest(step, probe=probe, waits=self._waits)
         self._offer = None if here is None else answer.offer
         self._step = step
         self._extension.receives(answer.manifest, answer.headers)

@@ -822,6 +822,32 @@ class TestSeveralSenders:
             told = [(each.step, each.peer) for each in restarts]
             assert told == [(90, name) for name in names]
 
+    @pytest.mark.parametrize("comes_back", [False, True])
+    async def test_one_that_serves_nothing_does_not_hold_the_others_up(
+        self, comes_back
+    ):
+        """All others have gone back; it is gone, or has not published again."""
+        async with (
+            trainer(3) as (senders, _),
+            transport(token=TOKEN, reconnect_timeout=1) as receiver,
+            AsyncExitStack() as stack,
+        ):
+            for sender in senders:
+                await publish(sender, 102)
+            steps = steps_of(senders, receiver)
+            assert await soon(steps) == 102
+            if comes_back:
+                await stack.enter_async_context(restarted(senders[2]))
+            else:
+                await senders[2].shutdown(wait=False)
+            for sender in senders[:2]:
+                again = await stack.enter_async_context(restarted(sender))
+                await publish(again, 90)
+            await nothing(steps, 0.5)
+            assert await soon(steps) == 90
+            await publish(again, 91)
+            assert await soon(steps) == 91
+
     async def test_one_that_starts_again_at_a_newer_step_is_followed(self):
         """A replaced rank has caught up with the others."""
         async with trainer(2) as (senders, receiver):

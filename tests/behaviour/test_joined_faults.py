@@ -471,6 +471,76 @@ class TestSteps:
             assert_same(await task, whole())
 
 
+class TestWithoutTheStep:
+    """A sender has been started again, and serves nothing yet."""
+
+    @asynccontextmanager
+    async def emptied(self, kind: str) -> AsyncIterator[tuple[Transport, str]]:
+        """Give a sender in the place of the last one, and the metadata of all."""
+        async with shards(state_of(kind)) as senders, transport() as fresh:
+            yield fresh, joined([*senders[:3], fresh])
+
+    @pytest.mark.parametrize("step", [STEP, None])
+    async def test_others_have_its_shard(self, step: int | None) -> None:
+        """The receive does without it after the reconnect timeout."""
+        loop = asyncio.get_running_loop()
+        async with self.emptied("hsdp") as (_, metadata), impatient() as receiver:
+            began = loop.time()
+            assert_same(await receiver.recv_checkpoint(0, metadata, step), whole())
+            assert loop.time() - began < 2 + SLACK
+
+    async def test_a_follower_goes_on(self) -> None:
+        """Its receives do not wait for it, either."""
+        async with (
+            self.emptied("hsdp") as (_, metadata),
+            impatient() as receiver,
+            aclosing(receiver.follow(metadata)) as steps,
+        ):
+            step, state = await soon(steps)
+            assert step == STEP
+            assert_same(state, whole())
+
+    @pytest.mark.parametrize("step", [STEP, None])
+    async def test_nobody_else_has_its_shard(self, step: int | None) -> None:
+        """It is awaited, until the deadline, whose error names it."""
+        async with self.emptied("fsdp") as (fresh, metadata), impatient() as receiver:
+            with pytest.raises(TransferTimeoutError) as caught:
+                await receiver.recv_checkpoint(0, metadata, step, 2.0)
+            _, _, last = str(caught.value).partition("last error: ")
+            assert f"published at {fresh.address()}" in last
+            call = receiver.recv_checkpoint(0, metadata, step)
+            task = asyncio.create_task(call)
+            await asyncio.sleep(1)
+            assert not task.done()
+            await fresh.send_checkpoint([], STEP, states(state_of("fsdp"))[3])
+            assert_same(await task, whole())
+
+    async def test_the_deadline_comes_first(self) -> None:
+        """The error names it, although the reconnect timeout is not over."""
+        async with self.emptied("fsdp") as (fresh, metadata), transport() as receiver:
+            for step in (STEP, None):
+                with pytest.raises(TransferTimeoutError, match=fresh.address()) as told:
+                    await receiver.recv_checkpoint(0, metadata, step, 1.0)
+                assert f"published at {fresh.address()}" in str(told.value)
+
+    @pytest.mark.parametrize("rank_values", ["error", 3])
+    async def test_it_is_needed_all_the_same(self, rank_values: Any) -> None:
+        """Its replica is lost, or the values of its rank are asked for."""
+        async with shards(state_of("hsdp")) as senders, transport() as fresh:
+            metadata = joined([*senders[:3], fresh])
+            if rank_values == "error":
+                await senders[1].shutdown()
+            async with impatient() as receiver:
+                call = receiver.recv_checkpoint(
+                    0, metadata, STEP, rank_values=rank_values
+                )
+                task = asyncio.create_task(call)
+                await asyncio.sleep(1.5)
+                assert not task.done()
+                await fresh.send_checkpoint([], STEP, states(state_of("hsdp"))[3])
+                assert_same(await task, whole())
+
+
 # -------------------------------------------------------------------------- wrong bytes
 
 
