@@ -190,7 +190,6 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "path PATH": {"type": _local_path},
     "what URL|PATH": {"type": _path_or_address},
     "checkpoint URL|PATH": {"type": _path_or_addresses},
-    "url URL": {"type": address},
     "senders URL": {"type": addresses},
     "urls URL": {
         "nargs": "+",
@@ -375,11 +374,13 @@ _COMMANDS: Final = {
         "Fetch the step that a trainer serves now into DIR/step-N.safetensors, and "
         "then each newer step, until interrupted. A step that is replaced before it is "
         "fetched is skipped. The command waits for a trainer that is away, and follows "
-        "a restarted one from its new step.",
+        "a restarted one from its new step. Of joined metadata, each file has the "
+        "full tensors of all senders.",
         (
-            ("url URL", "the sender's metadata(), or @FILE with it"),
+            ("senders URL", "metadata(), also joined metadata, or @FILE with it"),
             *("--output DIR", "--overwrite", "--max-size SIZE"),
             *(*_TRUST, "--reconnect SECONDS", "--no-swarm", "--quiet"),
+            *("--rank-values N", "--import MODULE"),
         ),
     ),
     "top": _Command(

@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.peer import FoundCheckpoint, SenderClient, open_peer
@@ -20,6 +21,9 @@ from aiockpt.http.peers import by_shard
 from aiockpt.runtime.words import printable
 from aiockpt.storage.partfile import PartFile, check_target
 from aiockpt.transfer.source import PlainDestination
+
+if TYPE_CHECKING:  # it needs torch
+    from aiockpt.state.reshard import RankValues
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,6 +48,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def rank_values_of(arguments: argparse.Namespace, *, is_joined: bool) -> RankValues:
+    """Return which value to take of those that differ by rank.
+
+    Raises:
+        UsageError: an option is for joined metadata only.
+    """
+    ranks: int | None = arguments.rank_values
+    if not is_joined and (ranks is not None or arguments.imports):
+        raise UsageError("--rank-values and --import are for joined metadata")
+    return "error" if ranks is None else ranks
+
+
 async def _fetch(arguments: argparse.Namespace, bar: ProgressBar) -> str:
     target = check_target(arguments.output, replace=arguments.overwrite)
     try:
@@ -51,9 +67,7 @@ async def _fetch(arguments: argparse.Namespace, bar: ProgressBar) -> str:
     except LocalProtocolError as error:
         raise UsageError(str(error)) from None
     is_joined = len(shards) > 1
-    ranks: int | None = arguments.rank_values
-    if not is_joined and (ranks is not None or arguments.imports):
-        raise UsageError("--rank-values and --import are for joined metadata")
+    ranks = rank_values_of(arguments, is_joined=is_joined)
     addresses = [each for url in arguments.urls for each in url]
     async with open_peer(addresses, arguments) as peer:
 
@@ -66,7 +80,7 @@ async def _fetch(arguments: argparse.Namespace, bar: ProgressBar) -> str:
             return await save_joined(
                 *(peer, shards, step, target, bar),
                 overwrite=arguments.overwrite,
-                rank_values="error" if ranks is None else ranks,
+                rank_values=ranks,
             )
 
         bar(Progress(stop="fetch_manifest"))

@@ -7,9 +7,10 @@ import asyncio
 import sys
 from contextlib import aclosing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aiockpt.cli.arguments import UsageError
-from aiockpt.cli.fetch import save
+from aiockpt.cli.fetch import rank_values_of, save
 from aiockpt.cli.peer import open_peer
 from aiockpt.cli.text import ProgressBar
 from aiockpt.errors import Advice
@@ -21,28 +22,34 @@ from aiockpt.storage.checkpoint_file import read_header
 from aiockpt.storage.files import named
 from aiockpt.storage.partfile import check_target
 
+if TYPE_CHECKING:  # it needs torch
+    from aiockpt.state.reshard import RankValues
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Fetch until interrupted; print the name of each file once it is complete."""
-    if arguments.url.step is not None:
-        raise UsageError(f"the URL names step {arguments.url.step}; leave it out")
+    if (step := arguments.senders[0].step) is not None:
+        raise UsageError(f"the URL names step {step}; leave it out")
+    ranks = rank_values_of(arguments, is_joined=len(arguments.senders) > 1)
     with named(arguments.output):
         arguments.output.mkdir(exist_ok=True)
     bar = ProgressBar(sys.stderr, quiet=arguments.quiet)
     try:
-        asyncio.run(_follow(arguments, bar))
+        asyncio.run(_follow(arguments, bar, ranks))
     finally:
         bar.close()
     raise AssertionError("it is endless")
 
 
-async def _follow(arguments: argparse.Namespace, bar: ProgressBar) -> None:
+async def _follow(
+    arguments: argparse.Namespace, bar: ProgressBar, rank_values: RankValues
+) -> None:
     """Fetch what is served, and then each newer step.
 
     If cancelled, what was verified of the last step stays in its part file.
     """
     async with (
-        open_peer([arguments.url], arguments) as peer,
+        open_peer(arguments.senders, arguments) as peer,
         aclosing(peer.client()) as client,
     ):
         lifetime = Lifetime("the command")
@@ -50,15 +57,25 @@ async def _follow(arguments: argparse.Namespace, bar: ProgressBar) -> None:
 
         async def fetch(step: int) -> Path:
             target: Path = arguments.output / f"step-{step}.safetensors"
-            found = await peer.find(step, keep=True)
-            if await peer.bridge.run(_holds, target, found.manifest.snapshot_id):
-                return target
-            check_target(target, replace=arguments.overwrite)
-            summary = await save(
-                *(peer, found, target, bar),
-                replace=arguments.overwrite,
-                final=Advice.REPLACED,
-            )
+            if len(peer.origins) > 1:
+                from aiockpt.cli.shards import save_joined  # needs torch
+
+                check_target(target, replace=arguments.overwrite)
+                summary = await save_joined(
+                    *(peer, [[each] for each in peer.origins], step, target, bar),
+                    overwrite=arguments.overwrite,
+                    rank_values=rank_values,
+                )
+            else:
+                found = await peer.find(step, keep=True)
+                if await peer.bridge.run(_holds, target, found.manifest.snapshot_id):
+                    return target
+                check_target(target, replace=arguments.overwrite)
+                summary = await save(
+                    *(peer, found, target, bar),
+                    replace=arguments.overwrite,
+                    final=Advice.REPLACED,
+                )
             bar.note(summary)
             return target
 

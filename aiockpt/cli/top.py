@@ -17,7 +17,7 @@ import msgspec
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.peer import open_peer
 from aiockpt.cli.text import MAX_CELL, format_bytes, format_table
-from aiockpt.errors import RemoteProtocolError
+from aiockpt.errors import AiockptError, RemoteProtocolError
 from aiockpt.http.client import CheckpointClient, Request
 from aiockpt.http.protocol import Origin
 from aiockpt.http.status import ShownMember, ShownStatus
@@ -48,14 +48,24 @@ async def _watch(arguments: argparse.Namespace, *, lives: bool) -> None:
     ):
         now = asyncio.get_running_loop().time
 
-        async def ask(origin: Origin) -> ShownStatus:
-            retries = client.retries(origin, None, peer.deadline.note)
-            return await retries.run(partial(_ask, client, origin))
+        # One for all rounds: a sender that is away delays only the first of them.
+        known = {origin: client.liveness() for origin in peer.origins}
 
-        before: list[ShownStatus | None] = [None] * len(peer.origins)
+        async def ask(origin: Origin) -> ShownStatus | AiockptError:
+            retries = client.retries(origin, None, peer.deadline.note, known[origin])
+            try:
+                found = await retries.run(partial(_ask, client, origin))
+            except AiockptError as error:
+                return error
+            known[origin].heard(now())
+            return found
+
+        before: list[ShownStatus | AiockptError | None] = [None] * len(peer.origins)
         asked = now()
         while True:
             found = await run_all([partial(ask, origin) for origin in peer.origins])
+            if all(isinstance(each, AiockptError) for each in found):
+                raise found[0]
             seconds, asked = now() - asked, now()
             lines = chain.from_iterable(
                 [
@@ -95,9 +105,19 @@ async def _ask(client: CheckpointClient, origin: Origin) -> ShownStatus:
 
 
 def _lines(
-    found: ShownStatus, before: ShownStatus | None, seconds: float
+    found: ShownStatus | AiockptError,
+    before: ShownStatus | AiockptError | None,
+    seconds: float,
 ) -> Iterator[str]:
-    """Yield the lines that show a status; rates are those since the one before."""
+    """Yield the lines that show a status, or why there is none.
+
+    Rates are those since the status before.
+    """
+    if isinstance(found, AiockptError):
+        yield printable(f"error: {found}")
+        return
+    if isinstance(before, AiockptError):
+        before = None
     serving, status, swarm = found.serving, found.status, found.status.swarm
     what = "nothing is served now"
     if serving is not None:

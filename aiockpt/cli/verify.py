@@ -7,6 +7,7 @@ import asyncio
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -19,12 +20,13 @@ from aiockpt.cli.text import counted, format_bytes
 from aiockpt.errors import AiockptError, IntegrityError
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import ForeignHeader, Manifest
-from aiockpt.http.protocol import Address
+from aiockpt.http.protocol import Address, Origin
 from aiockpt.runtime.words import printable
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 
 if TYPE_CHECKING:
     from aiockpt.cli.peer import SenderClient
+    from aiockpt.http.peers import Peers
 
 _MAX_CHUNKS_SHOWN = 10
 _WINDOW_BYTES = 256 << 20  # of a peer's checkpoint, in memory at a time
@@ -114,29 +116,52 @@ class _Window:
 async def _verify_served(
     addresses: Sequence[Address], arguments: argparse.Namespace
 ) -> int:
-    """Verify what each of these senders serves, one after the other.
+    """Verify one step of all these senders; return the exit code.
 
     If cancelled, nothing is left behind.
     """
     from aiockpt.cli.peer import open_peer  # needs aiohttp, and a file does not
 
-    code = 0
     async with open_peer(addresses, arguments) as peer:
+        return await peer.receive(partial(_verify_step, peer))
+
+
+async def _verify_step(peer: SenderClient, step: int) -> int:
+    """Verify a step of one sender after the other; all of them keep it meanwhile.
+
+    Raises:
+        AiockptError: what is wrong, if there is only one sender.
+    """
+    code = 0
+
+    @contextmanager
+    def noting(origin: Origin) -> Iterator[None]:
+        nonlocal code
+        try:
+            yield
+        except AiockptError as error:
+            if len(peer.origins) == 1:
+                raise
+            _complain(f"{origin.base_url}: {error}")
+            code = 1
+
+    async with AsyncExitStack() as stack:
+        kept: list[tuple[Origin, Manifest, Peers]] = []
         for origin in peer.origins:
-            one = replace(peer, origins=[origin])
-            try:
-                manifest = await one.receive(partial(_read_all, one))
-            except AiockptError as error:
-                if len(peer.origins) == 1:
-                    raise
-                _complain(f"{origin.base_url}: {error}")
-                code = 1
-            else:
+            with noting(origin):
+                one = replace(peer, origins=[origin])
+                found = await one.find(step, keep=True)
+                reading = await stack.enter_async_context(one.reading(found))
+                kept.append((origin, found.manifest, reading.peers))
+        peer.deadline.phase = "fetch_chunk"
+        for origin, manifest, peers in kept:
+            with noting(origin):
+                await _read_all(manifest, peers)
                 print(_intact(origin.base_url, manifest), flush=True)
     return code
 
 
-async def _read_all(peer: SenderClient, step: int) -> Manifest:
+async def _read_all(manifest: Manifest, peers: Peers) -> None:
     """Receive every chunk, which verifies it, and keep none.
 
     Raises:
@@ -145,18 +170,11 @@ async def _read_all(peer: SenderClient, step: int) -> Manifest:
     from aiockpt.http.download import Download
     from aiockpt.transfer.source import PlainDestination
 
-    found = await peer.find(step, keep=True)
-    manifest = found.manifest
     count = len(manifest.grid)
     many = max(_WINDOW_BYTES // manifest.chunk_bytes, 1)
     window = _Window(min(many * manifest.chunk_bytes, manifest.segment_bytes))
     target = PlainDestination(window)
-    peer.deadline.phase = "fetch_chunk"
-    async with peer.reading(found) as (peers, _):
-        for first in range(0, count, many):
-            chunks = range(first, min(first + many, count))
-            window.start = manifest.grid.range(first)[0]
-            await Download(
-                peers, manifest.outline, target, chunks, lambda *_: None
-            ).run()
-    return manifest
+    for first in range(0, count, many):
+        chunks = range(first, min(first + many, count))
+        window.start = manifest.grid.range(first)[0]
+        await Download(peers, manifest.outline, target, chunks, lambda *_: None).run()

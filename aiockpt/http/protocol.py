@@ -300,7 +300,7 @@ def parse_metadata(text: str) -> Origin:
             f"this is the joined metadata of {senders} senders, and only one sender "
             "fits here: pass what that sender's metadata() returned; recv_checkpoint, "
             "prepare, follow and steps of an HTTPTransport take joined metadata, and "
-            "the commands fetch, verify and top"
+            "the commands fetch, follow, verify and top"
         )
     if fault := _metadata_fault(text):
         raise _bad_metadata(fault)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
@@ -18,8 +20,15 @@ import aiockpt
 from aiockpt import BackgroundTransport, join_metadata
 from aiockpt.http.protocol import MAX_JOINED
 from aiockpt.testing import assert_same
-from tests.support.commandline import Commands, Serving, run_shell, serving
+from tests.support.commandline import (
+    Commands,
+    Serving,
+    run_shell,
+    serving,
+    start_aiockpt,
+)
 from tests.support.mesh_ranks import as_rank, distributed
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -36,10 +45,10 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """Serve something else as step 8."""
+    """Serve something else as step 7."""
     path = tmp_path_factory.mktemp("shard") / "shard.safetensors"
     save_file({"w": torch.ones(5)}, path)
-    with serving(path, "--step", 8) as running:
+    with serving(path, "--step", 7) as running:
         yield running
 
 
@@ -146,14 +155,24 @@ class TestJoined:
         lines = cli("top", joined)[0].splitlines()
         heads = [line for line in lines if line.startswith("aiockpt  ")]
         assert heads == [f"aiockpt  {sender.base}" for sender in (server, shard)]
-        assert [line[:6] for line in lines if line.startswith("step")] == [
-            "step 7",
-            "step 8",
-        ]
+        assert [line[:6] for line in lines if line.startswith("step")] == ["step 7"] * 2
+
+    def test_a_sender_that_is_away_hides_no_other(
+        self, cli: Commands, server: Serving
+    ) -> None:
+        """Its error is in its place; if none answers, the command fails."""
+        away = f"http://127.0.0.1:{free_port()}/checkpoint/"
+        text = join_metadata([f"{away}#{SECRET}", server.metadata])
+        lines = cli("top", text, "--reconnect", 0)[0].splitlines()
+        assert lines[:3:2] == [f"aiockpt  {away}", f"aiockpt  {server.base}"]
+        assert lines[1].startswith(f"error: cannot reach {away}")
+        assert lines[3].startswith("step 7")
+        text = join_metadata([away, f"http://127.0.0.1:{free_port()}/"])
+        assert f"cannot reach {away}" in cli.error("top", text, "--reconnect", 0)
 
     @pytest.mark.parametrize(
         "command",
-        [("follow", "-o", "d"), ("inspect",), ("bench", "--url")],
+        [("inspect",), ("bench", "--url")],
         ids=lambda command: command[0],
     )
     def test_a_command_for_one_sender_says_so(
@@ -163,8 +182,27 @@ class TestJoined:
         text = f"http://a/#{SECRET}|http://b/#{SECRET}"
         error = cli.error(*with_url(command, text), code=2)
         assert "the joined metadata of 2 senders" in error
-        assert "fetch, verify and top" in error
+        assert "fetch, follow, verify and top" in error
         assert SECRET not in error
+
+    def test_one_step_is_verified(self, cli: Commands) -> None:
+        """It is the newest one, which a sender may lack, or the one that is named."""
+        with trainers(2) as transports:
+            text = publish(transports)
+            first, second = (each.metadata().partition("#")[0] for each in transports)
+            with as_rank(1, 2):
+                transports[1].send_checkpoint(step=8, state_dict=state_of(1, 2, 8))
+            for options, last, intact in (
+                ((), first, second),
+                (("--step", 7), second, first),
+            ):
+                out, err = cli("verify", text, *options, code=1)
+                assert out.startswith(f"{intact}: 1 chunk of")
+                assert out.count("\n") == 1
+                assert f"aiockpt: error: {last}: step" in err
+            with as_rank(0, 2):
+                transports[0].send_checkpoint(step=8, state_dict=state_of(0, 2, 8))
+            assert cli("verify", text)[0].count("step 8, snapshot") == 2
 
 
 ROWS = torch.arange(24.0).view(8, 3)
@@ -297,4 +335,55 @@ class TestFetch:
         assert "2 and 1 senders" in error
         for option in (["--rank-values", 0], ["--import", "json"]):
             error = cli.error("fetch", "http://c/", "-o", target, *option, code=2)
+            assert "are for joined metadata" in error
+
+
+class TestFollow:
+    """`follow` makes such a file of each newer step."""
+
+    @contextmanager
+    def following(self, *arguments: object) -> Iterator[Popen[str]]:
+        """Give the command, and interrupt it."""
+        process = start_aiockpt("follow", *arguments, "-q", stdout=PIPE)
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.communicate()
+
+    def test_each_step_has_full_tensors(self, tmp_path: Path) -> None:
+        """The one that is served, and the newer ones."""
+        with trainers(2) as transports:
+            text = publish(transports, seed=lambda rank: 10 + rank)
+            with self.following(text, "-o", tmp_path, "--rank-values", 1) as process:
+                for step in (7, 8):
+                    if step == 8:
+                        publish(transports, step=8, seed=lambda rank: 10 + rank)
+                    assert process.stdout is not None
+                    file = Path(process.stdout.readline().rstrip())
+                    assert file == tmp_path / f"step-{step}.safetensors"
+                    found = aiockpt.load(file)
+                    assert torch.equal(found["model"]["w"], ROWS + step)
+                    assert found["seed"] == 11
+            assert process.returncode == 130
+            assert len([*tmp_path.iterdir()]) == 2
+
+    def test_what_is_there(self, cli: Commands, tmp_path: Path) -> None:
+        """It is kept, unless told otherwise, because nothing says what it is."""
+        file = tmp_path / "step-7.safetensors"
+        file.write_bytes(b"mine")
+        with trainers(2) as transports:
+            text = publish(transports)
+            error = cli.error("follow", text, "-o", tmp_path, "-q")
+            assert f"{file}: it is there already" in error
+            assert file.read_bytes() == b"mine"
+            with self.following(text, "-o", tmp_path, "--overwrite") as process:
+                assert process.stdout is not None
+                assert process.stdout.readline() == f"{file}\n"
+        assert aiockpt.load(file)["step"] == 7
+
+    def test_wrong_usage(self, cli: Commands, tmp_path: Path) -> None:
+        """Options that mean nothing for a single sender."""
+        for option in (["--rank-values", 0], ["--import", "json"]):
+            error = cli.error("follow", "http://c/", "-o", tmp_path, *option, code=2)
             assert "are for joined metadata" in error
