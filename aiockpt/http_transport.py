@@ -40,7 +40,7 @@ from aiockpt.http.joined import AcrossRanks, receive_joined
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import CURRENT_STEP_WAIT_S, Follower, chase
 from aiockpt.http.options import Auth, Receive, Server, Swarm
-from aiockpt.http.peers import Peers, name_of, newest_of, shards_of
+from aiockpt.http.peers import Peers, name_of, newest_of, senders_of
 from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_joined
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.source import AttachOptions, HttpSource
@@ -612,7 +612,7 @@ class HTTPTransport(CheckpointTransport[T]):
         try:
             refuse_unknown(HTTPTransport.recv_checkpoint, unknown)
             require_given("recv_checkpoint", metadata=metadata)
-            shards = shards_of(metadata)
+            senders = senders_of(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
         options, attaching = self._options(
@@ -626,7 +626,7 @@ class HTTPTransport(CheckpointTransport[T]):
         )
         ranks = AcrossRanks.of(rank_values, full=full)
         limit = self._limit(timeout)
-        return await self._receive(shards, step, options, attaching, ranks, limit)
+        return await self._receive(senders, step, options, attaching, ranks, limit)
 
     @names_its_options
     async def prepare(
@@ -670,7 +670,7 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         try:
             refuse_unknown(HTTPTransport.prepare, unknown)
-            shards = shards_of(metadata)
+            senders = senders_of(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
         options, attaching = self._options(
@@ -680,7 +680,7 @@ class HTTPTransport(CheckpointTransport[T]):
         limit = self._limit(timeout)
         return cast(
             "Prepared[T]",
-            await self._receive(shards, step, options, attaching, ranks, limit),
+            await self._receive(senders, step, options, attaching, ranks, limit),
         )
 
     @names_its_options
@@ -719,7 +719,7 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         try:
             refuse_unknown(HTTPTransport.fingerprint, unknown)
-            shards = shards_of(metadata)
+            senders = senders_of(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
         limit = self._limit(timeout)
@@ -731,11 +731,11 @@ class HTTPTransport(CheckpointTransport[T]):
         peers = [
             Peers.at(
                 self._client,
-                [replace(each, lease=lease, step_wait=wait) for each in shard],
+                [replace(each, lease=lease, step_wait=wait) for each in origins],
                 deadline.note,
                 deadline=until,
             )
-            for shard in shards
+            for origins in senders
         ]
         names = " ".join(each.name for each in peers)
         asked = "a checkpoint" if step is None else f"step {step}"
@@ -981,10 +981,10 @@ class HTTPTransport(CheckpointTransport[T]):
         limit: float,
     ) -> AsyncGenerator[Any]:
         wait = CURRENT_STEP_WAIT_S
-        shards = [[replace(origin, step_wait=wait)] for origin in origins]
+        senders = [[replace(origin, step_wait=wait)] for origin in origins]
 
         async def attempt(step: int) -> Any:
-            return await self._receive(shards, step, now, attaching, ranks, limit)
+            return await self._receive(senders, step, now, attaching, ranks, limit)
 
         while True:
             now = replace(options, marks=Marks.of_caller(port_for))
@@ -1043,7 +1043,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     async def _receive(
         self,
-        shards: Sequence[Sequence[Origin]],
+        senders: Sequence[Sequence[Origin]],
         step: int | None,
         options: ReceiveOptions,
         attaching: AttachOptions,
@@ -1060,14 +1060,14 @@ class HTTPTransport(CheckpointTransport[T]):
         def leased(origin: Origin) -> Origin:
             return replace(origin, lease=lease, step_wait=min(origin.step_wait, wait))
 
-        senders = [
-            Peers.at(self._client, map(leased, shard), deadline.note, deadline=until)
-            for shard in shards
+        peers = [
+            Peers.at(self._client, map(leased, origins), deadline.note, deadline=until)
+            for origins in senders
         ]
-        name = name_of(senders)
+        name = name_of(peers)
         asked = "a checkpoint" if step is None else f"step {step}"
         deadline.what = f"{asked} from {name}"
-        is_one = len(senders) == 1 and ranks == AcrossRanks()
+        is_one = len(peers) == 1 and ranks == AcrossRanks()
         if not is_one and joins:
             raise LocalProtocolError(
                 "joined metadata, rank_values= and full= do not work together with "
@@ -1084,12 +1084,12 @@ class HTTPTransport(CheckpointTransport[T]):
             bridge = self._bridge
             if not is_one:
                 shared = options, ranks, bridge, deadline
-                return receive_joined(senders, step, *shared)
+                return receive_joined(peers, step, *shared)
             swarm = Membership(self._client, self._host) if joins else None
-            source = HttpSource(senders[0], bridge, attaching, swarm)
+            source = HttpSource(peers[0], bridge, attaching, swarm)
             return receive_from(source, step, options, bridge, deadline)
 
-        newest = partial(newest_of, senders)
+        newest = partial(newest_of, peers)
 
         with self._lifetime.call():
             async with deadline:

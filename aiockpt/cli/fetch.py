@@ -17,7 +17,7 @@ from aiockpt.cli.text import ProgressBar, format_bytes
 from aiockpt.errors import Advice, AiockptError, LocalProtocolError, advice
 from aiockpt.events import Meter, Progress
 from aiockpt.http.download import Download
-from aiockpt.http.peers import by_shard
+from aiockpt.http.peers import by_rank
 from aiockpt.runtime.words import printable
 from aiockpt.storage.partfile import PartFile, check_target
 from aiockpt.transfer.source import PlainDestination
@@ -63,10 +63,10 @@ def rank_values_of(arguments: argparse.Namespace, *, is_joined: bool) -> RankVal
 async def _fetch(arguments: argparse.Namespace, bar: ProgressBar) -> str:
     target = check_target(arguments.output, replace=arguments.overwrite)
     try:
-        shards = by_shard([[each.origin for each in url] for url in arguments.urls])
+        senders = by_rank([[each.origin for each in url] for url in arguments.urls])
     except LocalProtocolError as error:
         raise UsageError(str(error)) from None
-    is_joined = len(shards) > 1
+    is_joined = len(senders) > 1
     ranks = rank_values_of(arguments, is_joined=is_joined)
     addresses = [each for url in arguments.urls for each in url]
     async with open_peer(addresses, arguments) as peer:
@@ -78,7 +78,7 @@ async def _fetch(arguments: argparse.Namespace, bar: ProgressBar) -> str:
             from aiockpt.cli.shards import save_joined  # needs torch
 
             return await save_joined(
-                *(peer, shards, step, target, bar),
+                *(peer, senders, step, target, bar),
                 overwrite=arguments.overwrite,
                 rank_values=ranks,
             )

@@ -40,7 +40,7 @@ from aiockpt.transfer.options import ReceiveOptions
 
 async def save_joined(
     peer: SenderClient,
-    shards: Sequence[Sequence[Origin]],
+    senders: Sequence[Sequence[Origin]],
     step: int,
     target: Path,
     bar: ProgressBar,
@@ -54,7 +54,7 @@ async def save_joined(
 
     Args:
         peer: How the senders are asked.
-        shards: The senders of each shard, in the order of the ranks.
+        senders: The senders of each rank, in the order of the ranks.
         step: The step.
         target: The file.
         bar: Shows the progress.
@@ -96,16 +96,16 @@ async def save_joined(
     )
     async with aclosing(peer.client(reconnect=reconnect)) as client:
         until = min(last, peer.deadline.when)
-        senders = [
+        peers = [
             Peers.at(client, leased, give_up, deadline=until)
-            for shard in shards
-            for leased in [[replace(origin, lease=lease) for origin in shard]]
+            for origins in senders
+            for leased in [[replace(origin, lease=lease) for origin in origins]]
         ]
         ranks = AcrossRanks.of(rank_values, full=True)
-        peer.deadline.what = f"step {step} from {name_of(senders)}"
+        peer.deadline.what = f"step {step} from {name_of(peers)}"
         with _saying_what_helps(), peer.naming_max_size():
             found = await receive_joined(
-                senders, step, options, ranks, peer.bridge, peer.deadline
+                peers, step, options, ranks, peer.bridge, peer.deadline
             )
     state = found.state_dict
     report(replace(bar.last, stop="write"))
@@ -113,7 +113,7 @@ async def save_joined(
     elapsed = time.monotonic() - started
     return (
         f"{printable(str(target))}: step {step}, snapshot {header.snapshot_id}, full "
-        f"tensors of {counted(len(shards), 'sender')}\n"
+        f"tensors of {counted(len(senders), 'sender')}\n"
         f"{format_bytes(header.segment_bytes)} verified; on the disk after "
         f"{elapsed:.2f} s"
     )

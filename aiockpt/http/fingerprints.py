@@ -26,7 +26,7 @@ from aiockpt.runtime.tasks import run_all
 from aiockpt.state.joined import ranks_of_meshes
 
 
-async def fetch_fingerprints(shards: Sequence[Peers], step: int) -> Fingerprint:
+async def fetch_fingerprints(senders: Sequence[Peers], step: int) -> Fingerprint:
     """Return the sum of the fingerprints of several senders of a step.
 
     A sender that cannot be reached is left out if the others have all that it had, as
@@ -36,7 +36,7 @@ async def fetch_fingerprints(shards: Sequence[Peers], step: int) -> Fingerprint:
     nothing is left behind.
 
     Args:
-        shards: The senders, in the order of their ranks. Each of them may have
+        senders: The senders, in the order of their ranks. Each of them may have
             replicas, of which the first one that answers counts.
         step: The step.
 
@@ -62,12 +62,12 @@ async def fetch_fingerprints(shards: Sequence[Peers], step: int) -> Fingerprint:
         await peers.end_lease(step)
         return next(iter(found.values()))
 
-    found = await run_all(partial(of, *each) for each in enumerate(shards))
-    bridge = shards[0].client.bridge  # many records take seconds
+    found = await run_all(partial(of, *each) for each in enumerate(senders))
+    bridge = senders[0].client.bridge  # many records take seconds
     total: Fingerprint = await bridge.run(partial(Fingerprint.total, found))
     if lost:
-        there = [each for number, each in enumerate(shards) if number not in lost]
-        if not total.is_whole or not {*lost} <= await _known_ranks(there, step):
+        answered = [each for number, each in enumerate(senders) if number not in lost]
+        if not total.is_whole or not {*lost} <= await _known_ranks(answered, step):
             first, *others = lost.values()
             for other in others:
                 first.add_note(f"another sender failed, too: {other}")

@@ -474,52 +474,51 @@ async def newest_of(senders: Sequence[Peers]) -> int:
 
 
 @discreet
-def shards_of(metadata: str | Sequence[str]) -> list[list[Origin]]:
-    """Return the senders of each shard that a caller names; several are replicas.
+def senders_of(metadata: str | Sequence[str]) -> list[list[Origin]]:
+    """Return the senders of each rank that a caller names; several are replicas.
 
     Raises:
         ValueError: there is none.
         TypeError: neither a string nor strings.
         LocalProtocolError: not what ``metadata()`` or ``join_metadata`` returns, or see
-            `by_shard`.
+            `by_rank`.
     """
     given: object = metadata  # callers without types pass anything
     several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
     texts: list[Any] = [*metadata] if several else [metadata]
     if not texts:
         raise ValueError("metadata is an empty list: name a sender at least")
-    return by_shard([http.parse_joined(text) for text in texts])
+    return by_rank([http.parse_joined(text) for text in texts])
 
 
-def by_shard(replicas: Sequence[Sequence[Origin]]) -> list[list[Origin]]:
-    """Return the senders of each shard, each once.
+def by_rank(replicas: Sequence[Sequence[Origin]]) -> list[list[Origin]]:
+    """Return the senders of each rank, each once.
 
     Args:
-        replicas: The senders of all shards, in the order of their ranks, of each
-            replica.
+        replicas: Of each replica of the job, the senders in the order of their ranks.
 
     Raises:
-        LocalProtocolError: the replicas do not have the same shards.
+        LocalProtocolError: they do not name the same ranks in the same order.
     """
     first = replicas[0]
-    for number, senders in enumerate(replicas, start=1):
-        if len(senders) != len(first):
+    for number, replica in enumerate(replicas, start=1):
+        if len(replica) != len(first):
             raise LocalProtocolError(
                 f"the strings 1 and {number} of the list name {len(first)} and "
-                f"{len(senders)} senders: each string must join the metadata of all "
+                f"{len(replica)} senders: each string must join the metadata of all "
                 "ranks of one replica"
             )
-    shards = [distinct(shard) for shard in zip(*replicas, strict=True)]
+    senders = [distinct(origins) for origins in zip(*replicas, strict=True)]
     ranks: dict[tuple[object, ...], int] = {}
-    for rank, shard in enumerate(shards):
-        for origin in shard:
+    for rank, origins in enumerate(senders):
+        for origin in origins:
             if (other := ranks.setdefault(origin.place, rank)) != rank:
                 raise LocalProtocolError(
                     f"{origin.base_url} is sender {other + 1} of one string and sender "
                     f"{rank + 1} of another: join the metadata of each replica in the "
                     "order of its ranks"
                 )
-    return shards
+    return senders
 
 
 def distinct(origins: Iterable[Origin]) -> list[Origin]:

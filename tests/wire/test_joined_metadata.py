@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import aiockpt
 from aiockpt.errors import LocalProtocolError
-from aiockpt.http.peers import Peers, name_of, shards_of
+from aiockpt.http.peers import Peers, name_of, senders_of
 from aiockpt.http.protocol import (
     MAX_JOINED,
     MAX_METADATA,
@@ -138,7 +138,7 @@ def test_a_list_names_replicas_and_a_joined_string_shards(
     metadata: str | list[str], shards: list[list[str]]
 ) -> None:
     """Each shard has the senders that hold it, each address once."""
-    found = [[each.base_url for each in shard] for shard in shards_of(metadata)]
+    found = [[each.base_url for each in rank] for rank in senders_of(metadata)]
     assert found == shards
 
 
@@ -159,7 +159,7 @@ def test_strings_that_name_no_replicas_are_refused(
 ) -> None:
     """Each string of a list names the same shards, in the same order."""
     with pytest.raises(kind, match=fault):
-        shards_of(metadata)
+        senders_of(metadata)
 
 
 def test_a_message_names_the_first_senders_only() -> None:
