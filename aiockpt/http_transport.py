@@ -36,7 +36,7 @@ from aiockpt.http.client import CheckpointClient
 from aiockpt.http.fingerprints import fetch_fingerprints
 from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.host import Front
-from aiockpt.http.joined import AcrossRanks, receive_joined
+from aiockpt.http.joined import RankOptions, receive_joined
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import CURRENT_STEP_WAIT_S, Follower, chase
 from aiockpt.http.options import Auth, Receive, Server, Swarm
@@ -624,7 +624,7 @@ class HTTPTransport(CheckpointTransport[T]):
             direct=direct,
             verify_shared=verify_shared,
         )
-        ranks = AcrossRanks.of(rank_values, full=full)
+        ranks = RankOptions.of(rank_values, full=full)
         limit = self._limit(timeout)
         return await self._receive(senders, step, options, attaching, ranks, limit)
 
@@ -676,7 +676,7 @@ class HTTPTransport(CheckpointTransport[T]):
         options, attaching = self._options(
             into=into, have=have, select=select, progress=progress, hold=True
         )
-        ranks = AcrossRanks.of(rank_values, full=full)
+        ranks = RankOptions.of(rank_values, full=full)
         limit = self._limit(timeout)
         return cast(
             "Prepared[T]",
@@ -860,7 +860,7 @@ class HTTPTransport(CheckpointTransport[T]):
             share=share,
             hold=prepare,
         )
-        ranks = AcrossRanks.of(rank_values, full=full)
+        ranks = RankOptions.of(rank_values, full=full)
         limit = self._limit(timeout)
         return self._follow(origins, follower, options, attaching, ranks, limit)
 
@@ -977,7 +977,7 @@ class HTTPTransport(CheckpointTransport[T]):
         follower: Follower,
         options: ReceiveOptions,
         attaching: AttachOptions,
-        ranks: AcrossRanks,
+        ranks: RankOptions,
         limit: float,
     ) -> AsyncGenerator[Any]:
         wait = CURRENT_STEP_WAIT_S
@@ -1047,7 +1047,7 @@ class HTTPTransport(CheckpointTransport[T]):
         step: int | None,
         options: ReceiveOptions,
         attaching: AttachOptions,
-        ranks: AcrossRanks,
+        ranks: RankOptions,
         limit: float,
     ) -> T:
         """Receive ``step``, or the one served now, within ``limit`` seconds."""
@@ -1067,7 +1067,7 @@ class HTTPTransport(CheckpointTransport[T]):
         name = name_of(peers)
         asked = "a checkpoint" if step is None else f"step {step}"
         deadline.what = f"{asked} from {name}"
-        is_one = len(peers) == 1 and ranks == AcrossRanks()
+        is_one = len(peers) == 1 and ranks == RankOptions()
         if not is_one and joins:
             raise LocalProtocolError(
                 "joined metadata, rank_values= and full= do not work together with "

@@ -26,7 +26,7 @@ from aiockpt.errors import (
 )
 from aiockpt.events import Progress
 from aiockpt.format.manifest import Manifest
-from aiockpt.http.joined import AcrossRanks, receive_joined
+from aiockpt.http.joined import RankOptions, receive_joined
 from aiockpt.http.manifests import CURRENT_STEP_WAIT_S
 from aiockpt.http.peers import Peers, name_of
 from aiockpt.http.protocol import Lease, Origin
@@ -101,7 +101,7 @@ async def save_joined(
             for origins in senders
             for leased in [[replace(origin, lease=lease) for origin in origins]]
         ]
-        ranks = AcrossRanks.of(rank_values, full=True)
+        ranks = RankOptions.of(rank_values, full=True)
         peer.deadline.what = f"step {step} from {name_of(peers)}"
         with _saying_what_helps(), peer.naming_max_size():
             found = await receive_joined(

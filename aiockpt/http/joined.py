@@ -91,7 +91,7 @@ _MAX_REPLICAS: Final = 64  # of a chunk that are asked
 _SMALL_READ_BYTES: Final = 64 << 20  # of values, whose chunks are needed again
 
 
-class AcrossRanks(NamedTuple):
+class RankOptions(NamedTuple):
     """What a receiver takes where the ranks of the senders differ.
 
     Attributes:
@@ -104,7 +104,7 @@ class AcrossRanks(NamedTuple):
     full: bool = False
 
     @classmethod
-    def of(cls, rank_values: RankValues, *, full: bool) -> AcrossRanks:
+    def of(cls, rank_values: RankValues, *, full: bool) -> RankOptions:
         """Return the options of a caller.
 
         Raises:
@@ -147,7 +147,7 @@ async def receive_joined(
     senders: Sequence[Peers],
     step: int,
     options: ReceiveOptions,
-    ranks: AcrossRanks,
+    ranks: RankOptions,
     bridge: Bridge,
     deadline: Deadline,
 ) -> Received:
@@ -222,7 +222,7 @@ class JoinedSource(Source):
         senders: Sequence[Peers],
         bridge: Bridge,
         options: ReceiveOptions,
-        ranks: AcrossRanks,
+        ranks: RankOptions,
         lost: dict[int, AiockptError],
         late_wait: float,
     ) -> None:
