@@ -34,11 +34,11 @@ from aiockpt.format.fingerprint import Fingerprint
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.fingerprints import fetch_fingerprints
+from aiockpt.http.follow import CURRENT_STEP_WAIT_S, Follower, chase
 from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.host import Front
 from aiockpt.http.joined import RankOptions, receive_joined
 from aiockpt.http.listen import Endpoint
-from aiockpt.http.manifests import CURRENT_STEP_WAIT_S, Follower, chase
 from aiockpt.http.options import Auth, Receive, Server, Swarm
 from aiockpt.http.peers import Peers, name_of, newest_of, senders_of
 from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_joined

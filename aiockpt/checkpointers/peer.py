@@ -14,7 +14,7 @@ from aiockpt.errors import AiockptError
 from aiockpt.events import Progress
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
-from aiockpt.http.manifests import CURRENT_STEP_WAIT_S, chase
+from aiockpt.http.follow import CURRENT_STEP_WAIT_S, chase
 from aiockpt.http.options import (
     READER_CONNECTIONS,
     READER_STALL_TIMEOUT_S,

@@ -15,7 +15,7 @@ from aiockpt.cli.peer import open_peer
 from aiockpt.cli.text import ProgressBar
 from aiockpt.errors import Advice
 from aiockpt.format.limits import FILE_LIMITS
-from aiockpt.http.manifests import Follower
+from aiockpt.http.follow import Follower
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.runtime.words import printable
 from aiockpt.storage.checkpoint_file import read_header

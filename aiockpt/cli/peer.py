@@ -36,9 +36,10 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.download import ReceiveExtension
+from aiockpt.http.follow import CURRENT_STEP_WAIT_S, chase
 from aiockpt.http.handlers import ServerConfig
 from aiockpt.http.listen import Endpoint
-from aiockpt.http.manifests import CURRENT_STEP_WAIT_S, LatestInfo, chase
+from aiockpt.http.manifests import LatestInfo
 from aiockpt.http.options import (
     READER_CONNECTIONS,
     READER_STALL_TIMEOUT_S,

@@ -26,8 +26,8 @@ from aiockpt.errors import (
 )
 from aiockpt.events import Progress
 from aiockpt.format.manifest import Manifest
+from aiockpt.http.follow import CURRENT_STEP_WAIT_S
 from aiockpt.http.joined import RankOptions, receive_joined
-from aiockpt.http.manifests import CURRENT_STEP_WAIT_S
 from aiockpt.http.peers import Peers, name_of
 from aiockpt.http.protocol import Lease, Origin
 from aiockpt.memory.arena import ArenaPool

@@ -38,7 +38,7 @@ from aiockpt.errors import (
     TransportError,
 )
 from aiockpt.events import TransferEvent, add_hook
-from aiockpt.http import manifests
+from aiockpt.http import follow
 from aiockpt.testing import (
     Answer,
     CutAfter,
@@ -202,7 +202,7 @@ class TestSteps:
     )
     async def test_a_broken_connection_is_made_again(self, fault, monkeypatch):
         """A few of them in a row are no news."""
-        monkeypatch.setattr(manifests, "_NEWS_WAIT_S", 0.1)
+        monkeypatch.setattr(follow, "_NEWS_WAIT_S", 0.1)
         async with (
             pair(stall_timeout=0.2) as (sender, receiver),
             proxied(sender, faults=[fault] * 3) as proxy,
@@ -218,7 +218,7 @@ class TestSteps:
     )
     async def test_a_silent_peer_can_be_given_up(self, monkeypatch):
         """The iterator raises after ``reconnect_timeout``, and may be used again."""
-        monkeypatch.setattr(manifests, "_NEWS_WAIT_S", 0.1)
+        monkeypatch.setattr(follow, "_NEWS_WAIT_S", 0.1)
         async with pair(stall_timeout=0.2) as (sender, receiver):
             async with proxied(sender, otherwise=StallAfter(0)) as proxy:
                 metadata = through(proxy, sender)
@@ -717,7 +717,7 @@ class TestSeveralSenders:
 
     async def test_senders_that_publish_together_are_asked_once(self, monkeypatch):
         """Their answers to the first request say all, so no connection is cut."""
-        monkeypatch.setattr(manifests, "_OTHERS_PUBLISH_S", 10.0)
+        monkeypatch.setattr(follow, "_OTHERS_PUBLISH_S", 10.0)
         async with trainer(3) as (senders, receiver):
             steps = steps_of(senders, receiver)
             for step in (1, 2, 3):

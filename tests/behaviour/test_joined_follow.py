@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aiockpt.errors import TransportError
-from aiockpt.http import manifests
+from aiockpt.http import follow as following
 from tests.support.joined import cut, joined, shards, states
 from tests.support.transports import MIB, Transport, soon, transport
 
@@ -173,7 +173,7 @@ async def test_a_sender_that_is_gone_delays_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others are asked again and again, though it never answers."""
-    monkeypatch.setattr(manifests, "_NEWS_WAIT_S", 0.2)
+    monkeypatch.setattr(following, "_NEWS_WAIT_S", 0.2)
     async with shards() as senders, transport() as receiver:
         job = Job(senders, skew=0)
         await job.publish()
@@ -190,7 +190,7 @@ async def test_a_sender_is_given_up_over_several_rounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The timeout counts from its last answer, not from that of the others."""
-    monkeypatch.setattr(manifests, "_NEWS_WAIT_S", 0.2)
+    monkeypatch.setattr(following, "_NEWS_WAIT_S", 0.2)
     async with shards() as senders, transport() as receiver:
         job = Job(senders, skew=0)
         await job.publish()
