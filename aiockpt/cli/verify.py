@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.paths import checkpoint_or_file
 from aiockpt.cli.text import counted, format_bytes
-from aiockpt.errors import AiockptError, IntegrityError
+from aiockpt.errors import AiockptError, IntegrityError, StepNotFoundError
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.http.protocol import Address, Origin
@@ -130,6 +130,7 @@ async def _verify_step(peer: SenderClient, step: int) -> int:
     """Verify a step of one sender after the other; all of them keep it meanwhile.
 
     Raises:
+        StepNotFoundError: a newer step has taken its place, so that one is verified.
         AiockptError: what is wrong, if there is only one sender.
     """
     code = 0
@@ -140,7 +141,9 @@ async def _verify_step(peer: SenderClient, step: int) -> int:
         try:
             yield
         except AiockptError as error:
-            if len(peer.origins) == 1:
+            serving = error.serving if isinstance(error, StepNotFoundError) else None
+            is_past = peer.step is None and serving is not None and serving > step
+            if is_past or len(peer.origins) == 1:
                 raise
             _complain(f"{origin.base_url}: {error}")
             code = 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shlex
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -203,6 +205,29 @@ class TestJoined:
             with as_rank(0, 2):
                 transports[0].send_checkpoint(step=8, state_dict=state_of(0, 2, 8))
             assert cli("verify", text)[0].count("step 8, snapshot") == 2
+
+    def test_trainers_that_publish_meanwhile(self, cli: Commands) -> None:
+        """All senders keep the step that is verified, or a newer one is verified."""
+        with trainers(3) as transports:
+            text, over = publish(transports), threading.Event()
+
+            def train() -> None:
+                for step in count(8):
+                    publish(transports, step=step)
+                    if over.wait(0.1):
+                        return
+
+            thread = threading.Thread(target=train)
+            thread.start()
+            try:
+                for _ in range(3):
+                    lines = cli("verify", text)[0].splitlines()
+                    steps = [line.partition("step ")[2].split(",")[0] for line in lines]
+                    assert len(steps) == 3
+                    assert len({*steps}) == 1
+            finally:
+                over.set()
+                thread.join()
 
 
 ROWS = torch.arange(24.0).view(8, 3)
