@@ -114,9 +114,9 @@ class RankOptions(NamedTuple):
         return cls(check_rank_values(rank_values), full)
 
     def policy(
-        self, senders: int, there: Sequence[int], options: ReceiveOptions, name: str
+        self, senders: int, answered: Sequence[int], options: ReceiveOptions, name: str
     ) -> Policy:
-        """Return what this process takes from those of the senders that are there.
+        """Return what this process takes from those of the senders that answered.
 
         Raises:
             ValueError: ``rank_values`` is the number of none.
@@ -126,15 +126,16 @@ class RankOptions(NamedTuple):
         distributed: Literal["full", "mesh"] = "mesh"
         if self.full or group is None:
             distributed = "full"
+        has_own = ranks == senders and rank in answered
         chosen = self.rank_values
         if isinstance(chosen, int):
-            if chosen not in there:
+            if chosen not in answered:
                 raise ValueError(
                     f"rank_values={chosen} is none of the senders 0 to {senders - 1}"
                 )
-            chosen = there.index(chosen)
+            chosen = answered.index(chosen)
         return Policy(
-            own=there.index(rank) if ranks == senders and rank in there else None,
+            own=answered.index(rank) if has_own else None,
             rank_values=chosen,
             distributed=distributed,
             prefer=rank,
@@ -266,13 +267,13 @@ class JoinedSource(Source):
         answers = await self._answers(step)
         if not answers:
             raise next(iter(self._lost.values()))
-        self._step, there = step, sorted(answers)
+        self._step, answered = step, sorted(answers)
         for number, error in self._lost.items():
             if number == self._ranks.rank_values:
                 raise error
         self._shards = [
             SenderShard(each, self._senders[each], answers[each].manifest)
-            for each in there
+            for each in answered
         ]
         await self._bridge.run(self._note_holders)
         manifests = [shard.segment.manifest for shard in self._shards]
@@ -281,7 +282,7 @@ class JoinedSource(Source):
         if into is not None:
             own = await self._bridge.run(partial(wanted, into, limits=limits))
         count = len(self._senders)
-        policy = self._ranks.policy(count, there, self._options, self.name)
+        policy = self._ranks.policy(count, answered, self._options, self.name)
         united = await self._united(manifests, own, policy)
         if self._lost:
             await self._bridge.run(self._check_lost, manifests)
@@ -407,8 +408,8 @@ class JoinedSource(Source):
     async def end(self, step: int) -> None:
         """Tell the senders that all bytes have come."""
         await self._let_go()
-        there = [p for at, p in enumerate(self._senders) if at not in self._lost]
-        await run_all(partial(peers.end_lease, step) for peers in there)
+        left = [p for at, p in enumerate(self._senders) if at not in self._lost]
+        await run_all(partial(peers.end_lease, step) for peers in left)
 
     async def _let_go(self) -> None:
         """Stop renewing the leases."""
@@ -520,14 +521,16 @@ class JoinedSource(Source):
     async def _fetch_to_arenas(
         self, chunks: Sequence[Sequence[int]], on_progress: OnProgress
     ) -> None:
-        """Fetch chunks of each shard to its arena, unless they are there."""
+        """Fetch chunks of each shard to its arena, unless it has them."""
         pairs = [*zip(self._shards, chunks, strict=True)]
-        missing = [[c for c in some if c not in shard.there] for shard, some in pairs]
+        missing = [
+            [c for c in some if c not in shard.in_arena] for shard, some in pairs
+        ]
         homes = [PlainDestination(shard.segment.arena) for shard in self._shards]
         jobs = [[each] for each in zip(homes, missing, strict=True)]
         await self._fetch(jobs, on_progress)
         for shard, some in zip(self._shards, missing, strict=True):
-            shard.there.update(some)
+            shard.in_arena.update(some)
 
     async def _fetch(self, jobs: Sequence[Jobs], on_progress: OnProgress) -> None:
         """Fetch chunks of all shards at once, over a bounded number of connections.

@@ -45,13 +45,13 @@ class SenderShard:
         outline: The outline of its checkpoint.
         segment: Its data segment. The arena has the bytes that do not go straight to
             the destination.
-        there: The chunks that are in the arena, and verified.
+        in_arena: The chunks that are in the arena, and verified.
     """
 
     def __init__(self, number: int, peers: Peers, manifest: Manifest) -> None:
         self.number, self.peers, self.outline = number, peers, manifest.outline
         self.segment = Segment(manifest.without_header(), is_there=True)
-        self.there: set[int] = set()
+        self.in_arena: set[int] = set()
 
     def read(
         self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None = None
@@ -137,8 +137,8 @@ class ShardRead:
 
     def missing(self) -> list[int]:
         """Return the wanted chunks that must be fetched."""
-        there = self._shard.there | self.held
-        return [chunk for chunk in self.wanted if chunk not in there]
+        has = self._shard.in_arena | self.held
+        return [chunk for chunk in self.wanted if chunk not in has]
 
     def jobs(self, on_reuse: Callable[[int], None]) -> Jobs:
         """Return what to fetch: by deltas, and whole.
@@ -186,8 +186,8 @@ class ShardRead:
             views = held.buffers(piece.start, piece.stop)
             return views[0] if len(views) == 1 else memoryview(bytearray().join(views))
 
-        there = merged(map(self._grid.range, self._shard.there))
-        known = self._placement.bring_back(has, own, there)
+        in_arena = merged(map(self._grid.range, self._shard.in_arena))
+        known = self._placement.bring_back(has, own, in_arena)
         starts = [start for start, _ in known]
         for chunk in self.missing():
             start, stop = self._grid.range(chunk)
@@ -232,7 +232,7 @@ class ShardRead:
         """Copy what did not go straight to the destination. For a thread."""
         arena = self._shard.segment.arena
         for chunk in self.wanted:
-            if chunk in self._shard.there and chunk not in self.held:
+            if chunk in self._shard.in_arena and chunk not in self.held:
                 start, stop = self._grid.range(chunk)
                 copy_bytes(self.buffers(start, stop), arena.buffers(start, stop))
         self._placement.finish()
