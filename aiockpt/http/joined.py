@@ -290,79 +290,6 @@ class JoinedSource(Source):
         self._joined = await self._bridge.run(join_all)
         return self._joined.manifest
 
-    async def _answers(self, step: int) -> dict[int, ManifestAnswer]:
-        """Return the manifests of the senders that have a step; the others are lost.
-
-        Raises:
-            StepNotFoundError: a sender has a later step instead, or lacks the step
-                after all waiting.
-            AiockptError: what a sender answered.
-        """
-        found: dict[int, ManifestAnswer] = {}
-        lacking: dict[int, StepNotFoundError] = {}
-        scopes: list[anyio.CancelScope] = []
-        until = inf
-
-        async def ask(number: int, *, waits: bool) -> None:
-            nonlocal until
-            peers = self._senders[number]
-            try:
-                found[number] = await peers.manifest(step, waits=waits)
-            except TransportError as error:
-                lacking.pop(number, None)
-                self._lose(number, error, step)
-            except StepNotFoundError as error:
-                if error.serving is not None and error.serving > step:
-                    raise
-                lacking[number] = error
-            else:
-                lacking.pop(number, None)
-                until = anyio.current_time() + self._late_wait
-                for scope in scopes:
-                    scope.deadline = until
-
-        async def ask_and_wait(number: int) -> None:
-            await ask(number, waits=False)
-            if number in lacking:
-                with anyio.CancelScope(deadline=until) as scope:
-                    scopes.append(scope)
-                    await ask(number, waits=True)
-
-        numbers = (at for at in range(len(self._senders)) if at not in self._lost)
-        await run_all(partial(ask_and_wait, number) for number in numbers)
-        for number, error in lacking.items():
-            if not found or self._late_wait == inf:
-                raise error
-            self._lose(number, error, step)
-        return found
-
-    def _check_lost(self, manifests: Sequence[Manifest]) -> None:
-        """Check that the others know all that a lost sender had.
-
-        A template or a list of paths says what is needed. Otherwise, the ranks of a
-        mesh have the same tensors, so a rank of it is there for each lost one.
-
-        Raises:
-            AiockptError: the error of a sender that may have had something else.
-        """
-        is_alone = len(manifests) == 1  # values that differ by rank would go unnoticed
-        select = self._options.select
-        if self._options.into is not None or not (select is None or callable(select)):
-            known = {*self._lost}
-        else:
-            known = ranks_of_meshes(manifests, limits=self._options.limits)
-        for number, error in self._lost.items():
-            if is_alone or number not in known:
-                raise error
-
-    def _note_holders(self) -> None:
-        """Note which senders have which chunks: those of equal shards have the same."""
-        for shard in self._shards:
-            outline = shard.outline
-            for chunk, digest in enumerate(outline.digests):
-                key = outline.grid, chunk, digest
-                self._holders.setdefault(key, []).append(shard)
-
     def takes(self, reuse: Reuse) -> bool:
         """Return True: `read` lays out what the receiver has as the senders do."""
         self._reuse = reuse
@@ -411,16 +338,68 @@ class JoinedSource(Source):
         left = [p for at, p in enumerate(self._senders) if at not in self._lost]
         await run_all(partial(peers.end_lease, step) for peers in left)
 
-    async def _let_go(self) -> None:
-        """Stop renewing the leases."""
-        await run_all(peers.let_go for peers in self._senders)
-
     def give_back(self) -> None:
         """Free the memory of what did not go straight. For threads. Idempotent."""
         shards, self._shards, self._joined = self._shards, (), None
         self._holders.clear()
         for shard in shards:
             shard.segment.arena.empty()
+
+    # ------------------------------------------------------------- the manifest
+
+    async def _answers(self, step: int) -> dict[int, ManifestAnswer]:
+        """Return the manifests of the senders that have a step; the others are lost.
+
+        Raises:
+            StepNotFoundError: a sender has a later step instead, or lacks the step
+                after all waiting.
+            AiockptError: what a sender answered.
+        """
+        found: dict[int, ManifestAnswer] = {}
+        lacking: dict[int, StepNotFoundError] = {}
+        scopes: list[anyio.CancelScope] = []
+        until = inf
+
+        async def ask(number: int, *, waits: bool) -> None:
+            nonlocal until
+            peers = self._senders[number]
+            try:
+                found[number] = await peers.manifest(step, waits=waits)
+            except TransportError as error:
+                lacking.pop(number, None)
+                self._lose(number, error, step)
+            except StepNotFoundError as error:
+                if error.serving is not None and error.serving > step:
+                    raise
+                lacking[number] = error
+            else:
+                lacking.pop(number, None)
+                until = anyio.current_time() + self._late_wait
+                for scope in scopes:
+                    scope.deadline = until
+
+        async def ask_and_wait(number: int) -> None:
+            await ask(number, waits=False)
+            if number in lacking:
+                with anyio.CancelScope(deadline=until) as scope:
+                    scopes.append(scope)
+                    await ask(number, waits=True)
+
+        numbers = (at for at in range(len(self._senders)) if at not in self._lost)
+        await run_all(partial(ask_and_wait, number) for number in numbers)
+        for number, error in lacking.items():
+            if not found or self._late_wait == inf:
+                raise error
+            self._lose(number, error, step)
+        return found
+
+    def _note_holders(self) -> None:
+        """Note which senders have which chunks: those of equal shards have the same."""
+        for shard in self._shards:
+            outline = shard.outline
+            for chunk, digest in enumerate(outline.digests):
+                key = outline.grid, chunk, digest
+                self._holders.setdefault(key, []).append(shard)
 
     async def _united(
         self, manifests: Sequence[Manifest], own: Wanted | None, policy: Policy
@@ -491,6 +470,27 @@ class JoinedSource(Source):
             for shard, some in pairs
             for reach in merged(some, _MERGED_GAP_BYTES)
         )
+
+    def _check_lost(self, manifests: Sequence[Manifest]) -> None:
+        """Check that the others know all that a lost sender had.
+
+        A template or a list of paths says what is needed. Otherwise, the ranks of a
+        mesh have the same tensors, so a rank of it is there for each lost one.
+
+        Raises:
+            AiockptError: the error of a sender that may have had something else.
+        """
+        is_alone = len(manifests) == 1  # values that differ by rank would go unnoticed
+        select = self._options.select
+        if self._options.into is not None or not (select is None or callable(select)):
+            known = {*self._lost}
+        else:
+            known = ranks_of_meshes(manifests, limits=self._options.limits)
+        for number, error in self._lost.items():
+            if is_alone or number not in known:
+                raise error
+
+    # ---------------------------------------------------------------- the bytes
 
     def _plan(self, ranges: Ranges, destination: ChunkDestination) -> _JoinedRead:
         """Plan what comes from each sender for some ranges. For a thread."""
@@ -593,6 +593,8 @@ class JoinedSource(Source):
         )
         yield from (part for part in parts if part[1])
 
+    # -------------------------------------------------------------- the senders
+
     def _lose(
         self, number: int, error: TransportError | StepNotFoundError, step: int
     ) -> None:
@@ -608,6 +610,10 @@ class JoinedSource(Source):
                 level=logging.INFO if is_late else logging.WARNING,
             )
         )
+
+    async def _let_go(self) -> None:
+        """Stop renewing the leases."""
+        await run_all(peers.let_go for peers in self._senders)
 
 
 def _tell(shard: SenderShard, began: float) -> None:
