@@ -18,7 +18,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.http import protocol as http
 from aiockpt.http.client import CheckpointClient, Request
 from aiockpt.http.manifests import until_served
-from aiockpt.http.peers import Peer, Peers, answers
+from aiockpt.http.peers import Peer, Peers, add_others, answers
 from aiockpt.http.problems import PeerBusy, UnknownResourceError
 from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import Liveness, poll
@@ -53,7 +53,7 @@ async def fetch_fingerprints(senders: Sequence[Peers], step: int) -> Fingerprint
         try:
             found = await answers(peers.all, fetch, step=step)
         except TransportError as error:
-            if Advice.LATER not in advice(error):
+            if Advice.LATER not in advice(error):  # it answers that it has none
                 raise
             lost[number] = error
             return Fingerprint()
@@ -68,9 +68,8 @@ async def fetch_fingerprints(senders: Sequence[Peers], step: int) -> Fingerprint
     if lost:
         answered = [each for number, each in enumerate(senders) if number not in lost]
         if not total.is_whole or not {*lost} <= await _known_ranks(answered, step):
-            first, *others = lost.values()
-            for other in others:
-                first.add_note(f"another sender failed, too: {other}")
+            first = next(iter(lost.values()))
+            add_others(first, lost.values())
             raise first
     return total
 

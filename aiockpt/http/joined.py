@@ -47,7 +47,7 @@ from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.download import Download
 from aiockpt.http.manifests import ManifestAnswer
-from aiockpt.http.peers import Peers, name_of
+from aiockpt.http.peers import Peers, add_others, name_of
 from aiockpt.http.range_fetcher import fetch_unverified
 from aiockpt.http.shards import Jobs, ReceiveMemory, SenderShard, ShardRead
 from aiockpt.memory.arena import Arena
@@ -167,8 +167,8 @@ async def receive_joined(
         ranks: What is taken where the ranks differ.
 
     Raises:
-        AiockptError: see `receive`. If elements are missing, the error is that of the
-            lost sender.
+        AiockptError: see `receive`. If elements are missing, the error is that of a
+            lost sender, with those of the others as its notes.
     """
     if callable(options.select):  # both `unite` and the matcher ask for each path
         options = replace(options, select=cache(options.select))
@@ -194,7 +194,11 @@ async def receive_joined(
                 late_wait = inf
                 continue
             if lost and isinstance(error, TemplateMismatchError | MissingKeysError):
-                raise next(iter(lost.values())) from error
+                first = next(iter(lost.values()))
+                add_others(first, lost.values())
+                raise first from error
+            if error in lost.values():
+                add_others(error, lost.values())
             raise
 
 

@@ -159,6 +159,15 @@ def verdict(peers: Sequence[Peer]) -> AiockptError:
     return chosen
 
 
+def add_others(error: AiockptError, lost: Iterable[AiockptError]) -> None:
+    """Add the errors of the other senders that are lost as notes."""
+    others = [each for each in lost if each is not error]
+    for other in others[:_MAX_NAMES]:
+        error.add_note(f"another sender failed, too: {other}")
+    if (more := len(others) - _MAX_NAMES) > 0:
+        error.add_note(f"{more} more senders failed, too")
+
+
 @dataclass(eq=False)
 class Peers:
     """The peers of one receive, from the manifest to the last chunk.
