@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from aiockpt.http_transport import HTTPTransport
     from aiockpt.pg.transport import PGTransport
     from aiockpt.state.flatten import register_leaf
-    from aiockpt.storage.directory import latest, list_checkpoints
+    from aiockpt.storage.interface import latest, list_checkpoints, register_store
     from aiockpt.transfer.prepared import Prepared
     from aiockpt.transport import CheckpointTransport
 
@@ -98,6 +98,7 @@ __all__ = [
     "make_token",
     "recover",
     "register_leaf",
+    "register_store",
 ]
 
 # Where each lazy name lives; the imports under TYPE_CHECKING tell type checkers the
@@ -123,8 +124,8 @@ _HOMES = {
     "add_hook": "aiockpt.events",
     "fingerprint": "aiockpt.checkpointers.fingerprint",
     "join_metadata": "aiockpt.http.protocol",
-    "latest": "aiockpt.storage.directory",
-    "list_checkpoints": "aiockpt.storage.directory",
+    "latest": "aiockpt.storage.interface",
+    "list_checkpoints": "aiockpt.storage.interface",
     "load": "aiockpt.checkpointers.factories",
     "make_async_checkpointer": "aiockpt.checkpointers.factories",
     "make_background_checkpointer": "aiockpt.checkpointers.factories",
@@ -133,6 +134,7 @@ _HOMES = {
     "make_token": "aiockpt.http.tokens",
     "recover": "aiockpt.checkpointers.recovery",
     "register_leaf": "aiockpt.state.flatten",
+    "register_store": "aiockpt.storage.interface",
 }
 _PACKAGES = ("checkpointers", "http", "testing")
 

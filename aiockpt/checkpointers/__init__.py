@@ -76,7 +76,8 @@ if TYPE_CHECKING:
     )
     from aiockpt.checkpointers.sync import SyncCheckpointer
     from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
-    from aiockpt.storage.directory import Checkpoint, RankFile, latest, list_checkpoints
+    from aiockpt.storage.directory import Checkpoint, RankFile
+    from aiockpt.storage.interface import latest, list_checkpoints
     from aiockpt.storage.write import Writable, WritableSnapshot
 
 __all__ = [
@@ -148,8 +149,8 @@ _HOMES = {
     "WriterHook": "aiockpt.checkpointers.writer",
     "Written": "aiockpt.checkpointers.base",
     "create_barrier_from_config": "aiockpt.checkpointers.barriers",
-    "latest": "aiockpt.storage.directory",
-    "list_checkpoints": "aiockpt.storage.directory",
+    "latest": "aiockpt.storage.interface",
+    "list_checkpoints": "aiockpt.storage.interface",
     "load": "aiockpt.checkpointers.factories",
     "make_async_checkpointer": "aiockpt.checkpointers.factories",
     "make_background_checkpointer": "aiockpt.checkpointers.factories",

@@ -44,7 +44,7 @@ from aiockpt.errors import (
 from aiockpt.events import Progress, guarded
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.storage.directory import StrPath, expanded
+from aiockpt.storage.directory import StrPath, absolute, is_address
 from aiockpt.storage.interface import storage_at
 from aiockpt.transport import Timeout, seconds
 
@@ -370,9 +370,9 @@ def absolute_path(path: StrPath) -> str:
             Or it is too long for any file system, and for a message.
     """
     text = os.fspath(path)
-    if "://" not in text:
+    if "://" not in text or is_address(text):
         try:
-            text = os.path.abspath(expanded(text))
+            text = absolute(text)
         except OSError as error:
             detail = f"the working directory cannot be read: {error.strerror}"
             raise StorageError(text, detail) from error

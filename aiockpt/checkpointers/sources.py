@@ -24,7 +24,12 @@ from aiockpt.runtime.bridge import share_out
 from aiockpt.runtime.system import collector_paused, raise_descriptor_limit
 from aiockpt.state.reshard import RankValues
 from aiockpt.storage.boxes import LoadedSource
-from aiockpt.storage.checkpoint_file import OpenFile, blaming_file, contents
+from aiockpt.storage.checkpoint_file import (
+    LocalFile,
+    OpenFile,
+    blaming_file,
+    contents,
+)
 from aiockpt.storage.dcp import METADATA
 from aiockpt.storage.dcp_sources import dcp_sources
 from aiockpt.storage.directory import StrPath, rank_file, text_of
@@ -122,7 +127,8 @@ def open_sources(path: StrPath, reading: Reading) -> Iterator[Found]:
 
 def _source(file: OpenFile, reading: Reading) -> FileSource:
     manifest = manifest_of_file(file, limits=reading.limits)
-    return FileSource(file, manifest, mapped=reading.mmap)
+    mapped = reading.mmap and isinstance(file, LocalFile)  # an object is read
+    return FileSource(file, manifest, mapped=mapped)
 
 
 def _of_file(file: OpenFile, reading: Reading) -> Found:
@@ -137,7 +143,7 @@ def _of_directory(directory: Storage, reading: Reading, files: ExitStack) -> Fou
     """Read the rank's file, which is ours, the seed's; or another tool's shards."""
     if directory.was_saved() or directory.kind() is None:
         return _of_checkpoint(directory, reading, files)
-    held = directory.names()
+    held, _ = directory.listed()
     if (legacy := f"checkpoint_{reading.rank}.pt") in held:
         _check_seed(directory, held, reading)
         return _of_file(files.enter_context(directory.open(legacy)), reading)

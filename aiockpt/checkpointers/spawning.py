@@ -21,6 +21,7 @@ from aiockpt.checkpointers.writer import Writers
 from aiockpt.errors import LocalProtocolError
 from aiockpt.runtime.children import Child
 from aiockpt.runtime.ipc import pack, unpack
+from aiockpt.storage.interface import register_store, registered_stores
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class InitFunctions:
     def _pickled(self, spawning: _Spawning) -> bytes:
         context.set_spawning_popen(spawning)  # type: ignore[arg-type]
         try:
-            return bytes(ForkingPickler.dumps(self._content))
+            return bytes(ForkingPickler.dumps((*self._content, _stores())))
         except Exception as error:
             raise LocalProtocolError(
                 "an init function of the checkpoint process, or an argument of it, "
@@ -100,7 +101,7 @@ def make_writers(parcel: int) -> Writers:
     try:
         # This imports the trainer's main module, too, if the functions are in it.
         multiprocessing.spawn.prepare(facts)
-        init, init_args, make, writer_args = ForkingPickler.loads(content[8 + size :])
+        functions = ForkingPickler.loads(content[8 + size :])
     except AttributeError as error:
         if "__main__" not in str(error):
             raise
@@ -111,8 +112,17 @@ def make_writers(parcel: int) -> Writers:
         ) from error
     finally:
         del own._inheriting  # noqa: SLF001 - as above
+    init, init_args, make, writer_args, stores = functions
+    for address, store in stores.items():
+        register_store(address, store)
     init(*init_args)
     return Writers(make, writer_args)
+
+
+def _stores() -> dict[str, Any]:
+    """Return the registered stores that another process can use."""
+    stores = registered_stores().items()
+    return {name: store for name, store in stores if not name.startswith("memory:")}
 
 
 def _refuse_to_nest() -> None:

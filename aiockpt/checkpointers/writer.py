@@ -58,7 +58,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import ArenaPool
 from aiockpt.memory.snapshot import TRUSTED, MappedSnapshot, Snapshot
 from aiockpt.runtime.sync_facade import run_blocking
-from aiockpt.storage.directory import MARKER, StrPath, expanded
+from aiockpt.storage.directory import MARKER, StrPath, absolute
 from aiockpt.storage.interface import RankDraft, Storage, storage_at
 from aiockpt.storage.ours import remove_ours
 from aiockpt.storage.write import Writable, WritableSnapshot
@@ -251,7 +251,7 @@ class CheckpointWriter:
 
     def _described(self, path: StrPath, where: str, step: int) -> _Save:
         meeting = Meeting(
-            directory=os.fspath(_unresolved(path)),
+            directory=_unresolved(path),
             step=step,
             phase="written",
             timeout=self._config.write_barrier_timeout_secs,
@@ -282,7 +282,7 @@ class CheckpointWriter:
                         _finish(self._hook.pre_commit(os.fspath(path), **kwargs))
                 content = content_of(header)
                 result = Written("", content, writable.segment_bytes)
-                warning, snapshots = save.meet(draft, rank, header.snapshot_id)
+                warning, snapshots = save.meet(draft, rank, draft.arrival(header))
                 unused: list[Path] = []
                 try:
                     with save.telling_failures("committed", draft):
@@ -458,12 +458,12 @@ async def _awaited(outcome: Awaitable[None]) -> None:
     await outcome
 
 
-def _unresolved(path: StrPath) -> Path:
+def _unresolved(path: StrPath) -> str:
     """Return an absolute path without following links, or the path as it is."""
     try:
-        return Path(os.path.abspath(expanded(path)))
+        return absolute(path)
     except OSError:  # the working directory is gone
-        return Path(path)
+        return os.fspath(path)
 
 
 # --------------------------------------------- how a background writer uses a writer

@@ -24,7 +24,7 @@ from aiockpt.http.protocol import (
 )
 from aiockpt.runtime.secrets import Token
 from aiockpt.runtime.words import command_line, printable
-from aiockpt.storage.directory import local_path
+from aiockpt.storage.directory import expanded, is_address, local_path
 
 
 class UsageError(LocalProtocolError):
@@ -47,7 +47,7 @@ _SUFFIX = re.compile(r"\.[a-z][a-z0-9_]*")  # "llama-3.1" has none
 
 def is_url(text: str) -> bool:
     """Say whether an argument is meant as a URL, rather than as a path."""
-    return _URL.match(text) is not None
+    return _URL.match(text) is not None and not is_address(text)
 
 
 def address(text: str) -> Address:
@@ -89,20 +89,37 @@ def _blaming(text: str) -> Iterator[None]:
 
 
 def _local_path(text: str) -> Path:
-    """Parse a path. The complaint about a URL does not repeat it: it holds a token."""
+    """Parse a path of a file system."""
+    _refuse_url(text)
+    return _path(text)
+
+
+def _stored_path(text: str) -> Path:
+    """Parse a path, or an address of an object store."""
+    _refuse_url(text)
+    return _path(text, stored=True)
+
+
+def _refuse_url(text: str) -> None:
+    """Complain about a URL, without repeating it: it holds a token."""
     if is_url(text):
         raise argparse.ArgumentTypeError(
             "it is a URL, and this command reads files; get the file first: "
             "aiockpt fetch URL -o FILE"
         )
-    return _path(text)
 
 
-def _path(text: str) -> Path:
+def _path(text: str, *, stored: bool = False) -> Path:
     try:
-        return local_path(text)
+        path = local_path(text)
     except StorageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if is_address(text) and not stored:
+        raise argparse.ArgumentTypeError(
+            f"{expanded(text)} is in an object store, and this command needs a path of "
+            "a file system"
+        )
+    return path
 
 
 def _text(text: str) -> str:
@@ -110,11 +127,11 @@ def _text(text: str) -> str:
 
 
 def _path_or_address(text: str) -> Path | Address:
-    return address(text) if _names_peers(text) else _path(text)
+    return address(text) if _names_peers(text) else _path(text, stored=True)
 
 
 def _path_or_addresses(text: str) -> Path | list[Address]:
-    return addresses(text) if _names_peers(text) else _path(text)
+    return addresses(text) if _names_peers(text) else _path(text, stored=True)
 
 
 def _names_peers(text: str) -> bool:
@@ -123,7 +140,7 @@ def _names_peers(text: str) -> bool:
 
 def _converted(text: str) -> Path:
     """Parse what ``convert`` writes; refuse a suffix that means nothing."""
-    path = _path(text)
+    path = _path(text, stored=True)
     suffix = path.suffix.lower()
     known = suffix in (".pt", ".safetensors") or _SUFFIX.fullmatch(suffix) is None
     if known or text.endswith("/"):
@@ -198,8 +215,8 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
         "or @FILE with it; several senders of the same checkpoint each deliver a "
         "part",
     },
-    "directory DIR": {"type": _local_path},
-    "source FROM": {"type": _local_path},
+    "directory DIR": {"type": _stored_path},
+    "source FROM": {"type": _stored_path},
     "target TO": {"type": _converted},
     "--step N": {"type": _step},
     "--rank N": {"type": _step},

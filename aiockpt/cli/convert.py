@@ -42,8 +42,9 @@ from aiockpt.state.flatten import describe
 from aiockpt.state.leaves import DTYPE_NAMES
 from aiockpt.state.reshard import RankValues
 from aiockpt.storage.dcp import is_dcp
-from aiockpt.storage.directory import find_checkpoint, step_in
+from aiockpt.storage.directory import expanded, is_address, step_in
 from aiockpt.storage.files import in_place, named, rename_to_new, sync_directory
+from aiockpt.storage.interface import find_checkpoint, storage_at
 from aiockpt.storage.lock import SaveLock
 from aiockpt.storage.partfile import TAKEN, check_target
 
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         _to_file(arguments)
     else:
         _to_directory(arguments)
-    print(f"wrote {printable(str(target))}", file=sys.stderr)
+    print(f"wrote {printable(expanded(target))}", file=sys.stderr)
     return 0
 
 
@@ -80,13 +81,18 @@ def _check_options(arguments: argparse.Namespace, *, is_file: bool) -> None:
     Raises:
         UsageError: there is one.
     """
-    if arguments.rank is not None and arguments.source.is_file():
+    if arguments.rank is not None and storage_at(arguments.source).kind() == "file":
         raise UsageError("--rank is for checkpoint directories")
     if arguments.step is not None and (is_file or arguments.hf):
         raise UsageError("--step is for checkpoint directories")
     if arguments.hf and is_file:
         raise UsageError(
             f"--hf writes a directory, and {arguments.target} is the name of a file"
+        )
+    if (is_file or arguments.hf) and is_address(str(arguments.target)):
+        raise UsageError(
+            "an object store gets checkpoint directories only: write to a disk, and "
+            "copy the result"
         )
     for option in () if arguments.hf else ("dtype", "max_shard_size", "rename"):
         if getattr(arguments, option) is not None:
@@ -110,13 +116,13 @@ def _to_directory(arguments: argparse.Namespace) -> None:
 
 
 def _check_directory(target: Path, *, replace: bool) -> None:
-    if not os.path.lexists(target):
+    if not os.path.lexists(target) and storage_at(target).kind() is None:
         return
     if not replace:
-        raise StorageError(str(target), TAKEN)
+        raise StorageError(expanded(target), TAKEN)
     if find_checkpoint(target) is None:
         detail = "it is no checkpoint, and --overwrite replaces nothing else"
-        raise StorageError(str(target), detail)
+        raise StorageError(expanded(target), detail)
 
 
 def _to_file(arguments: argparse.Namespace) -> None:
@@ -186,8 +192,7 @@ def _is_cut(source: Path) -> bool:
     found = find_checkpoint(source)
     if is_dcp(source) or (found is not None and found.world_size > 1):
         return True
-    file = source if found is None else found.file_of(0)
-    return file.is_file() and holds_shards(file)
+    return holds_shards(source if found is None else found.file_of(0))
 
 
 @contextmanager

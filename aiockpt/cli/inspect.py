@@ -36,7 +36,8 @@ from aiockpt.format.registry import REGISTRY
 from aiockpt.format.tree import children_of, rebuilding
 from aiockpt.http.protocol import Address
 from aiockpt.runtime.words import clipped, printable
-from aiockpt.storage.checkpoint_file import read_header
+from aiockpt.storage.directory import expanded
+from aiockpt.storage.interface import storage_at
 
 _FLAGS = {
     PARAMETER: "parameter",
@@ -75,7 +76,8 @@ def _read(arguments: argparse.Namespace) -> tuple[str, Manifest | ForeignHeader]
     if arguments.step is not None:
         raise UsageError("--step is for URLs: a file holds one step")
     path = one_file(what, arguments.rank)
-    return str(path), read_header(path, limits=FILE_LIMITS)
+    with storage_at(path).open() as file:
+        return expanded(path), file.header(limits=FILE_LIMITS)
 
 
 async def _ask(address: Address, arguments: argparse.Namespace) -> Manifest:

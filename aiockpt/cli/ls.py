@@ -14,12 +14,13 @@ from aiockpt.cli.text import counted, format_bytes, format_table
 from aiockpt.errors import StorageError
 from aiockpt.runtime.words import command_line, printable
 from aiockpt.storage.directory import (
+    ATTEMPT,
     MARKER,
+    RANK_FILE,
     Checkpoint,
-    find_checkpoint,
-    list_checkpoints,
+    expanded,
 )
-from aiockpt.storage.files import named
+from aiockpt.storage.interface import find_checkpoint, list_checkpoints, storage_at
 
 _HEADS = ("NAME", "STEP", "RANKS", "SIZE", "SAVED")
 
@@ -27,9 +28,9 @@ _HEADS = ("NAME", "STEP", "RANKS", "SIZE", "SAVED")
 def run(arguments: argparse.Namespace) -> int:
     """Print the list."""
     place: Path = arguments.directory
-    with named(place):
-        names = sorted(each.name for each in place.iterdir() if each.is_dir())
-    found = list_checkpoints(place)
+    where = storage_at(place)
+    _, names = where.listed()
+    found = where.checkpoints()
     if not found and (itself := find_checkpoint(place)):
         found = [itself]
     if arguments.json:
@@ -51,9 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _guide(place: Path, names: list[str]) -> None:
     """Say that there is no checkpoint, and which directories below hold some."""
-    lines = []
-    # "." is the start of a name that begins with a hyphen, too.
-    start = os.path.join(".", place) if str(place).startswith("-") else str(place)
+    lines, start = [], expanded(place)
+    if start.startswith("-"):  # "." is the start of such a name, too
+        start = os.path.join(".", start)
     for name in names:
         with suppress(StorageError):
             if count := len(list_checkpoints(place / name)):
@@ -61,7 +62,8 @@ def _guide(place: Path, names: list[str]) -> None:
                 lines.append(f"  {counted(count, 'checkpoint')}: {command}")
     below = ", but there are some below:" if lines else ""
     print(
-        f"{printable(str(place))}: there is no checkpoint here{below}", file=sys.stderr
+        f"{printable(expanded(place))}: there is no checkpoint here{below}",
+        file=sys.stderr,
     )
     for line in lines:
         print(line, file=sys.stderr)
@@ -73,17 +75,18 @@ def _what_is_wrong(path: Path) -> str:
     if hidden and path.name.endswith((".part", ".old", ".trash")):
         return "not whole"
     try:
-        marked = (path / MARKER).exists()
-        ours = any(path.glob("checkpoint_*.safetensors"))
-        return "not whole" if ours or marked else ""
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        files, directories = storage_at(path).listed()
+    except StorageError as error:
+        return f"cannot be read: {error.detail}"
+    ours = any(each == MARKER or RANK_FILE.fullmatch(each) for each in files)
+    ours = ours or any(map(ATTEMPT.fullmatch, directories))
+    return "not whole" if ours else ""
 
 
 def _described(checkpoint: Checkpoint) -> dict[str, object]:
     return {
         "name": checkpoint.name,
-        "path": str(checkpoint.path),
+        "path": os.fspath(checkpoint),
         "step": checkpoint.step,
         "world_size": checkpoint.world_size,
         "bytes": checkpoint.nbytes,

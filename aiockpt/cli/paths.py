@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,8 +20,8 @@ from aiockpt.format.paths import PICKLE
 from aiockpt.format.references import registered
 from aiockpt.format.tree import UnknownLeafError
 from aiockpt.runtime.words import command_line
-from aiockpt.storage.checkpoint_file import read_header
-from aiockpt.storage.directory import Checkpoint, checkpoint_at, list_checkpoints
+from aiockpt.storage.directory import Checkpoint, expanded
+from aiockpt.storage.interface import storage_at
 
 
 def checkpoint_or_file(path: Path) -> Checkpoint | Path:
@@ -29,10 +30,11 @@ def checkpoint_or_file(path: Path) -> Checkpoint | Path:
     Raises:
         CheckpointNotFoundError: it is a directory without a whole checkpoint.
     """
-    if not path.is_dir():
+    where = storage_at(path)
+    if where.kind() != "directory":
         return path
     with pointing_below(path):
-        return checkpoint_at(path)
+        return where.checkpoint()
 
 
 @contextmanager
@@ -41,13 +43,14 @@ def pointing_below(path: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointNotFoundError:
-        below = list_checkpoints(path) if path.is_dir() else []
+        where = storage_at(path)
+        below = where.checkpoints() if where.kind() == "directory" else []
         if not below:
             raise
         count = counted(len(below), "checkpoint")
-        one = command_line(str(below[-1].path))
+        one = command_line(os.fspath(below[-1]))
         detail = f"it is a directory of {count}: name one, such as {one}"
-        raise CheckpointNotFoundError(str(path), detail) from None
+        raise CheckpointNotFoundError(expanded(path), detail) from None
 
 
 @contextmanager
@@ -81,7 +84,8 @@ def holds_shards(file: Path) -> bool:
     from aiockpt.state.sharding import LAYOUTS  # most commands need no torch
 
     with suppress(StorageError):  # such as a file of torch.save, which has no header
-        header = read_header(file, limits=FILE_LIMITS)
+        with storage_at(file).open() as opened:
+            header = opened.header(limits=FILE_LIMITS)
         tree = header.tree if isinstance(header, Manifest) else None
         return any(tag in LAYOUTS for _, tag, _ in registered(tree))
     return False

@@ -22,7 +22,9 @@ from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.http.protocol import Address, Origin
 from aiockpt.runtime.words import printable
-from aiockpt.storage.checkpoint_file import read_header, verify_chunks
+from aiockpt.storage.checkpoint_file import verify_chunks
+from aiockpt.storage.directory import expanded
+from aiockpt.storage.interface import storage_at
 
 if TYPE_CHECKING:
     from aiockpt.cli.peer import SenderClient
@@ -43,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     if isinstance(found, Path):
         return _verify(found)
     codes = [
-        _verify(found.path / name, expected=file.snapshot)
+        _verify(found.path / (file.key or name), expected=file.snapshot)
         for name, file in sorted(found.files.items())
     ]
     return max(codes)
@@ -51,17 +53,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _verify(path: Path, *, expected: str | None = None) -> int:
     """Verify one file; ``expected`` is the snapshot that it must be."""
-    header = read_header(path, limits=FILE_LIMITS)
-    if isinstance(header, ForeignHeader):
-        wrong = "well formed, but it has no digests to verify"
-    elif expected not in (None, header.snapshot_id):
-        wrong = f"it is snapshot {header.snapshot_id}, the marker names {expected}"
-    elif wrong := _describe(verify_chunks(path, header), header):
-        pass
-    else:
-        print(_intact(str(path), header))
-        return 0
-    _complain(f"{path}: {wrong}")
+    name = expanded(path)
+    with storage_at(path).open() as file:
+        header = file.header(limits=FILE_LIMITS)
+        if isinstance(header, ForeignHeader):
+            wrong = "well formed, but it has no digests to verify"
+        elif expected not in (None, header.snapshot_id):
+            wrong = f"it is snapshot {header.snapshot_id}, the marker names {expected}"
+        elif not (wrong := _describe(verify_chunks(file, header), header)):
+            print(_intact(name, header))
+            return 0
+    _complain(f"{name}: {wrong}")
     return 1
 
 

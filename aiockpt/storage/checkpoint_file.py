@@ -19,7 +19,7 @@ from aiockpt.errors import (
     RemoteProtocolError,
     StorageError,
 )
-from aiockpt.format.chunks import digest
+from aiockpt.format.chunks import ChunkHasher, digest
 from aiockpt.format.header import LENGTH_BYTES, decode_header, header_length
 from aiockpt.format.limits import OF_A_FILE, Limits, advising, enforce
 from aiockpt.format.manifest import ForeignHeader, Manifest
@@ -222,19 +222,17 @@ def contents(file: OpenFile, *, limits: Limits) -> bytes:
     return file.bytes_at(0, size)
 
 
-def verify_chunks(path: Path, manifest: Manifest) -> Iterator[IntegrityError]:
+def verify_chunks(file: OpenFile, manifest: Manifest) -> Iterator[IntegrityError]:
     """Read every chunk of a file; yield an error for each wrong digest.
 
     Raises:
         StorageError: it cannot be read to the end.
     """
-    with opened(path) as file, named(path):
-        for chunk, expected in enumerate(manifest.digests):
-            actual = file.digest(manifest, chunk)
-            if actual != expected:
-                yield IntegrityError(
-                    chunk=chunk, expected=expected, actual=actual, url=str(path)
-                )
+    hasher, base = ChunkHasher(manifest.grid, manifest.digests), manifest.header_bytes
+    for block in file.blocks(base, base + manifest.segment_bytes):
+        for each in hasher.update(hasher.position, block):
+            if not each.matches:
+                yield each.error(str(file.path))
 
 
 @contextmanager

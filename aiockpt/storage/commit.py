@@ -152,6 +152,10 @@ class Draft(AbstractContextManager["Draft"]):
         self.keep_file()
         return header
 
+    def arrival(self, header: Manifest) -> str:
+        """Return what `commit` needs: what the file must be."""
+        return header.snapshot_id
+
     def keep_file(self) -> None:
         """Give the file its final name; if durable, sync the directory entry."""
         with named(self.path):
@@ -167,14 +171,14 @@ class Draft(AbstractContextManager["Draft"]):
             except FileNotFoundError:
                 raise self._overtaken(self.path.name) from None
 
-    def commit(self, step: int, snapshots: Mapping[int, str]) -> list[Path]:
+    def commit(self, step: int, arrivals: Mapping[int, str]) -> list[Path]:
         """Write the marker, then move the whole directory to its name; for rank 0.
 
         Other files beside the old checkpoint move to the new one.
 
         Args:
             step: The checkpoint's step.
-            snapshots: The `Manifest.snapshot_id` of what each rank has written.
+            arrivals: The `arrival` of each rank.
 
         Returns:
             Directories that can be removed at leisure.
@@ -193,7 +197,7 @@ class Draft(AbstractContextManager["Draft"]):
                 raise
             try:
                 files = {}
-                for rank, snapshot in sorted(snapshots.items()):
+                for rank, snapshot in sorted(arrivals.items()):
                     name = rank_file(rank)
                     files[name] = _described(private / name, step)
                     if files[name].snapshot != snapshot:

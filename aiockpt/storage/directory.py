@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,10 @@ MARKER: Final = "commit.json"
 RANK_FILE: Final = re.compile(r"checkpoint_[0-9]+\.safetensors")
 """The names that `rank_file` returns."""
 
+ATTEMPT: Final = re.compile(r"[0-9a-f]{32}")
+"""The names of directories that hold the ranks' files in an object store."""
+
+_KEY: Final = rf"\A({ATTEMPT.pattern}/{RANK_FILE.pattern})?\Z"
 _VERSION: Final = 2
 _VERSIONS: Final = (1, 2)  # version 1 has no serial number
 _DCP: Final = ".metadata"
@@ -60,16 +64,27 @@ _MAX_SERIAL: Final = 2**63 - 1
 _NAMED_STEP = re.compile(r"(?<![a-z])step[=_-]?([0-9]{1,18})(?![0-9])", re.IGNORECASE)
 _STEP = re.compile(r"(?<![0-9]\.)(?<![0-9])([0-9]{1,18})(\.[a-z_]+)?$", re.IGNORECASE)
 # One slash is left of a URL that went through `Path`. A drive has one letter.
+_STORE = re.compile(r"(s3a?|gs|az|memory):/", re.IGNORECASE)
+_ADDRESS = re.compile(r"([a-z0-9]+):/{1,2}([^/?#@]+(?:/[^/?#@]+)*)/*", re.IGNORECASE)
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:/{1,2}", re.IGNORECASE)
 _OLD = re.compile(r"\.(.+)\.old", re.DOTALL)
 _SERIAL = re.compile(rb'\{\s*"aiockpt": [0-9]+,\s*"serial": ([0-9]{1,19}),')
 
 
-class RankFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The entry of a rank's file in the marker."""
+class RankFile(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The entry of a rank's file in the marker.
+
+    Attributes:
+        bytes: Its size.
+        snapshot: Its `Manifest.snapshot_id`.
+        key: Where it is below the checkpoint's path. Empty: it has its own name there.
+    """
 
     bytes: Count
     snapshot: str
+    key: Annotated[str, Meta(pattern=_KEY)] = ""
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,7 +122,7 @@ class Checkpoint:
 
     def __fspath__(self) -> str:
         """Return the directory, so that ``load`` takes a checkpoint for a path."""
-        return os.fspath(self.path)
+        return expanded(self.path)
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +140,7 @@ class Checkpoint:
             ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
             detail = f"{ranks} wrote it, and none of them was rank {rank}"
             raise CheckpointNotFoundError(str(self.path), detail)
-        return self.path / name
+        return self.path / (self.files[name].key or name)
 
 
 def rank_file(rank: int) -> str:
@@ -165,6 +180,9 @@ def text_of(path: StrPath) -> str:
 def expanded(path: StrPath) -> str:
     """Return a path as text, with the home directory in place of a leading ``~``.
 
+    The address of an object store has two slashes after its scheme, and none at its
+    end.
+
     Raises:
         StorageError: there is no such home directory; or the path is empty or a URL.
         TypeError: it is no path.
@@ -172,6 +190,8 @@ def expanded(path: StrPath) -> str:
     text = text_of(path)
     if not text:  # a variable that is not set; pathlib takes it for "."
         raise StorageError("''", "the path is empty; write . for this directory")
+    if is_address(text):
+        return _normalized(text)
     if scheme := _SCHEME.match(text):
         text, _, _ = text.partition("#")  # without the token of a URL
         detail = (
@@ -185,6 +205,38 @@ def expanded(path: StrPath) -> str:
     return found
 
 
+def is_address(text: str) -> bool:
+    """Say whether a path is the address of an object store."""
+    return _STORE.match(text) is not None
+
+
+def _normalized(address: str) -> str:
+    found = _ADDRESS.fullmatch(address)
+    if found is None or {".", ".."} & {*found[2].split("/")}:
+        shown = f"{address.partition(':')[0]}://..."  # the rest may have a secret
+        detail = "it is no address of an object store, such as s3://bucket/run/step-100"
+        raise StorageError(shown, detail)
+    return f"{found[1].lower()}://{found[2]}"
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """Return the scheme and bucket of a normalized address, and the key below them."""
+    scheme, _, rest = address.partition("://")
+    bucket, _, key = rest.partition("/")
+    return f"{scheme}://{bucket}", key
+
+
+def absolute(path: StrPath) -> str:
+    """Return an absolute path, without following links, or a normalized address.
+
+    Raises:
+        StorageError: see `expanded`.
+        OSError: the path is relative, and the working directory is gone.
+    """
+    text = expanded(path)
+    return text if is_address(text) else os.path.abspath(text)
+
+
 def local_path(path: StrPath) -> Path:
     """Return the path that `expanded` returns, so that it stays if expanded again.
 
@@ -193,6 +245,8 @@ def local_path(path: StrPath) -> Path:
     text = expanded(path)
     found = Path(text)
     again = f"{found}"
+    if is_address(text):
+        return found
     if again.startswith("~") or _SCHEME.match(again):
         return Path(os.path.abspath(text))
     return found
@@ -205,7 +259,10 @@ def resolve_target(path: StrPath) -> Path:
         StorageError: the path is the root, or the system cannot look it up.
     """
     try:
-        resolved = Path(expanded(path)).resolve()
+        if is_address(text := expanded(path)):
+            detail = "this needs a path of a file system: copy the checkpoint to one"
+            raise StorageError(text, detail)
+        resolved = Path(text).resolve()
         with suppress(FileNotFoundError, NotADirectoryError):
             resolved.stat()  # raises if the path is too long, or may not be looked up
     except StorageError:
@@ -307,10 +364,10 @@ def list_checkpoints(directory: StrPath) -> list[Checkpoint]:
         StorageError: the directory cannot be read.
     """
     names = _names_in(local_path(directory))
-    return sorted((each for each in map(_readable, names) if each), key=_order)
+    return sorted((each for each in map(_readable, names) if each), key=commit_order)
 
 
-def _order(checkpoint: Checkpoint) -> tuple[int, float, int, str]:
+def commit_order(checkpoint: Checkpoint) -> tuple[int, float, int, str]:
     """Return the key that sorts checkpoints by their commits."""
     serial = checkpoint.serial
     time = 0.0 if serial else checkpoint.saved_at
@@ -354,13 +411,29 @@ def _checkpoint_in(directory: Path, name: str) -> Checkpoint | None:
     if found is None:
         return None
     commit, saved_at = found
-    _check_files(directory / MARKER, commit)
+    checkpoint = described(commit, directory, name, saved_at)
     if any(
-        _size(directory / file) != said.bytes for file, said in commit.files.items()
+        _size(directory / (said.key or file)) != said.bytes
+        for file, said in commit.files.items()
     ):
         return None
+    return checkpoint
+
+
+def described(commit: Commit, path: Path, name: str, saved_at: float) -> Checkpoint:
+    """Return the checkpoint of a marker.
+
+    Raises:
+        StorageError: the marker does not name exactly one file for each rank.
+    """
+    if len(commit.files) != commit.world_size:
+        detail = f"it names {len(commit.files)} files for {commit.world_size} ranks"
+        raise StorageError(str(path / MARKER), detail)
+    for file in commit.files.keys() - map(rank_file, range(commit.world_size)):
+        detail = f"{file!r} is not the name of a rank's file"
+        raise StorageError(str(path / MARKER), detail)
     return Checkpoint(
-        path=directory,
+        path=path,
         name=name,
         step=commit.step,
         world_size=commit.world_size,
@@ -368,15 +441,6 @@ def _checkpoint_in(directory: Path, name: str) -> Checkpoint | None:
         serial=commit.serial,
         saved_at=saved_at,
     )
-
-
-def _check_files(path: Path, commit: Commit) -> None:
-    """Refuse a marker unless it names exactly one file for each rank."""
-    if len(commit.files) != commit.world_size:
-        detail = f"it names {len(commit.files)} files for {commit.world_size} ranks"
-        raise StorageError(str(path), detail)
-    for name in commit.files.keys() - map(rank_file, range(commit.world_size)):
-        raise StorageError(str(path), f"{name!r} is not the name of a rank's file")
 
 
 def _size(path: Path) -> int:
@@ -396,14 +460,23 @@ def _read_marker(path: Path) -> tuple[Commit, float] | None:
             said = os.fstat(file.fileno())
             saved_at = said.st_mtime
             text = file.read(min(said.st_size, _MARKER_LIMIT))
-    try:
-        return _decode(text), saved_at
-    except (msgspec.MsgspecError, UnicodeError) as error:
-        raise StorageError(str(path), f"it is not a valid marker: {error}") from error
+    return decode_commit(str(path), text), saved_at
 
 
 class _VersionedMarker(msgspec.Struct):
     aiockpt: int
+
+
+def decode_commit(path: str, text: bytes) -> Commit:
+    """Return the content of a marker; ``path`` is for errors.
+
+    Raises:
+        StorageError: it is no marker of this library, or has a later version.
+    """
+    try:
+        return _decode(text)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise StorageError(path, f"it is not a valid marker: {error}") from error
 
 
 def _decode(text: bytes) -> Commit:
@@ -427,24 +500,30 @@ def _what_is_at(directory: Path) -> str:
         return "it is a file"
     if (found := _read_marker(directory / MARKER)) is not None:
         files = sorted(found[0].files.items())
-        lost = [name for name, said in files if _size(directory / name) != said.bytes]
+        lost = [
+            name
+            for name, said in files
+            if _size(directory / (said.key or name)) != said.bytes
+        ]
         shown = ", ".join(lost[:_SHOWN_NAMES]) + ", ..." * (len(lost) > _SHOWN_NAMES)
         return f"missing, or not of the size that its marker says: {shown}"
-    return _what_is_in(directory)
+    names = sorted(each.name for each in directory.iterdir() if each.is_file())
+    return what_is_in(str(directory), list_checkpoints(directory), names)
 
 
-def _what_is_in(directory: Path) -> str:
+def what_is_in(
+    directory: str, found: Sequence[Checkpoint], names: Sequence[str]
+) -> str:
     """Return what a directory without a marker holds, and how to load that."""
-    if (newest := latest(directory)) is not None:
-        count = len(list_checkpoints(directory))
+    if found:
+        count = len(found)
         many = "1 checkpoint" if count == 1 else f"{count} checkpoints"
         return (
-            f"it holds {many}, the newest is {newest.path}; load that, or "
-            f"aiockpt.latest({os.fspath(directory)!r})"
+            f"it holds {many}, the newest is {os.fspath(found[-1])}; load that, or "
+            f"aiockpt.latest({directory!r})"
         )
-    names = sorted(each.name for each in directory.iterdir() if each.is_file())
     if _DCP in names:
-        command = command_line("aiockpt", "convert", os.fspath(directory), "NEW")
+        command = command_line("aiockpt", "convert", directory, "NEW")
         return (
             "it is a checkpoint of torch.distributed.checkpoint: aiockpt.load() loads "
             f"it, and {command} makes one of ours of it"

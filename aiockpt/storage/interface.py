@@ -7,27 +7,33 @@ it for everything that they need of a checkpoint's directory. Everything here bl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
+from aiockpt.errors import StorageError
 from aiockpt.format.manifest import Manifest
+from aiockpt.storage import directory as directories
 from aiockpt.storage.checkpoint_file import OpenFile, opened
 from aiockpt.storage.commit import Draft, is_committed
 from aiockpt.storage.directory import (
     MARKER,
     Checkpoint,
     StrPath,
-    checkpoint_at,
+    expanded,
     identity,
-    list_checkpoints,
+    is_address,
     old_of,
     resolve_target,
+    split_address,
 )
 from aiockpt.storage.files import named
 from aiockpt.storage.retention import retire, sweep
 from aiockpt.storage.write import Writable
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
 
 
 class RankDraft(AbstractContextManager["RankDraft"], Protocol):
@@ -44,12 +50,15 @@ class RankDraft(AbstractContextManager["RankDraft"], Protocol):
             StorageError: it cannot be written. The caller must discard the draft.
         """
 
-    def commit(self, step: int, snapshots: Mapping[int, str]) -> list[Path]:
+    def arrival(self, header: Manifest) -> str:
+        """Return what rank 0 needs to commit the file with this header."""
+
+    def commit(self, step: int, arrivals: Mapping[int, str]) -> list[Path]:
         """Commit the files of all ranks, in one step; for rank 0.
 
         Args:
             step: The checkpoint's step.
-            snapshots: The `Manifest.snapshot_id` of what each rank has written.
+            arrivals: The `arrival` of each rank.
 
         Returns:
             Directories that can be removed at leisure.
@@ -78,8 +87,8 @@ class Storage(Protocol):
     def kind(self) -> Literal["file", "directory"] | None:
         """Say what is there, or None if nothing is."""
 
-    def names(self) -> list[str]:
-        """Return the names of the files in a directory, in order."""
+    def listed(self) -> tuple[list[str], list[str]]:
+        """Return the names of the files, and of the directories, in a directory."""
 
     def open(self, name: str = "") -> AbstractContextManager[OpenFile]:
         """Open a file of a directory, or the file itself, for reading.
@@ -156,10 +165,12 @@ class FileStorage:
                 return "file"
             return "directory" if self.path.exists() else None
 
-    def names(self) -> list[str]:
-        """Return the names of the files in a directory, in order."""
+    def listed(self) -> tuple[list[str], list[str]]:
+        """Return the names of the files, and of the directories, in a directory."""
         with named(self.path):
-            return sorted(each.name for each in self.path.iterdir() if each.is_file())
+            found = sorted(self.path.iterdir())
+            files = [each.name for each in found if each.is_file()]
+            return files, [each.name for each in found if each.is_dir()]
 
     def open(self, name: str = "") -> AbstractContextManager[OpenFile]:
         """Open a file for reading."""
@@ -167,11 +178,11 @@ class FileStorage:
 
     def checkpoint(self) -> Checkpoint:
         """Return the complete checkpoint that is stored there."""
-        return checkpoint_at(self.path)
+        return directories.checkpoint_at(self.path)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the complete checkpoints of a directory."""
-        return list_checkpoints(self.path)
+        return directories.list_checkpoints(self.path)
 
     def was_saved(self) -> bool:
         """Say whether a checkpointer has committed a checkpoint there."""
@@ -206,10 +217,80 @@ class FileStorage:
         )
 
 
+_stores: dict[str, ObjectStore] = {}
+
+
+def register_store(address: str, store: ObjectStore) -> None:
+    """Use a store of obstore for every address in its bucket.
+
+    It is for a store that the address and the environment do not describe, such as one
+    with another endpoint, or with a credential provider. Register it before you make a
+    checkpointer, because a checkpoint process gets the stores of that moment.
+
+    Args:
+        address: A scheme and a bucket, such as ``s3://bucket``.
+        store: The store of the bucket, without a prefix.
+
+    Raises:
+        ValueError: it is no address of a bucket, or the store has a prefix.
+    """
+    text = expanded(address)
+    if not is_address(text) or split_address(text)[1]:
+        raise ValueError(f"address is a scheme and a bucket, not {address!r}")
+    if getattr(store, "prefix", None) is not None:
+        raise ValueError("store has a prefix: make one of the whole bucket")
+    _stores[text] = store
+
+
+def registered_stores() -> dict[str, ObjectStore]:
+    """Return the registered stores by their addresses."""
+    return dict(_stores)
+
+
 def storage_at(path: StrPath) -> Storage:
     """Return what is stored at a path, with all symbolic links resolved.
 
     Raises:
         StorageError: the path is the root, or the system cannot look it up.
+        MissingExtraError: it is the address of an object store, and obstore is not
+            installed.
     """
+    text = expanded(path)
+    if is_address(text):
+        from aiockpt.storage.objects import object_storage  # obstore may be missing
+
+        return object_storage(text, _stores)
     return FileStorage(resolve_target(path))
+
+
+def list_checkpoints(directory: StrPath) -> list[Checkpoint]:
+    """Return the complete checkpoints in a directory, in the order of their commits.
+
+    If two savers have committed at the same time, the higher step is the later one.
+    Checkpoints without a serial number come first, in the order of their file times.
+    A checkpoint whose marker cannot be read is left out, and a warning is logged. A
+    directory that does not exist has no checkpoints.
+
+    Args:
+        directory: A path of a file system, or an address such as ``s3://bucket/run``.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    return storage_at(directory).checkpoints()
+
+
+def find_checkpoint(path: StrPath) -> Checkpoint | None:
+    """Return the complete checkpoint of this name, or None."""
+    with suppress(StorageError):
+        return storage_at(path).checkpoint()
+    return None
+
+
+def latest(directory: StrPath) -> Checkpoint | None:
+    """Return the complete checkpoint that was committed last, or None.
+
+    After a rollback, this is the newest checkpoint of the new branch, even if the old
+    branch has higher steps.
+    """
+    return next(reversed(list_checkpoints(directory)), None)

@@ -48,13 +48,13 @@ class Writable(Protocol):
         """The length of the data segment."""
 
     def views(self, start: int, stop: int) -> Sequence[memoryview]:
-        """Return ``[start, stop)``. Called once for each byte, in ascending order."""
+        """Return ``[start, stop)``; called for each byte in ascending order.
+
+        If `seal` is called first, `views` may return all bytes once more.
+        """
 
     def seal(self) -> Manifest:
-        """Return the header; called after `views` has returned all bytes.
-
-        `WritableSnapshot` can be sealed at any time.
-        """
+        """Return the header; bytes that `views` has not returned are read for it."""
 
 
 class WritableSnapshot:

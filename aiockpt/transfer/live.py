@@ -24,6 +24,7 @@ from aiockpt.memory.device import Event, PortFor, port_for
 from aiockpt.runtime.bridge import SerialThread
 from aiockpt.runtime.system import is_programs
 from aiockpt.state.flatten import describe
+from aiockpt.storage.write import BLOCK
 from aiockpt.transfer.remarks import Remarks
 from aiockpt.transfer.stager import manifest_of
 
@@ -66,7 +67,7 @@ class LiveState:
         self._hasher = ChunkHasher(self._grid)
         self._digests = [self._grid.unsealed] * len(self._grid)
         self._digesting = SerialThread("aiockpt-digest")
-        manifest = self.seal()
+        manifest = self._manifest()
         if remarks is not None:
             remarks.on(manifest, found.strangers, step=step)
         self.header_bytes = manifest.header_bytes
@@ -80,7 +81,7 @@ class LiveState:
         )
         self._memory = self._arena if away else self._plan.in_place()
         self._under_way: deque[tuple[int, Sequence[Event]]] = deque()
-        self._enqueued = 0
+        self._enqueued = self._digested = 0
         with self._copying():
             self._plan.pin()
             self._fences = self._plan.fences()
@@ -113,12 +114,19 @@ class LiveState:
         if self._pool is not None:
             with self._copying():
                 self._stage(start, stop)
-        self._digesting.call(self._digest, start, stop)
+        if start >= self._digested:
+            self._digested = stop
+            self._digesting.call(self._digest, start, stop)
         return self._memory.buffers(start, stop)
 
     def seal(self) -> Manifest:
-        """Return the manifest; it has digests after `views` has returned all bytes."""
+        """Return the manifest; bytes that `views` has not returned are digested now."""
+        for start in range(self._digested, self.segment_bytes, BLOCK):
+            self.views(start, min(start + BLOCK, self.segment_bytes))
         self._digesting.wait()
+        return self._manifest()
+
+    def _manifest(self) -> Manifest:
         return manifest_of(self._description, self._step, self._grid, self._digests)
 
     def _digest(self, start: int, stop: int) -> None:

@@ -29,7 +29,7 @@ from aiockpt.format.chunks import ALGORITHM, ALGORITHMS, DEVICE_ALGORITHM, diges
 from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import Manifest
-from aiockpt.storage.checkpoint_file import read_header, verify_chunks
+from aiockpt.storage.checkpoint_file import opened, read_header, verify_chunks
 from aiockpt.storage.commit import Draft
 from aiockpt.storage.directory import checkpoint_at
 from aiockpt.storage.partfile import PartFile
@@ -391,13 +391,15 @@ class TestFiles:
         path.write_bytes(bytes(manifest.header) + segment)
         found = read_header(path, limits=FILE_LIMITS)
         assert found == manifest
-        assert [*verify_chunks(path, manifest)] == []
+        with opened(path) as file:
+            assert [*verify_chunks(file, manifest)] == []
         assert load(path)["weight"].numpy().tobytes() == segment
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
         actual = HASHES[algorithm](bytes(data[-CHUNK:])).hexdigest()
-        (error,) = verify_chunks(path, manifest)
+        with opened(path) as file:
+            (error,) = verify_chunks(file, manifest)
         assert (error.chunk, error.actual) == (1, actual)
         assert error.expected == manifest.digests[1]
         with pytest.raises(IntegrityError):

@@ -47,7 +47,7 @@ from aiockpt.errors import (
 from aiockpt.format.limits import Limits
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.lifetime import Deadline
-from aiockpt.storage import directory, interface
+from aiockpt.storage import directory
 from aiockpt.testing import assert_same
 from tests.support.accelerators import FakeAccelerator
 from tests.support.commandline import beside
@@ -245,7 +245,7 @@ class TestDamage:
         assert_same(found, {"a": torch.ones(CHUNK), "step": 1})
 
     @pytest.mark.parametrize(
-        ("where", "name"), [(interface, "checkpoint_at"), (directory, "_read_marker")]
+        ("where", "name"), [(directory, "checkpoint_at"), (directory, "_read_marker")]
     )
     def test_it_is_replaced_behind_its_marker(
         self, tmp_path, monkeypatch, where, name: str

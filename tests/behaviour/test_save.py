@@ -26,7 +26,7 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import ArenaPool
 from aiockpt.storage import commit
-from aiockpt.storage.checkpoint_file import read_header, verify_chunks
+from aiockpt.storage.checkpoint_file import opened, read_header, verify_chunks
 from aiockpt.storage.directory import latest
 from aiockpt.storage.write import BLOCK, WritableSnapshot, write_file
 from aiockpt.testing import assert_same
@@ -78,7 +78,8 @@ class TestFile:
         assert isinstance(header, Manifest)
         assert (header.step, header.chunk_bytes) == (3, CHUNK)
         assert len(header.digests) > 3
-        assert list(verify_chunks(path, header)) == []
+        with opened(path) as file:
+            assert list(verify_chunks(file, header)) == []
 
     @pytest.mark.parametrize("chunk_bytes", [BLOCK + 64, 3 * CHUNK, 2 * BLOCK])
     def test_blocks_and_chunks_need_not_meet(self, tmp_path, chunk_bytes) -> None:

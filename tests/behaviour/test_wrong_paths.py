@@ -186,7 +186,7 @@ def test_what_is_no_path_of_a_file_system(
 ) -> None:
     """Neither a URL nor an empty text becomes a directory here."""
     monkeypatch.chdir(tmp_path)
-    for path in ("s3://bucket/step-1", Path("gs://bucket/step-1"), "file:///x"):
+    for path in ("hdfs://bucket/step-1", Path("hdfs://bucket/step-1"), "file:///x"):
         with pytest.raises(StorageError, match="as a URL does") as caught:
             VERBS[verb](path)
         assert str(caught.value).count("bucket/step-1: ") <= 1
@@ -202,7 +202,7 @@ def test_what_is_no_path_of_a_file_system(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["s3:/bucket", "~nobody-like-this"])
+@pytest.mark.parametrize("name", ["hdfs:/bucket", "~nobody-like-this"])
 def test_a_name_that_looks_like_another_thing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

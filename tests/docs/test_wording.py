@@ -15,7 +15,8 @@ PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *ROOT.glob("docs/**/*.md")]
 SOURCES = [*Path(aiockpt.__file__).parent.rglob("*.py"), *ROOT.glob("examples/*.py")]
 OTHER_NAMES = re.compile(r"capabilit|credential|\bsecrets?\b", re.IGNORECASE)
 ANOTHER_THING = re.compile(
-    r"credentials of (a host|containers)|host's credentials|'import secrets; .*'"
+    r"credentials of (a host|containers)|(host|store)'s credentials|"
+    r"credential provider|'import secrets; .*'"
 )
 """What clouds give to their hosts is none of ours, and Python has a module."""
 

@@ -12,6 +12,7 @@ import pytest
 
 from aiockpt.errors import StorageError
 from aiockpt.format.limits import Limits
+from aiockpt.storage import checkpoint_file
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.partfile import PartFile, check_target
 from tests.support.proofs import proves
@@ -335,5 +336,8 @@ class TestRead:
         source = memory()
         cut = source.file[: source.manifest.header_bytes + CHUNK]
         (tmp_path / "f").write_bytes(cut)
-        with pytest.raises(StorageError, match="it ends at byte"):
-            list(verify_chunks(tmp_path / "f", source.manifest))
+        with (
+            checkpoint_file.opened(tmp_path / "f") as file,
+            pytest.raises(StorageError, match="it ends at byte"),
+        ):
+            list(verify_chunks(file, source.manifest))

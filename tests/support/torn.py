@@ -21,7 +21,7 @@ from aiockpt.format.chunks import digest
 from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
-from aiockpt.storage.checkpoint_file import read_header, verify_chunks
+from aiockpt.storage.checkpoint_file import opened, read_header, verify_chunks
 from aiockpt.storage.directory import checkpoint_at, find_checkpoint, list_checkpoints
 from tests.support.headers import entries_of
 from tests.support.shortages import SystemCallFault, system_call_faults
@@ -162,7 +162,8 @@ def value_at(path: Path) -> int:
     manifest = read_header(file, limits=Limits())
     assert isinstance(manifest, Manifest)
     assert manifest.snapshot_id == checkpoint.files[file.name].snapshot
-    assert list(verify_chunks(file, manifest)) == []
+    with opened(file) as held:
+        assert list(verify_chunks(held, manifest)) == []
     expected = Bytes(checkpoint.step)
     assert manifest.snapshot_id == expected.manifest.snapshot_id
     return checkpoint.step

@@ -13,6 +13,9 @@ The suite calls ``save``, ``load``, ``statistics`` and ``close``; each of them m
 or be a coroutine function. ``save`` may return a handle. The suite then waits for it:
 with ``await handle.written()`` if ``save`` is a coroutine function, else with
 ``handle.result()``.
+
+For another storage than a file system, override the fixture ``tmp_path`` with one that
+returns an empty directory there, and the methods `names` and `occupy`.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from aiockpt.errors import (
 )
 from aiockpt.events import Progress, TransferEvent, add_hook
 from aiockpt.state.equality import assert_same
-from aiockpt.storage.directory import checkpoint_at, latest, list_checkpoints
+from aiockpt.storage.interface import latest, list_checkpoints, storage_at
 from aiockpt.testing.conformance.transports import sample
 
 C = TypeVar("C", bound=Checkpointer)
@@ -55,6 +58,14 @@ class CheckpointerConformance(ABC, Generic[C]):
         """Yield a checkpointer of one rank with default options, then close it."""
 
     # ------------------------------------------------------------------- helpers
+
+    def names(self, directory: Path) -> list[str]:
+        """Return what is in a directory, also what is hidden."""
+        return [each.name for each in directory.iterdir()]
+
+    def occupy(self, path: Path) -> None:
+        """Make a file that is no checkpoint."""
+        path.write_text("precious")
 
     async def save(self, checkpointer: C, state: object, path: Path, **kw: Any) -> bool:
         """Save, and wait until it is committed; return False if it was not begun."""
@@ -104,7 +115,7 @@ class CheckpointerConformance(ABC, Generic[C]):
         """The name of the directory need not contain it."""
         async with self.checkpointer() as made:
             await self.save(made, sample(), tmp_path / "best", step=_STEP)
-        assert checkpoint_at(tmp_path / "best").step == _STEP
+        assert storage_at(tmp_path / "best").checkpoint().step == _STEP
 
     async def test_the_state_may_be_mutated_after_the_save(
         self, tmp_path: Path
@@ -138,14 +149,14 @@ class CheckpointerConformance(ABC, Generic[C]):
             await self.save(made, sample(1), tmp_path / "c")
             await self.save(made, sample(2), tmp_path / "c")
             assert_same(await self.load(made, tmp_path / "c"), sample(2))
-        assert _names_in(tmp_path) == ["c"]
+        assert self.names(tmp_path) == ["c"]
 
     async def test_closing_waits_for_what_was_saved(self, tmp_path: Path) -> None:
         """A program may exit right after a save."""
         async with self.checkpointer() as made:
             await self.begin(made, sample(), tmp_path / "c")
             await _outcome(made.close())
-            assert checkpoint_at(tmp_path / "c").step == 0
+            assert storage_at(tmp_path / "c").checkpoint().step == 0
 
     # -------------------------------------------------------------------- loading
 
@@ -181,11 +192,12 @@ class CheckpointerConformance(ABC, Generic[C]):
 
     async def test_a_save_that_cannot_be_written(self, tmp_path: Path) -> None:
         """The save or its handle raises, old files stay, and the next save works."""
-        (tmp_path / "taken").write_text("precious")
+        self.occupy(tmp_path / "taken")
         async with self.checkpointer() as made:
             with pytest.raises(StorageError, match="taken"):
                 await self.save(made, sample(), tmp_path / "taken")
-            assert (tmp_path / "taken").read_text() == "precious"
+            with storage_at(tmp_path / "taken").open() as file:
+                assert file.bytes_at(0, file.size()) == b"precious"
             await self.save(made, sample(), tmp_path / "c")
             assert_same(await self.load(made, tmp_path / "c"), sample())
 
@@ -194,7 +206,7 @@ class CheckpointerConformance(ABC, Generic[C]):
         async with self.checkpointer() as made:
             with pytest.raises(UnsupportedLeafError, match="hook"):
                 await self.save(made, {"hook": print}, tmp_path / "c")
-            assert not _names_in(tmp_path)
+            assert not self.names(tmp_path)
             await self.save(made, sample(), tmp_path / "c")
 
     @pytest.mark.parametrize("step", [-1, 1.5, "7"], ids=repr)
@@ -203,7 +215,7 @@ class CheckpointerConformance(ABC, Generic[C]):
         async with self.checkpointer() as made:
             with pytest.raises((TypeError, ValueError)):
                 await _outcome(made.save(sample(), tmp_path / "c", step=step))
-        assert not _names_in(tmp_path)
+        assert not self.names(tmp_path)
 
     # ------------------------------------------------------------------ observation
 
@@ -236,7 +248,7 @@ class CheckpointerConformance(ABC, Generic[C]):
 
     async def test_statistics_count_saves(self, tmp_path: Path) -> None:
         """The counts include written and failed saves."""
-        (tmp_path / "taken").write_text("precious")
+        self.occupy(tmp_path / "taken")
         async with self.checkpointer() as made:
             await self.save(made, sample(), tmp_path / "c")
             with pytest.raises(StorageError):
@@ -280,12 +292,8 @@ class CheckpointerConformance(ABC, Generic[C]):
                 await self.save(made, sample(), tmp_path / "d")
             with pytest.raises(ClosedError):
                 await self.load(made, tmp_path / "c")
-        assert _names_in(tmp_path) == ["c"]
+        assert self.names(tmp_path) == ["c"]
 
 
 async def _outcome(returned: Any) -> Any:
     return await returned if inspect.isawaitable(returned) else returned
-
-
-def _names_in(directory: Path) -> list[str]:
-    return [each.name for each in directory.iterdir()]
