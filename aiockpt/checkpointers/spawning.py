@@ -8,6 +8,7 @@ exit. Here, the main module is imported only if an init function is defined in i
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing.spawn  # noqa: TID251 - this is the checkpoint process
 import os
 import sys
@@ -22,6 +23,8 @@ from aiockpt.errors import LocalProtocolError
 from aiockpt.runtime.children import Child
 from aiockpt.runtime.ipc import pack, unpack
 from aiockpt.storage.interface import register_store, registered_stores
+
+logger = logging.getLogger("aiockpt")
 
 
 @dataclass(slots=True)
@@ -113,16 +116,23 @@ def make_writers(parcel: int) -> Writers:
     finally:
         del own._inheriting  # noqa: SLF001 - as above
     init, init_args, make, writer_args, stores = functions
-    for address, store in stores.items():
-        register_store(address, store)
+    for address, pickled in stores.items():
+        register_store(address, pickled and ForkingPickler.loads(pickled))
     init(*init_args)
     return Writers(make, writer_args)
 
 
-def _stores() -> dict[str, Any]:
-    """Return the registered stores that another process can use."""
-    stores = registered_stores().items()
-    return {name: store for name, store in stores if not name.startswith("memory:")}
+def _stores() -> dict[str, bytes | None]:
+    """Return the registered stores, pickled. None stands for one that cannot be."""
+    found: dict[str, bytes | None] = dict.fromkeys(registered_stores())
+    for address, store in registered_stores().items():
+        try:
+            found[address] = bytes(ForkingPickler.dumps(store))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - obstore's panics are no others
+            logger.debug("the store of %s is left out: %s", address, error)
+    return found
 
 
 def _refuse_to_nest() -> None:

@@ -217,10 +217,10 @@ class FileStorage:
         )
 
 
-_stores: dict[str, ObjectStore] = {}
+_stores: dict[str, ObjectStore | None] = {}
 
 
-def register_store(address: str, store: ObjectStore) -> None:
+def register_store(address: str, store: ObjectStore | None) -> None:
     """Use a store of obstore for every address in its bucket.
 
     It is for a store that the address and the environment do not describe, such as one
@@ -229,7 +229,7 @@ def register_store(address: str, store: ObjectStore) -> None:
 
     Args:
         address: A scheme and a bucket, such as ``s3://bucket``.
-        store: The store of the bucket, without a prefix.
+        store: The store of the bucket, without a prefix. None: refuse its addresses.
 
     Raises:
         ValueError: it is no address of a bucket, or the store has a prefix.
@@ -242,7 +242,7 @@ def register_store(address: str, store: ObjectStore) -> None:
     _stores[text] = store
 
 
-def registered_stores() -> dict[str, ObjectStore]:
+def registered_stores() -> dict[str, ObjectStore | None]:
     """Return the registered stores by their addresses."""
     return dict(_stores)
 

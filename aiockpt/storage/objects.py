@@ -101,12 +101,14 @@ _users: list[int] = []  # the process that has begun to use obstore
 _conditional: set[str] = set()  # the buckets that are known to have conditional puts
 
 
-def object_storage(address: str, stores: Mapping[str, ObjectStore]) -> ObjectStorage:
+def object_storage(
+    address: str, stores: Mapping[str, ObjectStore | None]
+) -> ObjectStorage:
     """Return what is stored at a normalized address.
 
     Args:
         address: The address.
-        stores: The registered stores, by scheme and bucket.
+        stores: The registered stores, by scheme and bucket. None: it is unknown here.
 
     Raises:
         StorageError: there is no such store, or this process was forked.
@@ -118,18 +120,20 @@ def object_storage(address: str, stores: Mapping[str, ObjectStore]) -> ObjectSto
         _users.append(pid)
     root, key = split_address(address)
     with _naming(address):
-        return ObjectStorage(stores.get(root) or _store_at(root), root, key)
+        store = stores[root] if root in stores else _store_at(root)
+    if store is None:
+        detail = (
+            "this process has no such store: register it (aiockpt.register_store); if "
+            "it cannot be pickled, save with CheckpointerConfig(use_process=False)"
+        )
+        raise StorageError(address, detail)
+    return ObjectStorage(store, root, key)
 
 
 @lru_cache(maxsize=16)
-def _store_at(root: str) -> ObjectStore:
-    if root.startswith("memory:"):
-        detail = (
-            "this process has no such store: call aiockpt.register_store, and save "
-            "with CheckpointerConfig(use_process=False)"
-        )
-        raise StorageError(root, detail)
-    return obstore.store.from_url(root)
+def _store_at(root: str) -> ObjectStore | None:
+    is_in_memory = root.startswith("memory:")  # so it would be another one each time
+    return None if is_in_memory else obstore.store.from_url(root)
 
 
 @contextmanager
@@ -506,13 +510,11 @@ def _abort_uploads(store: ObjectStore, prefix: str) -> None:
     """Abort the uploads below a key of S3 that dead saves have left open.
 
     obstore has no call for that, but it signs the requests: the endpoint of another
-    store has the query of the request in it. Errors are logged, and ignored. A store's
-    own rule may abort such uploads, too.
+    store has the query of the request in it. Errors are logged, and ignored: a rule of
+    the bucket may abort such uploads, too.
     """
     if not isinstance(store, obstore.store.S3Store):
         return
-    signed = obstore.sign(store, "GET", "x", _SIGNED_FOR)
-    bucket = signed.partition("?")[0].removesuffix("/x")
 
     def ask(method: Literal["GET", "DELETE"], path: str, query: str) -> bytes:
         config: Any = {**store.config, "virtual_hosted_style_request": "true"}
@@ -528,11 +530,15 @@ def _abort_uploads(store: ObjectStore, prefix: str) -> None:
             return bytes(answer.read())
 
     try:
+        signed = obstore.sign(store, "GET", "x", _SIGNED_FOR)
+        bucket = signed.partition("?")[0].removesuffix("/x")
         found = ask("GET", "", f"uploads=&prefix={quote(prefix, safe='')}")
         for key, upload in _UPLOAD.findall(found.decode()):
             query = f"uploadId={quote(unescape(upload), safe='')}"
             ask("DELETE", f"/{quote(unescape(key))}", query)
-    except OSError as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - obstore's panics are no others
         logger.info("open uploads below %s are not aborted: %s", prefix, error)
 
 

@@ -128,6 +128,16 @@ class TestAddresses:
         assert os.waitpid(pid, 0)[1] == 0
 
 
+@pytest.mark.allow_error_logs
+def test_a_store_that_does_not_pickle(bucket: str, store: Any) -> None:
+    """The checkpoint process does without it, and says so for its addresses only."""
+    with aiockpt.make_background_checkpointer() as checkpointer:
+        handle = checkpointer.save({"a": 1}, f"{bucket}/s")
+        with pytest.raises(StorageError, match="use_process=False"):
+            handle.result(60)
+    assert keys(store) == []
+
+
 class TestSaves:
     """A save is there as a whole, or not at all."""
 
