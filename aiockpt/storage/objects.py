@@ -599,7 +599,7 @@ class Upload(AbstractContextManager["Upload"]):
                 chunk_size=part,
                 max_concurrency=_PARTS_AT_ONCE,
             )
-        return header
+        return writable.seal()  # it raises if the bytes have changed since then
 
     def arrival(self, header: Manifest) -> str:
         """Return what the file is, and its attempt."""

@@ -114,13 +114,16 @@ class LiveState:
         if self._pool is not None:
             with self._copying():
                 self._stage(start, stop)
-        if start >= self._digested:
-            self._digested = stop
-            self._digesting.call(self._digest, start, stop)
+        self._digested = max(self._digested, stop)
+        self._digesting.call(self._digest, start, stop)
         return self._memory.buffers(start, stop)
 
     def seal(self) -> Manifest:
-        """Return the manifest; bytes that `views` has not returned are digested now."""
+        """Return the manifest; bytes that `views` has not returned are digested now.
+
+        Raises:
+            StagingError: `views` has returned other bytes the second time.
+        """
         for start in range(self._digested, self.segment_bytes, BLOCK):
             self.views(start, min(start + BLOCK, self.segment_bytes))
         self._digesting.wait()
@@ -131,6 +134,8 @@ class LiveState:
 
     def _digest(self, start: int, stop: int) -> None:
         for each in self._hasher.update(start, *self._memory.buffers(start, stop)):
+            if self._digests[each.chunk] not in (self._grid.unsealed, each.digest):
+                raise StagingError("the state dict was changed while it was saved")
             self._digests[each.chunk] = each.digest
 
     def _stage(self, start: int, stop: int) -> None:

@@ -15,7 +15,7 @@ import aiockpt
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.cli import main
-from aiockpt.errors import CheckpointNotFoundError, StorageError
+from aiockpt.errors import CheckpointNotFoundError, StagingError, StorageError
 from aiockpt.storage.directory import MARKER
 from aiockpt.storage.interface import storage_at
 from aiockpt.testing import assert_same
@@ -209,6 +209,20 @@ class TestSaves:
         monkeypatch.setattr(objects.obstore, "put", lose)
         save(f"{bucket}/s", {"a": 1})
         assert aiockpt.load(f"{bucket}/s") == {"a": 1}
+
+    def test_a_state_that_changes_meanwhile(self, bucket, store, monkeypatch) -> None:
+        """Its digests come first, so it is refused."""
+        put, state = obstore.put, {"w": torch.zeros(5 * MIB)}
+
+        def change(store: Any, key: str, data: Any, **how: Any) -> Any:
+            if "step-1/" in key:
+                state["w"][0] = 1
+            return put(store, key, data, **how)
+
+        monkeypatch.setattr(objects.obstore, "put", change)
+        with pytest.raises(StagingError, match="was changed while it was saved"):
+            save(f"{bucket}/step-1", state)
+        assert keys(store) == []
 
     def test_a_store_without_conditional_puts(self, bucket: str, monkeypatch) -> None:
         """It is refused, with what to do."""
