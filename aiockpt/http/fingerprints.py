@@ -9,16 +9,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
-from aiockpt.errors import Advice, TransportError, UnavailableError, advice
+from aiockpt.errors import (
+    Advice,
+    AiockptError,
+    StepNotFoundError,
+    TransportError,
+    UnavailableError,
+    advice,
+)
 from aiockpt.format.fingerprint import Fingerprint
 from aiockpt.format.manifest import Manifest
 from aiockpt.http import protocol as http
 from aiockpt.http.client import CheckpointClient, Request
 from aiockpt.http.manifests import until_served
-from aiockpt.http.peers import Peer, Peers, add_others, answers
+from aiockpt.http.peers import (
+    Peer,
+    Peers,
+    add_others,
+    answers,
+    manifests_of,
+    tell_of_loss,
+)
 from aiockpt.http.problems import PeerBusy, UnknownResourceError
 from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import Liveness, poll
@@ -32,8 +45,9 @@ async def fetch_fingerprints(senders: Sequence[Peers], step: int) -> Fingerprint
     A sender that cannot be reached is left out if the others have all that it had, as
     in a receive without a template: each tensor must be complete, and the sender's rank
     must be on a mesh of theirs, because all ranks of a mesh have the same tensors.
-    A plain tensor that differs on that rank alone then goes unnoticed. If cancelled,
-    nothing is left behind.
+    A plain tensor that differs on that rank alone then goes unnoticed. So is a sender
+    that still lacks the step after the wait of `manifests_of`. If the others do not
+    suffice, it is waited for. If cancelled, nothing is left behind.
 
     Args:
         senders: The senders, in the order of their ranks. Each of them may have
@@ -46,59 +60,80 @@ async def fetch_fingerprints(senders: Sequence[Peers], step: int) -> Fingerprint
         FingerprintMismatchError: the senders have parts of different tensors.
         TransportError, AuthenticationError, ProtocolError: what the peers answered.
     """
-    lost: dict[int, TransportError] = {}
+    try:
+        if len(senders) == 1:  # nobody can take its place
+            for peer in senders[0].all:
+                peer.error = None  # that of an earlier step
+            found = await _fetch(senders[0], step)
+        else:
+            found = await _fetch_sum(senders, step)
+    finally:
+        await run_all(peers.let_go for peers in senders)
+    there = (peers for peers in senders if peers.holders())
+    await run_all(partial(peers.end_lease, step) for peers in there)
+    return found
 
-    async def of(number: int, peers: Peers) -> Fingerprint:
-        fetch = partial(_fetch, peers, step=step)
+
+async def _fetch_sum(senders: Sequence[Peers], step: int) -> Fingerprint:
+    """Return the sum of the fingerprints of those senders that are there.
+
+    Leases keep the step at all of them until the last one has answered.
+    """
+    bridge = senders[0].client.bridge  # many records take seconds
+    limits = senders[0].client.options.limits
+    found: dict[int, Fingerprint] = {}
+    manifests: list[Manifest] = []
+    lost: dict[int, AiockptError] = {}
+    late: set[int] = set()
+
+    async def fetch(number: int) -> None:
         try:
-            found = await answers(peers.all, fetch, step=step)
+            found[number] = await _fetch(senders[number], step)
         except TransportError as error:
             if Advice.LATER not in advice(error):  # it answers that it has none
                 raise
             lost[number] = error
-            return Fingerprint()
-        for peer in peers.left():
-            peer.has_checkpoint = True  # it may have taken note of the lease
-        await peers.end_lease(step)
-        return next(iter(found.values()))
+            tell_of_loss(senders[number], step, error)
 
-    found = await run_all(partial(of, *each) for each in enumerate(senders))
-    bridge = senders[0].client.bridge  # many records take seconds
-    total: Fingerprint = await bridge.run(partial(Fingerprint.total, found))
-    if lost:
-        answered = [each for number, each in enumerate(senders) if number not in lost]
-        if not total.is_whole or not {*lost} <= await _known_ranks(answered, step):
+    while True:
+        asked = {number: senders[number] for number in late or range(len(senders))}
+        there, lacking = await manifests_of(asked, step, awaited=late)
+        lost = {**lost, **lacking}
+        await run_all(partial(fetch, number) for number in there)
+        manifests += [
+            answer.manifest for number, answer in there.items() if number in found
+        ]
+        total = await bridge.run(partial(Fingerprint.total, [*found.values()]))
+        if not lost:
+            return total
+        work = partial(ranks_of_meshes, manifests, limits=limits)
+        if total.is_whole and lost.keys() <= await bridge.run(work):
+            return total
+        late = {at for at, e in lost.items() if isinstance(e, StepNotFoundError)}
+        if not late:
             first = next(iter(lost.values()))
             add_others(first, lost.values())
             raise first
-    return total
+        for number in late:  # the others do not suffice
+            del lost[number]
 
 
-async def _known_ranks(senders: Sequence[Peers], step: int) -> set[int]:
-    """Return the ranks of all meshes on which the senders have tensors."""
+async def _fetch(peers: Peers, step: int) -> Fingerprint:
+    """Return the first answer of a sender's replicas, once one serves the step."""
+    client = peers.client
 
-    async def manifest(peers: Peers) -> Manifest:
-        # Nothing else is asked for, so it needs no lease.
-        origins = [replace(peer.origin, lease=None) for peer in peers.left()]
-        alike = Peers.at(client, origins, peers.on_retry, deadline=peers.deadline)
-        return (await alike.manifest(step)).manifest
+    async def fetch(peer: Peer) -> Fingerprint:
+        origin = peer.origin
+        ask = partial(_ask, client, origin, step)
+        asking = until_served(
+            client, origin, step, ask, deadline=peers.deadline, on_retry=peers.on_retry
+        )
+        return await poll(asking, pause=client.pause)
 
-    if not senders:
-        return set()
-    client = senders[0].client
-    manifests = await run_all(partial(manifest, peers) for peers in senders)
-    limits = client.options.limits
-    return await client.bridge.run(partial(ranks_of_meshes, manifests, limits=limits))
-
-
-async def _fetch(peers: Peers, peer: Peer, step: int) -> Fingerprint:
-    """Return what one peer answers, waiting until it serves the step."""
-    client, origin = peers.client, peer.origin
-    ask = partial(_ask, client, origin, step)
-    asking = until_served(
-        client, origin, step, ask, deadline=peers.deadline, on_retry=peers.on_retry
-    )
-    return await poll(asking, pause=client.pause)
+    found = await answers(peers.left(), fetch, step=step)
+    for peer in peers.left():
+        peer.has_checkpoint = True  # it may have taken note of the lease
+    return next(iter(found.values()))
 
 
 async def _ask(

@@ -15,18 +15,15 @@ and are copied from there at the end.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
 from math import inf
 from types import TracebackType
 from typing import Final, Literal, NamedTuple
-
-import anyio
 
 from aiockpt.errors import (
     Advice,
@@ -46,8 +43,7 @@ from aiockpt.format.chunks import ChunkGrid, chunks_over
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.download import Download
-from aiockpt.http.manifests import ManifestAnswer
-from aiockpt.http.peers import Peers, add_others, name_of
+from aiockpt.http.peers import Peers, add_others, manifests_of, name_of, tell_of_loss
 from aiockpt.http.range_fetcher import fetch_unverified
 from aiockpt.http.shards import Jobs, ReceiveMemory, SenderShard, ShardRead
 from aiockpt.memory.arena import Arena
@@ -159,7 +155,8 @@ async def receive_joined(
     others have all elements, as with a mesh that replicates.
 
     A sender that lacks the step for a reconnect timeout after the others got it is left
-    out, too. If the others do not suffice, the receive starts again, and waits for it.
+    out, too. If the others do not suffice, the receive starts again, and waits for it;
+    of several such senders, for the first one that gets the step.
 
     Args:
         senders: The senders, in the order of their ranks, each with its replicas.
@@ -173,11 +170,11 @@ async def receive_joined(
     if callable(options.select):  # both `unite` and the matcher ask for each path
         options = replace(options, select=cache(options.select))
     lost: dict[int, AiockptError] = {}
-    late_wait = senders[0].client.options.reconnect_timeout
+    awaited: set[int] = set()
     touched = False
     while True:
         before = {*lost}
-        source = JoinedSource(senders, bridge, options, ranks, lost, late_wait)
+        source = JoinedSource(senders, bridge, options, ranks, lost, awaited)
         try:
             return await receive(
                 source, step, options, bridge, deadline, touched=touched
@@ -191,7 +188,7 @@ async def receive_joined(
                 # The others do not suffice.
                 for number in late:
                     del lost[number]
-                late_wait = inf
+                awaited = late
                 continue
             if lost and isinstance(error, TemplateMismatchError | MissingKeysError):
                 first = next(iter(lost.values()))
@@ -211,8 +208,7 @@ class JoinedSource(Source):
         options: The options of the receive.
         ranks: What is taken where the ranks differ.
         lost: The senders that are not asked any more, by number. More are added.
-        late_wait: Seconds for which a sender that lacks the step is waited for, after
-            the last one that has it. Infinity: until it has the step.
+        awaited: The senders of which one is needed; see `manifests_of`.
 
     Attributes:
         name: The addresses of the senders; see `name_of`.
@@ -229,12 +225,12 @@ class JoinedSource(Source):
         options: ReceiveOptions,
         ranks: RankOptions,
         lost: dict[int, AiockptError],
-        late_wait: float,
+        awaited: Collection[int],
     ) -> None:
         self.name = name_of(senders)
         self.remark = f"from {len(senders)} senders of shards"
         self._senders, self._bridge, self._options = senders, bridge, options
-        self._ranks, self._lost, self._late_wait = ranks, lost, late_wait
+        self._ranks, self._lost, self._awaited = ranks, lost, awaited
         self._step: int | None = None  # of which the manifests have come
         self._shards: Sequence[SenderShard] = ()
         self._holders: dict[tuple[ChunkGrid, int, str], list[SenderShard]] = {}
@@ -253,6 +249,8 @@ class JoinedSource(Source):
             if error is not None:
                 for peers in self._senders:
                     peers.explain(error)
+            if isinstance(error, asyncio.CancelledError):  # perhaps by the deadline
+                add_others(error, self._lost.values())
             told = isinstance(error, AiockptError) and Advice.LOST not in advice(error)
             if told and self._step is not None:
                 await self.end(self._step)
@@ -268,7 +266,13 @@ class JoinedSource(Source):
                 each other.
             AiockptError: what a sender answered.
         """
-        answers = await self._answers(step)
+        asked = {
+            number: peers
+            for number, peers in enumerate(self._senders)
+            if number not in self._lost
+        }
+        answers, lost = await manifests_of(asked, step, awaited=self._awaited)
+        self._lost |= lost
         if not answers:
             raise next(iter(self._lost.values()))
         self._step, answered = step, sorted(answers)
@@ -351,52 +355,6 @@ class JoinedSource(Source):
 
     # ------------------------------------------------------------- the manifest
 
-    async def _answers(self, step: int) -> dict[int, ManifestAnswer]:
-        """Return the manifests of the senders that have a step; the others are lost.
-
-        Raises:
-            StepNotFoundError: a sender has a later step instead, or lacks the step
-                after all waiting.
-            AiockptError: what a sender answered.
-        """
-        found: dict[int, ManifestAnswer] = {}
-        lacking: dict[int, StepNotFoundError] = {}
-        scopes: list[anyio.CancelScope] = []
-        until = inf
-
-        async def ask(number: int, *, waits: bool) -> None:
-            nonlocal until
-            peers = self._senders[number]
-            try:
-                found[number] = await peers.manifest(step, waits=waits)
-            except TransportError as error:
-                lacking.pop(number, None)
-                self._lose(number, error, step)
-            except StepNotFoundError as error:
-                if error.serving is not None and error.serving > step:
-                    raise
-                lacking[number] = error
-            else:
-                lacking.pop(number, None)
-                until = anyio.current_time() + self._late_wait
-                for scope in scopes:
-                    scope.deadline = until
-
-        async def ask_and_wait(number: int) -> None:
-            await ask(number, waits=False)
-            if number in lacking:
-                with anyio.CancelScope(deadline=until) as scope:
-                    scopes.append(scope)
-                    await ask(number, waits=True)
-
-        numbers = (at for at in range(len(self._senders)) if at not in self._lost)
-        await run_all(partial(ask_and_wait, number) for number in numbers)
-        for number, error in lacking.items():
-            if not found or self._late_wait == inf:
-                raise error
-            self._lose(number, error, step)
-        return found
-
     def _note_holders(self) -> None:
         """Note which senders have which chunks: those of equal shards have the same."""
         for shard in self._shards:
@@ -465,7 +423,7 @@ class JoinedSource(Source):
                 try:
                     await retries.run(ask)
                 except TransportError as error:
-                    self._lose(shard.number, error, outline.step)
+                    self._lose(shard, error)
                     raise
 
         check_memory((reach for some in ranges for reach in some), limits)
@@ -567,7 +525,7 @@ class JoinedSource(Source):
                         try:
                             await download.run()
                         except TransportError as error:
-                            self._lose(shard.number, error, shard.outline.step)
+                            self._lose(shard, error)
                             raise
                         if len(peers.all) == 1:  # `Download` tells it of several
                             _tell(shard, began)
@@ -599,21 +557,10 @@ class JoinedSource(Source):
 
     # -------------------------------------------------------------- the senders
 
-    def _lose(
-        self, number: int, error: TransportError | StepNotFoundError, step: int
-    ) -> None:
+    def _lose(self, shard: SenderShard, error: TransportError) -> None:
         """Note that a sender is lost."""
-        self._lost[number] = error
-        is_late = isinstance(error, StepNotFoundError)
-        emit(
-            TransferEvent(
-                stop="drop",
-                step=step,
-                peer=self._senders[number].name,
-                detail=str(error),
-                level=logging.INFO if is_late else logging.WARNING,
-            )
-        )
+        self._lost[shard.number] = error
+        tell_of_loss(shard.peers, shard.outline.step, error)
 
     async def _let_go(self) -> None:
         """Stop renewing the leases."""

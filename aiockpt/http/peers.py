@@ -9,7 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -159,7 +166,7 @@ def verdict(peers: Sequence[Peer]) -> AiockptError:
     return chosen
 
 
-def add_others(error: AiockptError, lost: Iterable[AiockptError]) -> None:
+def add_others(error: BaseException, lost: Iterable[AiockptError]) -> None:
     """Add the errors of the other senders that are lost as notes."""
     others = [each for each in lost if each is not error]
     for other in others[:_MAX_NAMES]:
@@ -452,6 +459,86 @@ async def answers(
     if not found:
         raise verdict(peers)
     return found
+
+
+async def manifests_of(
+    senders: Mapping[int, Peers], step: int, *, awaited: Collection[int] = ()
+) -> tuple[dict[int, ManifestAnswer], dict[int, AiockptError]]:
+    """Return the manifests of the senders that have a step; why the others are lost.
+
+    A sender that causes a `TransportError` is lost. So is a sender that still lacks the
+    step a reconnect timeout after the last one got it. If the deadline is near, half of
+    the remaining time counts instead.
+
+    Args:
+        senders: Some of the senders of shards, by number.
+        step: The step.
+        awaited: The senders of which one is needed. Until one of them has the step,
+            those that lack it are waited for without this limit.
+
+    Raises:
+        StepNotFoundError: a sender has a later step instead, or lacks the step after
+            all waiting, and is needed.
+        AiockptError: what a sender answered.
+    """
+    found: dict[int, ManifestAnswer] = {}
+    lost: dict[int, AiockptError] = {}
+    lacking: dict[int, StepNotFoundError] = {}
+    scopes: list[anyio.CancelScope] = []
+    until = inf
+
+    async def ask(number: int, *, waits: bool) -> None:
+        nonlocal until
+        peers = senders[number]
+        try:
+            found[number] = await peers.manifest(step, waits=waits)
+        except TransportError as error:
+            lacking.pop(number, None)
+            lost[number] = error
+            tell_of_loss(peers, step, error)
+        except StepNotFoundError as error:
+            if error.serving is not None and error.serving > step:
+                raise
+            lacking[number] = error
+        else:
+            lacking.pop(number, None)
+            if not awaited or number in awaited:
+                usual, left = (
+                    peers.client.options.reconnect_timeout,
+                    peers.deadline - _now(),
+                )
+                until = _now() + min(usual, left / 2)
+                for scope in scopes:
+                    scope.deadline = until
+
+    async def ask_and_wait(number: int) -> None:
+        await ask(number, waits=False)
+        if number in lacking:
+            with anyio.CancelScope(deadline=until) as scope:
+                scopes.append(scope)
+                await ask(number, waits=True)
+
+    await run_all(partial(ask_and_wait, number) for number in senders)
+    for number, error in lacking.items():
+        if until == inf:
+            raise error
+        lost[number] = error
+        tell_of_loss(senders[number], step, error)
+    return found, lost
+
+
+def tell_of_loss(peers: Peers, step: int, error: AiockptError) -> None:
+    """Emit the event that a sender of shards is not asked any more."""
+    is_late = isinstance(error, StepNotFoundError)
+    emit(
+        TransferEvent(
+            stop="drop",
+            step=step,
+            peer=peers.name,
+            detail=str(error),
+            level=logging.INFO if is_late else logging.WARNING,
+        )
+    )
 
 
 async def newest_of(senders: Sequence[Peers]) -> int:
