@@ -701,9 +701,9 @@ class HTTPTransport(CheckpointTransport[T]):
         Args:
             metadata: The string that the sender's :meth:`metadata` returned; or what
                 :func:`aiockpt.join_metadata` made of those of several senders of
-                shards, whose fingerprints are added. A sender that cannot be reached
-                is left out if the others have all that it had, as in a receive without
-                a template. A list of strings names replicas, of which the first one
+                shards, whose fingerprints are added. A sender that cannot be reached,
+                or serves nothing, is left out if the others have all that it had, as in
+                a receive without a template. A list of strings names replicas, of which the first one
                 that answers counts.
             step: The step. None: the step that the sender serves now; of several, the
                 newest one.

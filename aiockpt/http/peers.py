@@ -236,6 +236,15 @@ class Peers:
         """Return those of them that are known to have the checkpoint."""
         return [peer for peer in self.left() if peer.has_checkpoint]
 
+    def late_until(self) -> float:
+        """Return until when a late sender of shards is waited for, in loop time.
+
+        That is the reconnect timeout from now. If the deadline is near, it is half of
+        the remaining time, because the others may suffice.
+        """
+        now, usual = _now(), self.client.options.reconnect_timeout
+        return now + min(usual, max(self.deadline - now, 0.0) / 2)
+
     async def latest(self, *, wait: float = 0.0) -> LatestInfo:
         """Return the newest step that is served at this moment.
 
@@ -467,8 +476,7 @@ async def manifests_of(
     """Return the manifests of the senders that have a step; why the others are lost.
 
     A sender that causes a `TransportError` is lost. So is a sender that still lacks the
-    step a reconnect timeout after the last one got it. If the deadline is near, half of
-    the remaining time counts instead.
+    step at `Peers.late_until`, counted from the moment when the last one got it.
 
     Args:
         senders: Some of the senders of shards, by number.
@@ -503,11 +511,7 @@ async def manifests_of(
         else:
             lacking.pop(number, None)
             if not awaited or number in awaited:
-                usual, left = (
-                    peers.client.options.reconnect_timeout,
-                    peers.deadline - _now(),
-                )
-                until = _now() + min(usual, left / 2)
+                until = peers.late_until()
                 for scope in scopes:
                     scope.deadline = until
 
@@ -544,15 +548,14 @@ def tell_of_loss(peers: Peers, step: int, error: AiockptError) -> None:
 async def newest_of(senders: Sequence[Peers]) -> int:
     """Return the newest step of several senders of shards; wait until there is one.
 
-    A sender that cannot be reached does not count, nor one that still serves nothing
-    a reconnect timeout after the first one that does. Others may have its shard.
+    A sender that cannot be reached does not count, nor one that still serves nothing at
+    `Peers.late_until`, counted from the first one that does. Others may have its shard.
 
     Raises:
         AiockptError: none can be reached, or what one answered.
     """
     steps: list[int] = []
     lost: list[TransportError] = []
-    wait = max(senders[0].client.options.reconnect_timeout, _NEWER_ANSWER_WAIT_S)
 
     async def ask(peers: Peers) -> None:
         try:
@@ -560,7 +563,8 @@ async def newest_of(senders: Sequence[Peers]) -> int:
         except TransportError as error:
             lost.append(error)
         else:
-            scope.deadline = min(scope.deadline, anyio.current_time() + wait)
+            until = max(peers.late_until(), _now() + _NEWER_ANSWER_WAIT_S)
+            scope.deadline = min(scope.deadline, until)
 
     with anyio.CancelScope() as scope:
         await run_all([partial(ask, peers) for peers in senders])

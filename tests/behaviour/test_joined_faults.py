@@ -238,6 +238,25 @@ class TestDeaths:
             found = await receiver.fingerprint(metadata)
             aiockpt.fingerprint(whole()).require(found)
 
+    async def test_a_fingerprint_while_the_others_publish(self) -> None:
+        """They keep the step until the lost sender is given up, and not longer."""
+        async with (
+            shards(state_of("hsdp")) as senders,
+            impatient(reconnect_timeout=1) as receiver,
+        ):
+            metadata, next_states = joined(senders), states(state_of("hsdp", add=1))
+            await senders[VICTIM].shutdown()
+            task = asyncio.create_task(receiver.fingerprint(metadata, STEP))
+            await asyncio.sleep(0.5)
+            left = [at for at in range(4) if at != VICTIM]
+            for later in (1, 2):
+                for at in left:
+                    await senders[at].send_checkpoint([], STEP + later, next_states[at])
+            assert not task.done()
+            aiockpt.fingerprint(whole()).require(await task)
+            for at in left:
+                assert senders[at].statistics().superseded == 0
+
     async def test_a_stage_of_its_own(self) -> None:
         """What only the lost sender had is not left out silently."""
         async with shards(lambda rank: {f"layer{rank}": WHOLE}) as senders:
@@ -490,6 +509,63 @@ class TestWithoutTheStep:
             began = loop.time()
             assert_same(await receiver.recv_checkpoint(0, metadata, step), whole())
             assert loop.time() - began < 2 + SLACK
+
+    @pytest.mark.parametrize("step", [STEP, None])
+    async def test_a_deadline_before_the_reconnect_timeout(
+        self, step: int | None
+    ) -> None:
+        """It leaves time to receive what the others have."""
+        async with self.emptied("hsdp") as (_, metadata), transport() as receiver:
+            assert_same(await receiver.recv_checkpoint(0, metadata, step, 3), whole())
+
+    @pytest.mark.parametrize("step", [STEP, None])
+    async def test_a_fingerprint(self, step: int | None) -> None:
+        """It leaves the sender out as a receive does, and waits if it is needed."""
+        ours = aiockpt.fingerprint(whole())
+        async with self.emptied("hsdp") as (_, metadata), impatient() as receiver:
+            ours.require(await receiver.fingerprint(metadata, step, timeout=5))
+        async with self.emptied("fsdp") as (fresh, metadata), impatient() as receiver:
+            with pytest.raises(TransferTimeoutError, match=fresh.address()):
+                await receiver.fingerprint(metadata, step, timeout=2)
+            task = asyncio.create_task(receiver.fingerprint(metadata, step))
+            await asyncio.sleep(1)
+            assert not task.done()
+            await fresh.send_checkpoint([], STEP, states(state_of("fsdp"))[3])
+            ours.require(await task)
+
+    @pytest.mark.parametrize("verb", ["recv_checkpoint", "fingerprint"])
+    async def test_one_of_two_suffices(self, verb: str) -> None:
+        """The other one is not waited for any longer."""
+        async with (
+            shards(state_of("hsdp")) as senders,
+            transport() as one,
+            transport() as other,
+            impatient() as receiver,
+        ):
+            metadata = joined([senders[0], one, senders[2], other])
+            call = getattr(receiver, verb)(metadata=metadata, step=STEP, timeout=10)
+            task = asyncio.create_task(call)
+            await asyncio.sleep(1)
+            assert not task.done()
+            await other.send_checkpoint([], STEP, states(state_of("hsdp"))[3])
+            found = await task
+            if verb == "recv_checkpoint":
+                found = aiockpt.fingerprint(found)
+            aiockpt.fingerprint(whole()).require(found)
+
+    async def test_another_sender_is_dead(self) -> None:
+        """The error of the deadline names it, too: no wait brings it back."""
+        async with (
+            shards(state_of("fsdp")) as senders,
+            transport() as fresh,
+            impatient() as receiver,
+        ):
+            metadata, dead = joined([*senders[:3], fresh]), senders[VICTIM].address()
+            await senders[VICTIM].shutdown()
+            with pytest.raises(TransferTimeoutError) as caught:
+                await receiver.recv_checkpoint(0, metadata, STEP, 2)
+            assert f"published at {fresh.address()}" in str(caught.value)
+            assert any(dead in note for note in caught.value.__notes__)
 
     async def test_a_follower_goes_on(self) -> None:
         """Its receives do not wait for it, either."""
