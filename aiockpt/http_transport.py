@@ -703,8 +703,8 @@ class HTTPTransport(CheckpointTransport[T]):
                 :func:`aiockpt.join_metadata` made of those of several senders of
                 shards, whose fingerprints are added. A sender that cannot be reached,
                 or serves nothing, is left out if the others have all that it had, as in
-                a receive without a template. A list of strings names replicas, of which the first one
-                that answers counts.
+                a receive without a template. A list of strings names replicas, of which
+                the first one that answers counts.
             step: The step. None: the step that the sender serves now; of several, the
                 newest one.
             timeout: The deadline of the call, in seconds or as a ``timedelta``.
