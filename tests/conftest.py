@@ -40,6 +40,7 @@ from tests.support.leakcheck import (  # noqa: E402
     allowed_leaks,
 )
 from tests.support.matrix import EXHAUSTIVE  # noqa: E402
+from tests.support.objectstore import WEED  # noqa: E402
 from tests.support.proofs import faults_of  # noqa: E402
 from tests.support.shortages import FaultUnavailableError  # noqa: E402
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 HAS_TORCH = find_spec("torch") is not None
 HAS_TORCHFT = HAS_TORCH and find_spec("torchft") is not None
 HAS_VLLM = HAS_TORCH and find_spec("vllm") is not None
+HAS_STORE = HAS_TORCH and find_spec("obstore") is not None and WEED.exists()
 HAS_UVLOOP = find_spec("uvloop") is not None
 
 TORCH_FREE = (
@@ -94,6 +96,8 @@ def pytest_report_header() -> list[str]:
         lines.append("torchft is not installed: tests/torchft runs in `nox -s torchft`")
     if not HAS_VLLM:
         lines.append("vLLM is not installed: tests/vllm runs in `nox -s vllm`")
+    if not HAS_STORE:
+        lines.append("SeaweedFS is not installed: see `nox -s objects`")
     return lines
 
 
@@ -110,8 +114,12 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out what cannot be imported without torch, torchft or vLLM."""
-    absent = {"torchft": not HAS_TORCHFT, "vllm": not HAS_VLLM}
+    """Leave out what cannot be imported without torch, torchft, vLLM or SeaweedFS."""
+    absent = {
+        "objects": not HAS_STORE,
+        "torchft": not HAS_TORCHFT,
+        "vllm": not HAS_VLLM,
+    }
     if collection_path.parent == HERE and absent.get(collection_path.name):
         return True
     if HAS_TORCH or not collection_path.name.startswith("test_"):

@@ -1,0 +1,227 @@
+"""Connections break, and the store is busy: obstore tries again, and it is known when.
+
+`FaultProxy` breaks connections, and `RequestProxy` answers in the store's place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt import make_sync_checkpointer
+from aiockpt.errors import AiockptError, IntegrityError, StorageError
+from aiockpt.testing import (
+    CutAfter,
+    Fault,
+    FaultProxy,
+    FlipBit,
+    Refuse,
+    StallAfter,
+    assert_same,
+)
+from tests.objects.conftest import Place, Proxied
+from tests.support.commandline import beside
+from tests.support.objectstore import Cut, Reply, Request
+
+MIB = 1 << 20
+BUSY = b"<Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>"
+SHORT = {
+    "max_retries": 2,
+    "retry_timeout": timedelta(seconds=3),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=20),
+        "max_backoff": timedelta(milliseconds=100),
+        "base": 2,
+    },
+}
+"""How often obstore tries again where it would take minutes."""
+
+
+def state(value: float = 1, mib: int = 1) -> dict[str, Any]:
+    """Return a state of several parts if it has many MiB."""
+    return {"w": torch.full((mib * MIB // 4,), float(value)), "step": value}
+
+
+def save(path: str, value: Any) -> None:
+    """Save in the foreground."""
+    with make_sync_checkpointer() as made:
+        made.save(value, path, step=1)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_store(place: Place, proxied: Proxied, status: int) -> None:
+    """Each request is refused twice, and a save and a load succeed."""
+    seen = Counter[str]()
+
+    def rule(request: Request) -> Reply | None:
+        seen[what := f"{request.method} {request.target}"] += 1
+        return Reply(status, BUSY) if seen[what] <= 2 else None
+
+    _, there = proxied(rule)
+    save(there("run/step-1"), state(mib=40))
+    assert_same(aiockpt.load(there("run/step-1")), state(mib=40))
+    assert place.uploads() == []
+    assert len(place.objects()) == 2
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_store_that_stays_busy(place: Place, proxied: Proxied, status: int) -> None:
+    """A save and a load end with a typed error, as soon as the store's options say."""
+    save(place("run/step-1"), state())
+    _, there = proxied(lambda _: Reply(status, BUSY), retry_config=SHORT)
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match="run/step-1"):
+        aiockpt.load(there("run/step-1"))
+    with pytest.raises(StorageError, match="run/step-2"):
+        save(there("run/step-2"), state())
+    assert time.monotonic() - begun < 15
+    assert [each.step for each in aiockpt.list_checkpoints(place())] == [1]
+
+
+class TestBroken:
+    """Connections end, stall, or carry a wrong bit."""
+
+    @pytest.mark.parametrize(
+        "fault",
+        [
+            Refuse(),
+            CutAfter(0, reset=True),
+            CutAfter(100),
+            CutAfter(3 * MIB),
+            CutAfter(5 * MIB, reset=True),
+        ],
+        ids=repr,
+    )
+    def test_a_load_goes_on(self, place: Place, fault: Fault) -> None:
+        """The first four connections break, and the load comes to its end."""
+        save(place("run/step-1"), state(mib=40))
+        proxy = FaultProxy("127.0.0.1", place.server.port, faults=[fault] * 4)
+        with beside(proxy):
+            root = f"s3://fault-{proxy.port}"
+            aiockpt.register_store(root, place.server.store(port=proxy.port))
+            path = f"{root}/{place.prefix}/run/step-1"
+            assert_same(aiockpt.load(path), state(mib=40))
+
+    def test_a_wrong_bit(self, place: Place) -> None:
+        """Its chunk is found wrong, and nothing wrong is returned."""
+        save(place("run/step-1"), state(mib=40))
+        proxy = FaultProxy("127.0.0.1", place.server.port, otherwise=FlipBit(3 * MIB))
+        with beside(proxy):
+            root = f"s3://fault-{proxy.port}"
+            aiockpt.register_store(root, place.server.store(port=proxy.port))
+            try:
+                found = aiockpt.load(f"{root}/{place.prefix}/run/step-1")
+            except IntegrityError:
+                return
+            assert_same(found, state(mib=40))  # no connection had so many bytes
+
+    def test_a_silent_store(self, place: Place) -> None:
+        """A load ends by the timeout of the store's options."""
+        save(place("run/step-1"), state(mib=4))
+        proxy = FaultProxy("127.0.0.1", place.server.port, otherwise=StallAfter(MIB))
+        with beside(proxy):
+            root = f"s3://fault-{proxy.port}"
+            store = place.server.store(
+                port=proxy.port, retry_config=SHORT, client={"timeout": "1s"}
+            )
+            aiockpt.register_store(root, store)
+            begun = time.monotonic()
+            with pytest.raises(AiockptError):
+                aiockpt.load(f"{root}/{place.prefix}/run/step-1")
+            assert time.monotonic() - begun < 30
+
+    @pytest.mark.parametrize("when", ["begins", "half"])
+    def test_a_save_goes_on(self, place: Place, proxied: Proxied, when: Any) -> None:
+        """Each request breaks once, before the store has it, and is sent again."""
+        seen = set[str]()
+
+        def rule(request: Request) -> Cut | None:
+            # A store keeps a second upload if the answer to the first one is lost.
+            begins_upload = request.method == "POST" and "uploads" in request.target
+            if request.target in seen or (begins_upload and when == "half"):
+                return None
+            seen.add(request.target)
+            return Cut(when)
+
+        _, there = proxied(rule)
+        save(there("run/step-1"), state(mib=40))
+        assert_same(aiockpt.load(place("run/step-1")), state(mib=40))
+        assert place.uploads() == []
+
+
+class TestLostAnswers:
+    """The store has done what was asked, and the saver does not know it."""
+
+    @pytest.mark.parametrize("replaces", [False, True], ids=["new", "replaced"])
+    def test_of_the_commit(
+        self, place: Place, proxied: Proxied, replaces: bool
+    ) -> None:
+        """The saver asks the marker, and finds that it has committed."""
+        if replaces:
+            save(place("run/step-1"), state(0))
+        lost = list[int]()
+
+        def rule(request: Request) -> Cut | None:
+            if request.puts("/commit.json") and not lost:
+                lost.append(request.number)
+                return Cut("answered")
+            return None
+
+        _, there = proxied(rule)
+        save(there("run/step-1"), state(1))
+        assert lost
+        assert_same(aiockpt.load(place("run/step-1")), state(1))
+
+    def test_and_nothing_more(self, place: Place, proxied: Proxied) -> None:
+        """If it cannot ask, either, the error says that it may be committed."""
+        lost = list[int]()
+
+        def rule(request: Request) -> Cut | None:
+            if request.puts("/commit.json"):
+                lost.append(request.number)
+            return Cut("answered") if lost else None
+
+        _, there = proxied(rule, retry_config=SHORT)
+        with pytest.raises(StorageError, match="not known whether") as caught:
+            save(there("run/step-1"), state(1))
+        assert caught.value.may_be_committed
+        assert_same(aiockpt.load(place("run/step-1")), state(1))
+
+
+def gone_while(place: Place, name: str) -> Callable[[Request], None]:
+    """Return a rule that deletes a checkpoint's files when the first one is read."""
+    store, done = place.server.store(), list[str]()
+
+    def rule(request: Request) -> None:
+        if "range" in request.headers and not done:
+            keys = [key for key in place.objects() if key.startswith(f"{name}/")]
+            done.extend(f"{place.prefix}/run/{key}" for key in keys)
+            store.delete(done)
+
+    return rule
+
+
+def test_a_checkpoint_that_is_being_deleted(place: Place, proxied: Proxied) -> None:
+    """A load that has begun says so, and returns nothing."""
+    save(place("run/step-1"), state(mib=40))
+    _, there = proxied(gone_while(place, "step-1"))
+    with pytest.raises(StorageError, match=r"replaced or removed|no marker"):
+        aiockpt.load(there("run/step-1"))
+
+
+def test_a_checkpoint_that_was_half_deleted(place: Place) -> None:
+    """Its marker is there, and its file is not: it is no checkpoint."""
+    save(place("run/step-1"), state())
+    (key,) = (key for key in place.objects() if key.endswith(".safetensors"))
+    place.server.store().delete(f"{place.prefix}/run/{key}")
+    with pytest.raises(StorageError, match="missing"):
+        aiockpt.load(place("run/step-1"))
+    save(place("run/step-1"), state(2))
+    assert_same(aiockpt.load(place("run/step-1")), state(2))
