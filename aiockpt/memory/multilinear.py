@@ -121,8 +121,7 @@ _FLIPS: Final = {torch.int8: 0, torch.int16: 0x80, torch.int32: 0x808080}
 def _byte_dots(elements: torch.Tensor, columns: slice | torch.Tensor) -> torch.Tensor:
     """Return the dot products of rows with columns of the tables, ``[rows, 2]``."""
     digits = _digits(min(elements.itemsize, 4))[columns].flatten(0, 1)
-    data = elements if elements.stride(-1) == 1 else elements.contiguous()
-    data = data.view(torch.int8)
+    data = _separate(elements).view(torch.int8)
     total = torch.zeros(len(data), 2 * _DIGITS, dtype=torch.int64, device=_HOST)
     for at in range(0, data.shape[1], _BYTES_AT_ONCE):
         near = slice(at, at + _BYTES_AT_ONCE)
@@ -130,6 +129,18 @@ def _byte_dots(elements: torch.Tensor, columns: slice | torch.Tensor) -> torch.T
         total += torch._int_mm(some, digits[near])  # noqa: SLF001 - there is no other
     weights = 128 ** torch.arange(_DIGITS, device=_HOST)
     return (total.view(-1, 2, _DIGITS) * weights).sum(2)
+
+
+def _separate(rows: torch.Tensor) -> torch.Tensor:
+    """Return a matrix as rows that share no memory, copied if they do.
+
+    Torch has wrong products of bytes for rows that overlap, such as those of an
+    expanded tensor. It cannot view a single column with any stride as bytes, and calls
+    it contiguous.
+    """
+    if rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def _number_dots(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -383,7 +394,7 @@ class _Keys:
         if is_host and len(elements) >= _MIN_BYTES_ROWS and multiplies_bytes():
             return _byte_dots(elements, columns)
         if elements.itemsize == 8:
-            elements = elements.contiguous().view(torch.int32)
+            elements = _separate(elements).view(torch.int32)
         return _number_dots(elements, self._table[:, columns])
 
     def _alike(self, runs: range, most: int) -> int:

@@ -174,6 +174,57 @@ def test_it_sums_what_a_program_sees() -> None:
         assert found[0] == found[1] == expected(dense, whole(shape))
 
 
+@pytest.mark.parametrize("by_bytes", [True, False])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex128],
+    ids=str,
+)
+def test_elements_may_share_memory(
+    dtype: torch.dtype, by_bytes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that overlap have the sums of their elements, each time."""
+    if not by_bytes:
+        monkeypatch.setattr(multilinear, "multiplies_bytes", lambda: False)
+    raw = drawn((151_000,), dtype)
+    views = [
+        raw[:1000].expand(300, 1000),
+        raw[:70_000].expand(9, 70_000),
+        raw[:1000].expand(300, 1000)[:, 3:900],
+        raw[:6000].view(6, 1, 1000).expand(6, 50, 1000),
+        raw.as_strided((300, 1000), (500, 1)),
+        raw.as_strided((300, 1000), (1, 1)),
+        raw[:1].expand(300, 1000),
+    ]
+    for view in views:
+        shape = tuple(view.shape)
+        dense = view.clone(memory_format=torch.contiguous_format)
+        held = [HeldTensor(each, shape, whole(shape)) for each in (view, dense, view)]
+        assert word_sums(held) == 3 * [expected(dense, whole(shape))]
+
+
+@pytest.mark.parametrize("by_bytes", [True, False])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex128],
+    ids=str,
+)
+def test_a_shard_may_have_one_column_with_any_stride(
+    dtype: torch.dtype, by_bytes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch calls a single column contiguous, however far apart its elements are."""
+    if not by_bytes:
+        monkeypatch.setattr(multilinear, "multiplies_bytes", lambda: False)
+    full = drawn((5000, 300), dtype)
+    shard = ((0, 5000),), ((3, 4),)
+    column = full[:, 3:4].clone()
+    held = [
+        HeldTensor(each, (5000, 300), shard)
+        for each in (column, column.as_strided((5000, 1), (1, 5000)), full[:, 3:4])
+    ]
+    assert word_sums(held) == 3 * [expected(full, shard)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex128])
 @pytest.mark.parametrize(
     "shape",
