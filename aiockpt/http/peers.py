@@ -283,7 +283,7 @@ class Peers:
         return (await poll(ask, pause=self.client.pause)).step
 
     async def manifest(
-        self, step: int, *, probe: str | None = None, waits: bool = True
+        self, step: int, *, probe: str | None = None, step_wait: float | None = None
     ) -> ManifestAnswer:
         """Return the manifest of ``step`` that comes first, once a peer has it.
 
@@ -292,7 +292,8 @@ class Peers:
         Args:
             step: The step.
             probe: Asks a single sender to lend its memory, if it is on this host.
-            waits: Whether to wait for a step that is not there yet.
+            step_wait: Seconds to wait for a step that is not there yet. None: as many
+                as ``origin.step_wait`` of each peer.
 
         Raises:
             AiockptError: nobody is left.
@@ -301,7 +302,7 @@ class Peers:
             peer.error, peer.has_checkpoint, peer.given = None, False, 0
         if len(self.all) > 1:
             probe = None
-        ask = partial(self.ask_manifest, step=step, probe=probe, waits=waits)
+        ask = partial(self.ask_manifest, step=step, probe=probe, step_wait=step_wait)
         found = await answers(self.all, ask, step=step)
         first = next(iter(found.values()))
         for peer, other in found.items():
@@ -314,13 +315,18 @@ class Peers:
         return first
 
     async def ask_manifest(
-        self, peer: Peer, step: int, *, probe: str | None = None, waits: bool = True
+        self,
+        peer: Peer,
+        step: int,
+        *,
+        probe: str | None = None,
+        step_wait: float | None = None,
     ) -> ManifestAnswer:
         """Return the manifest that one peer has; begin to renew the lease there."""
         origin = peer.origin
         return await fetch_manifest(
             self.client,
-            origin if waits else replace(origin, step_wait=0.0),
+            origin if step_wait is None else replace(origin, step_wait=step_wait),
             step,
             deadline=self.deadline,
             on_retry=self.on_retry,
@@ -495,11 +501,16 @@ async def manifests_of(
     scopes: list[anyio.CancelScope] = []
     until = inf
 
-    async def ask(number: int, *, waits: bool) -> None:
+    async def ask(number: int, step_wait: float | None) -> None:
         nonlocal until
         peers = senders[number]
         try:
-            found[number] = await peers.manifest(step, waits=waits)
+            found[number] = await peers.manifest(step, step_wait=step_wait)
+            lacking.pop(number, None)
+            if not awaited or number in awaited:
+                until = peers.late_until()
+                for scope in scopes:
+                    scope.deadline = until
         except TransportError as error:
             lacking.pop(number, None)
             lost[number] = error
@@ -508,21 +519,17 @@ async def manifests_of(
             if error.serving is not None and error.serving > step:
                 raise
             lacking[number] = error
-        else:
-            lacking.pop(number, None)
-            if not awaited or number in awaited:
-                until = peers.late_until()
-                for scope in scopes:
-                    scope.deadline = until
 
     async def ask_and_wait(number: int) -> None:
-        await ask(number, waits=False)
+        await ask(number, 0.0)
         if number in lacking:
             with anyio.CancelScope(deadline=until) as scope:
                 scopes.append(scope)
-                await ask(number, waits=True)
+                await ask(number, None if until == inf else until - _now())
 
     await run_all(partial(ask_and_wait, number) for number in senders)
+    while lacking and _now() < until < inf:  # those that had waited for too short
+        await run_all(partial(ask_and_wait, number) for number in [*lacking])
     for number, error in lacking.items():
         if until == inf:
             raise error

@@ -161,7 +161,8 @@ class HttpSource(Source):
         if self._attaching.attach is not None:
             here = await self._bridge.run(identity)
         probe = None if here is None else format_probe(here, os.urandom(16))
-        answer = await self._peers.manifest(step, probe=probe, waits=self._waits)
+        step_wait = None if self._waits else 0.0
+        answer = await self._peers.manifest(step, probe=probe, step_wait=step_wait)
         self._offer = None if here is None else answer.offer
         self._step = step
         self._extension.receives(answer.manifest, answer.headers)

@@ -17,7 +17,12 @@ import torch
 
 import aiockpt
 from aiockpt import IntegrityError, Progress, StepNotFoundError
-from aiockpt.errors import AiockptError, TransferTimeoutError, TransportError
+from aiockpt.errors import (
+    AiockptError,
+    RankValuesError,
+    TransferTimeoutError,
+    TransportError,
+)
 from aiockpt.testing import CutAfter, Fault, FaultProxy, assert_same
 from aiockpt.testing.faults import Drip, Pipe
 from tests.support.faultpeers import At
@@ -428,6 +433,26 @@ class TestSteps:
             assert not task.done()
             await senders[late].send_checkpoint([], STEP, parts[late])
             assert_same(await task, whole())
+
+    @pytest.mark.parametrize("step", [STEP, None])
+    async def test_what_a_late_sender_has_counts(self, step: int | None) -> None:
+        """Although the others have all elements: its value differs from theirs."""
+
+        def part(rank: int) -> dict[str, Any]:
+            return {"w": KINDS["hsdp"](numbers(1)), "n": 5 if rank == 3 else 1}
+
+        parts = states(part)
+        async with shards(part, step=STEP - 1) as senders, transport() as receiver:
+            for sender, state in zip(senders[:3], parts, strict=False):
+                await sender.send_checkpoint([], STEP, state)
+            task = asyncio.create_task(
+                receiver.recv_checkpoint(0, joined(senders), step, 20)
+            )
+            await asyncio.sleep(1.5)
+            assert not task.done()
+            await senders[3].send_checkpoint([], STEP, parts[3])
+            with pytest.raises(RankValuesError):
+                await task
 
     async def test_nobody_has_published(self) -> None:
         """All of them are awaited, until the deadline at most."""
