@@ -258,6 +258,14 @@ def resolve_target(path: StrPath) -> Path:
     Raises:
         StorageError: the path is the root, or the system cannot look it up.
     """
+    resolved = resolve_path(path)
+    if not resolved.name:
+        raise StorageError(str(path), "this is the root directory: name one below it")
+    return resolved
+
+
+def resolve_path(path: StrPath) -> Path:
+    """Return any path with all symbolic links resolved; see `resolve_target`."""
     try:
         if is_address(text := expanded(path)):
             detail = "this needs a path of a file system: copy the checkpoint to one"
@@ -272,8 +280,6 @@ def resolve_target(path: StrPath) -> Path:
             raise
         said = getattr(error, "strerror", None) or str(error)
         raise StorageError(str(path), said) from error
-    if not resolved.name:
-        raise StorageError(str(path), "this is the root directory: name one below it")
     return resolved
 
 
@@ -284,7 +290,7 @@ def part_of(path: Path) -> Path:
 
 def old_of(path: Path) -> Path:
     """Return the name of the previous checkpoint during a replacement."""
-    return path.with_name(f".{path.name}.old")
+    return path.parent / f".{path.name}.old"  # of the root, nothing
 
 
 def encode_commit(step: int, files: Mapping[str, RankFile], serial: int) -> bytes:
@@ -323,6 +329,20 @@ def checkpoint_at(path: StrPath) -> Checkpoint:
         StorageError: the marker is damaged, or has a later version.
     """
     directory = resolve_target(path)
+    if (found := _complete_at(directory)) is not None:
+        return found
+    with named(directory):
+        raise CheckpointNotFoundError(str(path), _what_is_at(directory))
+
+
+def _complete_at(directory: Path) -> Checkpoint | None:
+    """Return the complete checkpoint of this name, or None.
+
+    Nothing below other directories is looked at: there may be millions of files.
+
+    Raises:
+        StorageError: the marker is damaged, or has a later version.
+    """
     for _ in range(_MAX_TRIES):
         before = identity(directory)
         if (found := _checkpoint_in(directory, directory.name)) is not None:
@@ -333,8 +353,7 @@ def checkpoint_at(path: StrPath) -> Checkpoint:
                 return found
         if identity(directory) == before:  # else it was replaced meanwhile
             break
-    with named(directory):
-        raise CheckpointNotFoundError(str(path), _what_is_at(directory))
+    return None
 
 
 def identity(directory: Path) -> tuple[int, int] | None:
@@ -348,7 +367,7 @@ def identity(directory: Path) -> tuple[int, int] | None:
 def find_checkpoint(path: StrPath) -> Checkpoint | None:
     """Return the complete checkpoint of this name, or None."""
     with suppress(StorageError):
-        return checkpoint_at(path)
+        return _complete_at(resolve_target(path))
     return None
 
 
@@ -376,21 +395,10 @@ def commit_order(checkpoint: Checkpoint) -> tuple[int, float, int, str]:
 
 def _readable(path: Path) -> Checkpoint | None:
     try:
-        return checkpoint_at(path)
-    except CheckpointNotFoundError:
-        return None
+        return _complete_at(resolve_target(path))
     except StorageError as error:
         logger.warning("a checkpoint is left out: %s", error)
         return None
-
-
-def latest(directory: StrPath) -> Checkpoint | None:
-    """Return the complete checkpoint that was committed last, or None.
-
-    After a rollback, this is the newest checkpoint of the new branch, even if the old
-    branch has higher steps.
-    """
-    return next(reversed(list_checkpoints(directory)), None)
 
 
 def _names_in(directory: Path) -> Iterator[Path]:

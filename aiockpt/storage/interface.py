@@ -25,6 +25,7 @@ from aiockpt.storage.directory import (
     identity,
     is_address,
     old_of,
+    resolve_path,
     resolve_target,
     split_address,
 )
@@ -199,9 +200,10 @@ class FileStorage:
 
     def draft(self, rank: int, *, durable: bool, shared: bool) -> RankDraft:
         """Begin to save one rank's file."""
+        path = resolve_target(self.path)
         if not rank:
-            sweep(self.path.parent, shared=shared)
-        return Draft(self.path, rank, durable=durable)
+            sweep(path.parent, shared=shared)
+        return Draft(path, rank, durable=durable)
 
     def is_committed(self, rank: int, identity: tuple[int, int]) -> bool:
         """Say whether the checkpoint has the file of a rank's draft."""
@@ -251,7 +253,7 @@ def storage_at(path: StrPath) -> Storage:
     """Return what is stored at a path, with all symbolic links resolved.
 
     Raises:
-        StorageError: the path is the root, or the system cannot look it up.
+        StorageError: the system cannot look up the path.
         MissingExtraError: it is the address of an object store, and obstore is not
             installed.
     """
@@ -260,7 +262,7 @@ def storage_at(path: StrPath) -> Storage:
         from aiockpt.storage.objects import object_storage  # obstore may be missing
 
         return object_storage(text, _stores)
-    return FileStorage(resolve_target(path))
+    return FileStorage(resolve_path(path))
 
 
 def list_checkpoints(directory: StrPath) -> list[Checkpoint]:

@@ -22,10 +22,10 @@ from aiockpt.storage.directory import (
     MARKER,
     checkpoint_at,
     find_checkpoint,
-    latest,
     list_checkpoints,
     step_of,
 )
+from aiockpt.storage.interface import latest
 from aiockpt.storage.retention import retire, sweep
 from tests.support.proofs import proves
 from tests.support.saving import load, names, save, save_by_two, sync_checkpointer

@@ -27,7 +27,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import ArenaPool
 from aiockpt.storage import commit
 from aiockpt.storage.checkpoint_file import opened, read_header, verify_chunks
-from aiockpt.storage.directory import latest
+from aiockpt.storage.interface import latest
 from aiockpt.storage.write import BLOCK, WritableSnapshot, write_file
 from aiockpt.testing import assert_same
 from aiockpt.transfer.live import LiveState

@@ -273,3 +273,15 @@ def test_nobodys_home(home: Path) -> None:
     save("./~nobody9/x", {"n": 1})
     assert aiockpt.load("./~nobody9/x") == {"n": 1}
     assert not home.exists()
+
+
+def test_a_list_looks_at_no_other_directories(tmp_path: Path) -> None:
+    """It would walk through all data beside the checkpoints, or a loop of links."""
+    with aiockpt.make_sync_checkpointer() as made:
+        made.save({"w": torch.ones(1)}, tmp_path / "step-1")
+        made.save({"w": torch.ones(1)}, tmp_path / "data" / "more" / "step-2")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert [each.step for each in aiockpt.list_checkpoints(tmp_path)] == [1]
+    assert isinstance(aiockpt.list_checkpoints("/"), list)
+    with pytest.raises(aiockpt.StorageError, match="root directory"):
+        aiockpt.load("/")
