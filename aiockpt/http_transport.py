@@ -714,7 +714,8 @@ class HTTPTransport(CheckpointTransport[T]):
             StepNotFoundError: the sender has replaced ``step`` and does not keep it,
                 perhaps while it computed.
             UnavailableError: the sender's version has no fingerprints.
-            PeerFailedError: the sender cannot compute it. Another call does not help.
+            PeerFailedError: the sender cannot compute it. Another call helps only if
+                the sender lacked something, such as memory.
             TransportError, ProtocolError, AuthenticationError: see the error tree.
         """
         try:

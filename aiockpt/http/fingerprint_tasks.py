@@ -11,10 +11,12 @@ from typing import Any, Final, TypeAlias
 import anyio
 
 from aiockpt.errors import (
+    Advice,
     AiockptError,
     CheckpointChangedError,
     PeerFailedError,
     StepNotFoundError,
+    advice,
     kept,
 )
 from aiockpt.http.problems import PeerBusy
@@ -26,6 +28,10 @@ ComputeFingerprint: TypeAlias = Callable[[Any], Awaitable[bytes]]
 """Returns the fingerprint of a checkpoint of the store as JSON; may be cancelled."""
 
 _RETRY_AFTER_S: Final = 0.0  # a request waits for the computation
+
+
+class PassingFailureError(PeerFailedError):
+    """A fingerprint could not be computed, but the checkpoint is not the reason."""
 
 
 class FingerprintTasks:
@@ -43,7 +49,8 @@ class FingerprintTasks:
     def __init__(self, store: Store, compute: ComputeFingerprint) -> None:
         self._store, self._compute = store, compute
         self._turn = anyio.Lock()
-        self._tasks: dict[Publication, asyncio.Task[None]] = {}
+        self._tasks: dict[Publication, asyncio.Task[bytes | PeerFailedError | None]]
+        self._tasks = {}
 
     async def of(self, publication: Publication, *, wait: float) -> bytes:
         """Return the fingerprint of a publication as JSON.
@@ -53,7 +60,8 @@ class FingerprintTasks:
             StepNotFoundError: the checkpoint was replaced or retracted first.
             PeerFailedError: it cannot be computed.
         """
-        if publication.fingerprint is None:
+        found = publication.fingerprint
+        if found is None:
             task = self._tasks.get(publication)
             if task is None:
                 task = asyncio.create_task(self._run(publication))
@@ -62,14 +70,19 @@ class FingerprintTasks:
             await asyncio.wait({task}, timeout=wait)
             if not task.done():
                 raise PeerBusy(retry_after=_RETRY_AFTER_S)
-        if publication.fingerprint is None:
+            found = None if task.cancelled() else task.result()
+        if found is None:
             raise StepNotFoundError(publication.step, serving=self._store.step)
-        if isinstance(publication.fingerprint, PeerFailedError):
-            raise kept(publication.fingerprint)  # a raise adds the frames of a request
-        return publication.fingerprint
+        if isinstance(found, PeerFailedError):
+            raise kept(found)  # a raise adds the frames of a request
+        return found
 
-    async def _run(self, publication: Publication) -> None:
-        """Set the fingerprint of a publication, unless its memory is given up."""
+    async def _run(self, publication: Publication) -> bytes | PeerFailedError | None:
+        """Return the fingerprint of a publication, or why it has none.
+
+        The publication keeps it, except for a failure that may pass. None: the memory
+        was given up.
+        """
         task = asyncio.current_task()
 
         def evict() -> None:
@@ -78,12 +91,15 @@ class FingerprintTasks:
 
         with suppress(CheckpointChangedError):  # given up before its turn came
             async with self._turn, self._store.reading(publication, evict=evict):
+                found: bytes | PeerFailedError
                 try:
                     found = await self._compute(publication.servable)
                 except Exception as error:  # noqa: BLE001 - each request raises it
-                    publication.fingerprint = failure_of(publication.step, error)
-                else:
+                    found = failure_of(publication.step, error)
+                if not isinstance(found, PassingFailureError):
                     publication.fingerprint = found
+                return found
+        return None
 
 
 def failure_of(step: int, error: Exception) -> PeerFailedError:
@@ -91,7 +107,10 @@ def failure_of(step: int, error: Exception) -> PeerFailedError:
     if isinstance(error, PeerFailedError):
         return kept(error)
     said = f"{error}"
+    passes = Advice.LATER in advice(error)
     if not isinstance(error, AiockptError):  # only the log has details
         logger.error("a fingerprint failed", exc_info=error)
         said = f"{type(error).__name__}; the sender's log has more"
-    return PeerFailedError(None, f"step {step} has no fingerprint: {said}")
+        passes = True
+    kind = PassingFailureError if passes else PeerFailedError
+    return kind(None, f"step {step} has no fingerprint: {said}")

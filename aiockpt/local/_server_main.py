@@ -20,6 +20,7 @@ from aiockpt.errors import PeerFailedError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.audit import Access
+from aiockpt.http.fingerprint_tasks import PassingFailureError
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Statistics, Store
 from aiockpt.local import messages
@@ -214,7 +215,8 @@ class ServerMain:
         elif fds:
             answer.set_result(unpack(*fds))
         else:
-            answer.set_exception(PeerFailedError(None, message.error))
+            kind = PassingFailureError if message.passes else PeerFailedError
+            answer.set_exception(kind(None, message.error))
 
     async def _retract(self, message: messages.Retract) -> None:
         await self._store.retract(grace=message.grace)

@@ -68,10 +68,12 @@ class AskFingerprint(_Numbered, tag=True, frozen=True):
 class Fingerprinted(_Numbered, tag=True, frozen=True):
     """The fingerprint of a snapshot travels with the message.
 
-    If it could not be computed, ``error`` says why, and nothing travels with it.
+    If it could not be computed, ``error`` says why, and nothing travels with it. Then
+    ``passes`` says whether another attempt may succeed.
     """
 
     error: str = ""
+    passes: bool = False
 
 
 class Obeyed(_Numbered, tag=True, frozen=True):

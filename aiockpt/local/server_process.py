@@ -37,7 +37,7 @@ from aiockpt.errors import (
     kept,
 )
 from aiockpt.events import TransferEvent, emit
-from aiockpt.http.fingerprint_tasks import failure_of
+from aiockpt.http.fingerprint_tasks import PassingFailureError, failure_of
 from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.store import Failure, Statistics
 from aiockpt.local import messages
@@ -407,8 +407,9 @@ class ServerProcess:
             parcel = await obtain(self._bridge, lambda: pack(text), os.close)
             self._tell(messages.Fingerprinted(number), [parcel])
         except Exception as error:  # noqa: BLE001 - the process waits for an answer
-            why = failure_of(snapshot.manifest.step, error).reason
-            self._tell(messages.Fingerprinted(number, why))
+            failure = failure_of(snapshot.manifest.step, error)
+            passes = isinstance(failure, PassingFailureError)
+            self._tell(messages.Fingerprinted(number, failure.reason, passes))
         finally:
             snapshot.release()
             if parcel >= 0:

@@ -22,9 +22,11 @@ from aiockpt.errors import (
     PeerFailedError,
     PeerUnreachableError,
     RemoteProtocolError,
+    StorageError,
     TransferTimeoutError,
     TransportError,
     UnavailableError,
+    UnsupportedLeafError,
 )
 from aiockpt.http.protocol import format_metadata
 from tests.support.mesh_ranks import as_rank, distributed
@@ -428,34 +430,53 @@ async def test_a_process_computes_in_the_trainer(slow: Slow) -> None:
 
 
 @pytest.mark.parametrize("process", [False, True])
-async def test_a_failure_is_remembered(
-    process: bool, monkeypatch: pytest.MonkeyPatch, allow_error_logs: list[Any]
+@pytest.mark.parametrize(
+    ("error", "said", "is_kept"),
+    [
+        (UnsupportedLeafError("w", "object", "w is odd"), "w is ", True),
+        (StorageError("/tmp/part", "no space left"), "no space left", False),
+        (MemoryError("a detail"), "MemoryError; the sender's log has more", False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_a_failure_of_the_checkpoint_is_remembered(
+    process: bool,
+    error: Exception,
+    said: str,
+    is_kept: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    allow_error_logs: list[Any],
 ) -> None:
-    """It is not computed again for the same step, and does not block the next one."""
-    module: Any = http_transport
-    compute, count = module.fingerprint_of_snapshot, 0
+    """Such a failure is not computed again; one of the host may pass.
 
-    def fails(snapshot: Any, **options: Any) -> bytes:
-        nonlocal count
-        count += 1
-        if snapshot.manifest.step == 1:
-            raise RuntimeError("a detail")
+    Neither blocks the next step.
+    """
+    module: Any = http_transport
+    compute, steps = module.fingerprint_of_snapshot, list[int]()
+
+    def fails_at_first(snapshot: Any, **options: Any) -> bytes:
+        steps.append(snapshot.manifest.step)
+        if steps == [1]:
+            raise error
         found: bytes = compute(snapshot, **options)
         return found
 
-    monkeypatch.setattr(module, "fingerprint_of_snapshot", fails)
+    monkeypatch.setattr(module, "fingerprint_of_snapshot", fails_at_first)
     async with transport(process=process) as sender, transport() as receiver:
         await sender.send_checkpoint(step=1, state_dict=STATE)
-        said = "step 1 has no fingerprint: RuntimeError; the sender's log has more"
-        for _ in range(3):
+        for attempt in range(3):
+            if attempt and not is_kept:
+                assert await ask(sender, receiver) == aiockpt.fingerprint(STATE)
+                continue
             with pytest.raises(PeerFailedError, match=said) as caught:
                 await ask(sender, receiver, timeout=20)
+            assert "step 1 has no fingerprint" in str(caught.value)
             assert "a detail" not in str(caught.value)
-        assert count == 1
+        assert steps == ([1] if is_kept else [1, 1])
         await sender.send_checkpoint(step=2, state_dict=STATE)
         assert await ask(sender, receiver, 2) == aiockpt.fingerprint(STATE)
-    (logged,) = allow_error_logs
-    assert logged.getMessage() == "a fingerprint failed"
+    logged = [each.getMessage() for each in allow_error_logs]
+    assert logged == ["a fingerprint failed"] * isinstance(error, MemoryError)
 
 
 async def test_a_process_that_dies_is_asked_again(slow: Slow) -> None:
