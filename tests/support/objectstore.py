@@ -167,13 +167,14 @@ class Server:
         """Return a store of obstore for the bucket, also through a proxy."""
         from obstore.store import S3Store
 
+        connecting: Any = {"allow_http": True, **client}
         return S3Store(
             bucket,
             endpoint=f"http://127.0.0.1:{port or self.port}",
             access_key_id=account.key,
             secret_access_key=account.secret,
             region="us-east-1",
-            client_options={"allow_http": True, **client},
+            client_options=connecting,
             **options,
         )
 
