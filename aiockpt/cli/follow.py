@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,9 @@ from aiockpt.cli.arguments import UsageError
 from aiockpt.cli.fetch import rank_values_of, save
 from aiockpt.cli.peer import open_peer
 from aiockpt.cli.text import ProgressBar
-from aiockpt.errors import Advice
+from aiockpt.errors import Advice, StorageError
 from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.format.manifest import Manifest
 from aiockpt.http.follow import Follower
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.runtime.words import printable
@@ -54,12 +55,19 @@ async def _follow(
     ):
         lifetime = Lifetime("the command")
         follower = Follower(client, peer.origins, lifetime, after=None)
+        has_begun = False
 
         async def fetch(step: int) -> Path:
             target: Path = arguments.output / f"step-{step}.safetensors"
             if len(peer.origins) > 1:
                 from aiockpt.cli.shards import save_joined  # needs torch
 
+                # Nothing in the file tells which snapshots it was made of. A command
+                # that starts again believes that the trainer has not gone back.
+                if not (has_begun or arguments.overwrite):
+                    header = await peer.bridge.run(_header, target)
+                    if header is not None and header.step == step:
+                        return target
                 check_target(target, replace=arguments.overwrite)
                 summary = await save_joined(
                     *(peer, [[each] for each in peer.origins], step, target, bar),
@@ -68,7 +76,9 @@ async def _follow(
                 )
             else:
                 found = await peer.find(step, keep=True)
-                if await peer.bridge.run(_holds, target, found.manifest.snapshot_id):
+                header = await peer.bridge.run(_header, target)
+                snapshot = found.manifest.snapshot_id
+                if header is not None and header.snapshot_id == snapshot:
                     return target
                 check_target(target, replace=arguments.overwrite)
                 summary = await save(
@@ -81,12 +91,13 @@ async def _follow(
 
         while True:
             _, target = await follower.receive(fetch)
+            has_begun = True
             print(printable(str(target)), flush=True)
 
 
-def _holds(path: Path, snapshot: str) -> bool:
-    """Return whether an earlier run has fetched the snapshot into this file."""
-    if not path.exists():
-        return False
-    header = read_header(path, limits=FILE_LIMITS)
-    return getattr(header, "snapshot_id", None) == snapshot
+def _header(path: Path) -> Manifest | None:
+    """Return the header of a file that an earlier run has fetched, if there is one."""
+    with suppress(StorageError):  # it is missing, or none of ours
+        header = read_header(path, limits=FILE_LIMITS)
+        return header if isinstance(header, Manifest) else None
+    return None

@@ -393,6 +393,22 @@ class TestFollow:
             assert process.returncode == 130
             assert len([*tmp_path.iterdir()]) == 2
 
+    def test_it_goes_on_where_it_was(self, cli: Commands, tmp_path: Path) -> None:
+        """A command that is started again keeps the step that it has fetched."""
+        with trainers(2) as transports:
+            text = publish(transports)
+            file, newer = (tmp_path / f"step-{step}.safetensors" for step in (7, 8))
+            cli("fetch", text, "-o", file)
+            before = file.stat().st_mtime_ns
+            with self.following(text, "-o", tmp_path) as process:
+                assert process.stdout is not None
+                assert process.stdout.readline() == f"{file}\n"
+                publish(transports, step=8)
+                assert process.stdout.readline() == f"{newer}\n"
+            assert file.stat().st_mtime_ns == before
+            file.rename(newer)
+            assert "there already" in cli.error("follow", text, "-o", tmp_path, "-q")
+
     def test_what_is_there(self, cli: Commands, tmp_path: Path) -> None:
         """It is kept, unless told otherwise, because nothing says what it is."""
         file = tmp_path / "step-7.safetensors"
