@@ -135,10 +135,8 @@ def until_served(
 
         def attempt() -> Awaitable[V | None]:
             # Longer waits are asked for in pieces: a connection that is dead meanwhile
-            # goes unnoticed for the wait and the stall timeout. The answer should be
-            # here before the deadline, because it says what is served instead.
-            left = max(last - _now(), 0.0)
-            wait = min(left - min(left / 4, _ANSWER_S), client.stall_timeout)
+            # goes unnoticed for the wait and the stall timeout.
+            wait = min(longest_wait(last), client.stall_timeout)
             return ask(wait, retries.liveness)
 
         try:
@@ -151,6 +149,15 @@ def until_served(
             return None
 
     return asking
+
+
+def longest_wait(deadline: float) -> float:
+    """Return for how many seconds a peer may wait, so that it answers in time.
+
+    The answer should be here before the deadline, because it says what is served.
+    """
+    left = max(deadline - _now(), 0.0)
+    return left - min(left / 4, _ANSWER_S)
 
 
 async def _ask_manifest(

@@ -47,6 +47,7 @@ from aiockpt.http.manifests import (
     ManifestAnswer,
     fetch_latest,
     fetch_manifest,
+    longest_wait,
 )
 from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import OnRetry, poll
@@ -249,24 +250,23 @@ class Peers:
         """Return the newest step that is served at this moment.
 
         Peers that serve nothing are waited for as long as ``wait`` says, until another
-        one answers. `on_retry` hears of them first.
+        one answers. At the end of the wait, `on_retry` hears of them.
 
         Raises:
             StepNotFoundError: nothing is published.
         """
+        wait = min(wait, longest_wait(self.deadline))
 
         async def ask(peer: Peer) -> LatestInfo:
-            fetch = partial(
-                fetch_latest, self.client, peer.origin, on_retry=self.on_retry
-            )
+            on_retry = self.on_retry
             try:
-                return await fetch()
+                return await fetch_latest(
+                    self.client, peer.origin, wait=wait, on_retry=on_retry
+                )
             except StepNotFoundError as error:
-                if not wait:
-                    raise
-                if self.on_retry is not None:
-                    self.on_retry(error)
-            return await fetch(wait=wait)
+                if wait and on_retry is not None:
+                    on_retry(error)
+                raise
 
         peers = [Peer(peer.origin) for peer in self.all]
         found = await answers(peers, ask, others=_NEWER_ANSWER_WAIT_S)
