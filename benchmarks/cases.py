@@ -24,7 +24,7 @@ from statistics import fmean, geometric_mean, mean, median
 from typing import Any
 
 import aiockpt
-from benchmarks.lines import Line, bridged, lossy, shaped
+from benchmarks.lines import Line, bridged, distant, shaped
 from benchmarks.measures import (
     BenchmarkError,
     Candidate,
@@ -71,6 +71,8 @@ _CHUNK = 2 << 20  # bytes of a chunk over these lines: an eighth, as of the stat
 _REFRESH, _FOLLOWED = 0.2, 12.0  # seconds between two steps, and of following
 _FOLLOWERS = 3
 _HALF, _DEADLINE = 0.5, 2.0  # receives until a sender is killed, and in all
+_FAR, _GIGABIT = 0.01, 1e9  # seconds each way to an object store, and bit/s
+_SELECTED = 0.05  # of what is saved
 _LOOPBACK = Line("127.0.0.1")
 _ALONE_TOO = (("one", 1), ("new", 1))
 _ONTO = {
@@ -401,7 +403,7 @@ def _shaped(rate: str, setup: Setup) -> Phases:
 
 
 def _lossy(setup: Setup) -> Phases:
-    pair = Pair(setup, setup.stack.enter_context(lossy(0.01, 0.01)))
+    pair = Pair(setup, setup.stack.enter_context(distant(0.01, loss=0.01)))
     yield [
         pair.ours("in place", in_place=True),
         pair.raw("raw, in place"),
@@ -1191,6 +1193,74 @@ def _followed(
     ]
 
 
+# -------------------------------------------------------------------- object stores
+
+
+def _objects(setup: Setup) -> Phases:
+    """Yield saves to an object store behind a line, and loads from it."""
+    from benchmarks.objects import RIVAL, object_store
+
+    line = setup.stack.enter_context(distant(_FAR, rate=f"{_GIGABIT:.0f}bit"))
+    setup.stack.enter_context(object_store(line))
+    place = tempfile.TemporaryDirectory(prefix="benchmarks-", dir=Path.cwd())
+    setup.stack.enter_context(place)
+    with line.far():
+        saver = Worker("benchmarks.objects:Objects", setup.tree, inside=line.inside)
+    setup.stack.enter_context(saver)
+    saver.call("prepare", **setup.shape, place=place.name)
+    numbers = itertools.count()
+
+    def save(by: str) -> Sample:
+        # A new bucket, because the space of old ones is free at once.
+        bucket = f"bucket-{next(numbers)}"
+        saver.call("make", bucket=bucket)
+        found = _over_line(setup.nbytes, saver.call("save", by=by, bucket=bucket))
+        saver.call("remove", bucket=bucket)
+        return found
+
+    ours = ("aiockpt", "aiockpt, local")
+    yield [
+        *(Candidate(by, partial(save, by), ours=True) for by in ours),
+        *(Candidate(by, partial(save, by)) for by in ("memory", "disk and upload")),
+        *[Candidate(RIVAL, partial(save, RIVAL), RIVAL)] * setup.rivals,
+    ]
+    saver.call("make", bucket="kept")
+    saver.call("save", by="aiockpt", bucket="kept")
+    select = partial(saver.call, "select", bucket="kept", share=_SELECTED)
+    yield [Candidate("select", select, ours=True)]
+    saver.call("release")
+    yield from _loads_of_objects(setup, line)
+
+
+def _loads_of_objects(setup: Setup, line: Line) -> Phases:
+    """Yield loads by two ranks of what four ranks have saved to an object store."""
+    with ExitStack() as stack:
+        with line.far():
+            ranks = [
+                stack.enter_context(Worker("benchmarks.meshes:Rank", setup.tree))
+                for _ in range(_JOB)
+            ]
+        place, tall = "s3://kept/meshes", _tall(setup.nbytes) | {"noisy": True}
+        failures = _saved_by_all(setup, ranks, "FSDP", place, tall, _RESHARDERS[:1])
+        how = (place, {"layout": "FSDP", **tall}, failures, _RESHARDERS[:1])
+        for loads in _loads(setup, ranks[:2], "2 ranks", *how):
+            yield [
+                replace(each, run=partial(_loaded_over_line, _nbytes(tall), each.run))
+                for each in loads
+            ]
+
+
+def _loaded_over_line(nbytes: int, run: Callable[[], Sample]) -> Sample:
+    return _over_line(nbytes, run())
+
+
+def _over_line(nbytes: int, found: Sample) -> Sample:
+    """Return figures of so many bytes, beside what the line needs for them."""
+    seconds = found["seconds"]
+    needed = 8 * nbytes / _GIGABIT
+    return {**saved(nbytes, found), "s": seconds, "line": seconds / needed}
+
+
 # ---------------------------------------------------------------- the table of cases
 
 
@@ -1233,6 +1303,7 @@ CASES: Mapping[str, Case] = {
             mean_of_cells,
         ),
         ("shards", 2048, _shards, "receives from four senders of shards; as root"),
+        ("objects", 1024, _objects, "an object store over 1 Gb/s, 20 ms; as root"),
         ("background", 128, _background, "saves beside training, ours and torch's"),
         ("pg", 512, _group, "transfers over a process group of gloo"),
     )

@@ -1,8 +1,8 @@
 """Slow lines between processes of this machine, in network namespaces.
 
 `shaped` is a virtual cable with a token bucket (``tc tbf``), and `bridged` are several
-that meet in a bridge. `lossy` delays and loses packets of a TUN link. All need Linux,
-root and iproute2.
+that meet in a bridge. `distant` is a TUN link, which delays and may lose packets. All
+need Linux, root and iproute2.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.measures import BenchmarkError
 
 _PATIENCE = 20.0
 _QUEUE_MS = 50  # of bytes that a line of a bridge holds
+_BUCKET = f"burst 256k latency {_QUEUE_MS}ms"
+_MTU = 1500  # as between clouds
 _letters = itertools.cycle("abcdefgh")
 _numbers = itertools.count(10 * os.getpid())  # so that one process may have several
 
@@ -136,8 +139,10 @@ def call(command: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def lossy(delay: float, loss: float) -> Iterator[Line]:
+def distant(delay: float, *, loss: float = 0.0, rate: str = "") -> Iterator[Line]:
     """Give a line with a delay in seconds, one way, and a share of lost packets.
+
+    With a rate, as ``tc`` writes it, the line has that rate both ways.
 
     Raises:
         BenchmarkError: the system does not let us.
@@ -150,7 +155,8 @@ def lossy(delay: float, loss: float) -> Iterator[Line]:
 
     async def carry() -> None:
         try:
-            async with Link(delay=delay, loss=loss) as link:
+            how: dict[str, Any] = {"offload": True, "mtu": _MTU} if rate else {}
+            async with Link(delay=delay, loss=loss, **how) as link:
                 found.append(link)
                 ready.set()
                 await over.wait()
@@ -166,6 +172,11 @@ def lossy(delay: float, loss: float) -> Iterator[Line]:
         (link,) = found
         if isinstance(link, Exception):
             raise BenchmarkError(str(link))
+        for end in (link.near, link.far) if rate else ():
+            with end.entered():
+                command = f"tc qdisc add dev tun0 root tbf rate {rate} {_BUCKET}"
+                if (done := call(command)).returncode:
+                    raise BenchmarkError(f"{command}: {done.stderr.strip()}")
         yield Line(link.near_address, link.near.entered, link.far.entered)
     finally:
         loop.call_soon_threadsafe(over.set)

@@ -53,7 +53,7 @@ class Rank:
         del training
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
-        self._world, self._layout, self._rows = 1, "one", 0
+        self._world, self._layout, self._rows, self._noisy = 1, "one", 0, False
         self._state: dict[str, Any] = {}
         self._full = self._count = torch.empty(0)
         self._manager: Any = None
@@ -95,12 +95,15 @@ class Rank:
         """End the job, if there is one."""
         await self.leave()
 
-    async def prepare(self, *, layout: str, count: int, rows: int) -> None:
+    async def prepare(
+        self, *, layout: str, count: int, rows: int, noisy: bool = False
+    ) -> None:
         """Have a state of ``count`` tensors of so many rows, in three groups.
 
-        ``one`` are full tensors, and ``new`` are their shapes only.
+        ``one`` are full tensors, and ``new`` are their shapes only. If ``noisy``, they
+        do not compress.
         """
-        self._layout, self._rows = layout, rows
+        self._layout, self._rows, self._noisy = layout, rows, noisy
         names = [(group, f"{n}.weight") for n in range(count // 3) for group in _GROUPS]
         self._state = {group: {} for group in _GROUPS}
         for at, (group, name) in enumerate(names):
@@ -118,6 +121,8 @@ class Rank:
         full, count = self._full, self._count
         torch.arange(at, at + rows * columns, out=count.view(-1))
         full.copy_(count.bitwise_and_(_EXACT - 1))
+        if self._noisy:
+            full.uniform_(generator=torch.Generator().manual_seed(at))
         if self._layout in {"one", "new"}:
             return full.clone()
         sizes, placements = _placed(self._layout, at, self._world)

