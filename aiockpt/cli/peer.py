@@ -111,16 +111,20 @@ class SenderClient:
             return await receive(self.step)
         return (await chase(self._newest, receive, pause=asyncio.sleep))[1]
 
-    async def find(self, step: int, *, keep: bool = False) -> FoundCheckpoint:
+    async def find(
+        self, step: int, *, keep: bool = False, late: float = 0.0
+    ) -> FoundCheckpoint:
         """Return a checkpoint; ``keep`` asks the senders not to drop it meanwhile.
 
-        The deadline's message then says what was looked for, and what went wrong.
+        A step that is not there yet is waited for as long as ``wait`` says, and for
+        ``late`` seconds if it is about to be published. The deadline's message then
+        says what was looked for, and what went wrong.
 
         Raises:
             StepNotFoundError: it is not served by then, or a newer step is.
             LimitExceededError: it is larger than ``--max-size``, or absurd.
         """
-        last = _now() + self.wait
+        last = _now() + max(self.wait, late)
         lease = Lease.begin(self.deadline.when, joins=self.joins) if keep else None
 
         def give_up(error: AiockptError) -> None:
@@ -136,7 +140,7 @@ class SenderClient:
             self.deadline.what = f"step {step} from {peers.name}"
             try:
                 with self.naming_max_size():
-                    answer = await peers.manifest(step)
+                    answer = await peers.manifest(step, step_wait=late or None)
             finally:
                 await peers.let_go()  # `reading` goes on with a client of its own
         return FoundCheckpoint(answer.manifest, peers, answer.headers)

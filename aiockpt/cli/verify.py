@@ -7,7 +7,7 @@ import asyncio
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -21,6 +21,7 @@ from aiockpt.errors import AiockptError, IntegrityError, StepNotFoundError
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.http.protocol import Address, Origin
+from aiockpt.runtime.tasks import run_all
 from aiockpt.runtime.words import printable
 from aiockpt.storage.checkpoint_file import verify_chunks
 from aiockpt.storage.directory import expanded
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _MAX_CHUNKS_SHOWN = 10
 _WINDOW_BYTES = 256 << 20  # of a peer's checkpoint, in memory at a time
+_LATE_S = 2.0  # that a sender may publish a step later than the others
+_MAX_TRIES = 20  # to find a step that all senders keep
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -131,39 +134,70 @@ async def _verify_served(
 async def _verify_step(peer: SenderClient, step: int) -> int:
     """Verify a step of one sender after the other; all of them keep it meanwhile.
 
+    If several senders replace it before all keep it, a newer one is verified instead.
+
     Raises:
-        StepNotFoundError: a newer step has taken its place, so that one is verified.
+        StepNotFoundError: the only sender has replaced it by a newer one.
         AiockptError: what is wrong, if there is only one sender.
     """
-    code = 0
+    errors: dict[Origin, AiockptError] = {}
+    is_alone = len(peer.origins) == 1
+    for left in reversed(range(_MAX_TRIES)):
+        async with AsyncExitStack() as stack:
+            kept = await _keep(peer, step, errors, stack)
+            newer = {
+                origin: error.serving
+                for origin, error in errors.items()
+                if isinstance(error, StepNotFoundError)
+                and error.serving is not None
+                and error.serving > step
+            }
+            if newer and left and peer.step is None and not is_alone:
+                step = max(newer.values())
+                for origin in newer:
+                    del errors[origin]
+                continue
+            peer.deadline.phase = "fetch_chunk"
+            for origin in peer.origins:
+                try:
+                    if origin in errors:
+                        raise errors[origin]
+                    manifest, peers = kept[origin]
+                    await _read_all(manifest, peers)
+                    print(_intact(origin.base_url, manifest), flush=True)
+                except AiockptError as error:
+                    if is_alone:
+                        raise
+                    _complain(f"{origin.base_url}: {error}")
+                    errors[origin] = error
+            break
+    return int(bool(errors))
 
-    @contextmanager
-    def noting(origin: Origin) -> Iterator[None]:
-        nonlocal code
+
+async def _keep(
+    peer: SenderClient,
+    step: int,
+    errors: dict[Origin, AiockptError],
+    stack: AsyncExitStack,
+) -> dict[Origin, tuple[Manifest, Peers]]:
+    """Ask all senders at once to keep a step until the end of ``stack``.
+
+    Those with an error are not asked, and those that do not keep it get one.
+    """
+    kept: dict[Origin, tuple[Manifest, Peers]] = {}
+    late = _LATE_S if len(peer.origins) > 1 and peer.step is None else 0.0
+
+    async def ask(origin: Origin) -> None:
         try:
-            yield
+            one = replace(peer, origins=[origin])
+            found = await one.find(step, keep=True, late=late)
+            reading = await stack.enter_async_context(one.reading(found))
+            kept[origin] = found.manifest, reading.peers
         except AiockptError as error:
-            serving = error.serving if isinstance(error, StepNotFoundError) else None
-            is_past = peer.step is None and serving is not None and serving > step
-            if is_past or len(peer.origins) == 1:
-                raise
-            _complain(f"{origin.base_url}: {error}")
-            code = 1
+            errors[origin] = error
 
-    async with AsyncExitStack() as stack:
-        kept: list[tuple[Origin, Manifest, Peers]] = []
-        for origin in peer.origins:
-            with noting(origin):
-                one = replace(peer, origins=[origin])
-                found = await one.find(step, keep=True)
-                reading = await stack.enter_async_context(one.reading(found))
-                kept.append((origin, found.manifest, reading.peers))
-        peer.deadline.phase = "fetch_chunk"
-        for origin, manifest, peers in kept:
-            with noting(origin):
-                await _read_all(manifest, peers)
-                print(_intact(origin.base_url, manifest), flush=True)
-    return code
+    await run_all([partial(ask, each) for each in peer.origins if each not in errors])
+    return kept
 
 
 async def _read_all(manifest: Manifest, peers: Peers) -> None:

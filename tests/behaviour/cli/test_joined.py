@@ -209,25 +209,25 @@ class TestJoined:
     def test_trainers_that_publish_meanwhile(self, cli: Commands) -> None:
         """All senders keep the step that is verified, or a newer one is verified."""
         with trainers(3) as transports:
-            text, over = publish(transports), threading.Event()
-
-            def train() -> None:
-                for step in count(8):
-                    publish(transports, step=step)
-                    if over.wait(0.1):
-                        return
-
-            thread = threading.Thread(target=train)
-            thread.start()
-            try:
+            text = publish(transports)
+            with training(transports):
                 for _ in range(3):
-                    lines = cli("verify", text)[0].splitlines()
-                    steps = [line.partition("step ")[2].split(",")[0] for line in lines]
+                    steps = steps_in(cli("verify", text)[0])
                     assert len(steps) == 3
                     assert len({*steps}) == 1
-            finally:
-                over.set()
-                thread.join()
+
+    def test_a_sender_that_is_away(self, cli: Commands) -> None:
+        """The others keep the step while the command waits for that one."""
+        with trainers(3) as transports:
+            text = publish(transports)
+            away = transports[0].metadata().partition("#")[0]
+            transports[0].shutdown()
+            with training(transports[1:]):
+                out, err = cli("verify", text, "--wait", 1, code=1)
+            assert f"aiockpt: error: {away}: " in err
+            steps = steps_in(out)
+            assert len(steps) == 2
+            assert len({*steps}) == 1
 
 
 ROWS = torch.arange(24.0).view(8, 3)
@@ -267,6 +267,31 @@ def publish(transports: Sequence[BackgroundTransport[Any]], **options: Any) -> s
                 step=step, state_dict=state_of(rank, ranks, step, **own)
             )
     return join_metadata([each.metadata() for each in transports])
+
+
+@contextmanager
+def training(transports: Sequence[BackgroundTransport[Any]]) -> Iterator[None]:
+    """Publish one step after the other until the block ends."""
+    over = threading.Event()
+
+    def train() -> None:
+        for step in count(8):
+            publish(transports, step=step)
+            if over.wait(0.1):
+                return
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def steps_in(out: str) -> list[str]:
+    """Return the step of each line that ``aiockpt verify`` printed."""
+    return [line.partition("step ")[2].split(",")[0] for line in out.splitlines()]
 
 
 class TestFetch:
