@@ -983,9 +983,11 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> AsyncGenerator[Any]:
         wait = CURRENT_STEP_WAIT_S
         senders = [[replace(origin, step_wait=wait)] for origin in origins]
+        late: dict[int, float] = {}
 
         async def attempt(step: int) -> Any:
-            return await self._receive(senders, step, now, attaching, ranks, limit)
+            how = now, attaching, ranks, limit
+            return await self._receive(senders, step, *how, late=late)
 
         while True:
             now = replace(options, marks=Marks.of_caller(port_for))
@@ -1050,8 +1052,14 @@ class HTTPTransport(CheckpointTransport[T]):
         attaching: AttachOptions,
         ranks: RankOptions,
         limit: float,
+        *,
+        late: dict[int, float] | None = None,
     ) -> T:
-        """Receive ``step``, or the one served now, within ``limit`` seconds."""
+        """Receive ``step``, or the one served now, within ``limit`` seconds.
+
+        ``late`` is that of `Peers`, if it is shared by several calls.
+        """
+        late = {} if late is None else late
         until = asyncio.get_running_loop().time() + limit
         joins = self._host.options is not None
         lease = Lease.begin(until, receiver=self._client.name, joins=joins)
@@ -1061,8 +1069,9 @@ class HTTPTransport(CheckpointTransport[T]):
         def leased(origin: Origin) -> Origin:
             return replace(origin, lease=lease, step_wait=min(origin.step_wait, wait))
 
+        named: dict[str, Any] = {"deadline": until, "late": late}
         peers = [
-            Peers.at(self._client, map(leased, origins), deadline.note, deadline=until)
+            Peers.at(self._client, map(leased, origins), deadline.note, **named)
             for origins in senders
         ]
         name = name_of(peers)

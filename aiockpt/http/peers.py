@@ -189,12 +189,15 @@ class Peers:
         on_retry: Called with each error that is followed by another attempt.
         deadline: When the receive ends, in loop time. The peers are told how long the
             receiver can wait, and one that answers late may still take part.
+        late: Until when late senders of the step that is served now are waited for, in
+            loop time, by the step. All attempts to receive it share this.
     """
 
     client: CheckpointClient
     all: Sequence[Peer]
     on_retry: OnRetry | None = None
     deadline: float = inf
+    late: dict[int, float] = field(default_factory=dict)
     _renewals: dict[Peer, asyncio.Task[None]] = field(default_factory=dict, init=False)
 
     @classmethod
@@ -205,9 +208,11 @@ class Peers:
         on_retry: OnRetry | None = None,
         *,
         deadline: float = inf,
+        late: dict[int, float] | None = None,
     ) -> Peers:
         """Return the peers at these addresses."""
-        return cls(client, [Peer(origin) for origin in origins], on_retry, deadline)
+        peers = [Peer(origin) for origin in origins]
+        return cls(client, peers, on_retry, deadline, {} if late is None else late)
 
     def beside(self, others: Iterable[tuple[Peers, Outline]]) -> Peers:
         """Return these peers and others, whose checkpoints have the same chunks."""
@@ -237,14 +242,20 @@ class Peers:
         """Return those of them that are known to have the checkpoint."""
         return [peer for peer in self.left() if peer.has_checkpoint]
 
-    def late_until(self) -> float:
+    def late_until(self, step: int | None = None) -> float:
         """Return until when a late sender of shards is waited for, in loop time.
 
         That is the reconnect timeout from now. If the deadline is near, it is half of
-        the remaining time, because the others may suffice.
+        the remaining time, because the others may suffice. For the ``step`` that is
+        served now, it counts from the first attempt to receive that.
         """
         now, usual = _now(), self.client.options.reconnect_timeout
-        return now + min(usual, max(self.deadline - now, 0.0) / 2)
+        until = now + min(usual, max(self.deadline - now, 0.0) / 2)
+        if step is None or self.all[0].origin.step_wait == inf:
+            return until
+        if step not in self.late:
+            self.late.clear()
+        return self.late.setdefault(step, until)
 
     async def latest(self, *, wait: float = 0.0) -> LatestInfo:
         """Return the newest step that is served at this moment.
@@ -482,7 +493,9 @@ async def manifests_of(
     """Return the manifests of the senders that have a step; why the others are lost.
 
     A sender that causes a `TransportError` is lost. So is a sender that still lacks the
-    step at `Peers.late_until`, counted from the moment when the last one got it.
+    step at `Peers.late_until`, counted from the moment when the last one got it. For a
+    step that is served now, this ends earlier, after ``origin.step_wait``, because all
+    senders may have gone on or back. The next attempt goes on waiting.
 
     Args:
         senders: Some of the senders of shards, by number.
@@ -491,8 +504,8 @@ async def manifests_of(
             those that lack it are waited for without this limit.
 
     Raises:
-        StepNotFoundError: a sender has a later step instead, or lacks the step after
-            all waiting, and is needed.
+        StepNotFoundError: a sender has a later step instead, or lacks the step, and is
+            needed or may still get it.
         AiockptError: what a sender answered.
     """
     found: dict[int, ManifestAnswer] = {}
@@ -501,14 +514,14 @@ async def manifests_of(
     scopes: list[anyio.CancelScope] = []
     until = inf
 
-    async def ask(number: int, step_wait: float | None) -> None:
+    async def ask(number: int, step_wait: float | None = None) -> None:
         nonlocal until
         peers = senders[number]
         try:
             found[number] = await peers.manifest(step, step_wait=step_wait)
             lacking.pop(number, None)
             if not awaited or number in awaited:
-                until = peers.late_until()
+                until = peers.late_until(step)
                 for scope in scopes:
                     scope.deadline = until
         except TransportError as error:
@@ -525,13 +538,11 @@ async def manifests_of(
         if number in lacking:
             with anyio.CancelScope(deadline=until) as scope:
                 scopes.append(scope)
-                await ask(number, None if until == inf else until - _now())
+                await ask(number)
 
     await run_all(partial(ask_and_wait, number) for number in senders)
-    while lacking and _now() < until < inf:  # those that had waited for too short
-        await run_all(partial(ask_and_wait, number) for number in [*lacking])
     for number, error in lacking.items():
-        if until == inf:
+        if until == inf or _now() < until:
             raise error
         lost[number] = error
         tell_of_loss(senders[number], step, error)
