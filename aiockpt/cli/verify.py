@@ -21,7 +21,6 @@ from aiockpt.errors import AiockptError, IntegrityError, StepNotFoundError
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.http.protocol import Address, Origin
-from aiockpt.runtime.tasks import run_all
 from aiockpt.runtime.words import printable
 from aiockpt.storage.checkpoint_file import verify_chunks
 from aiockpt.storage.directory import expanded
@@ -184,6 +183,8 @@ async def _keep(
 
     Those with an error are not asked, and those that do not keep it get one.
     """
+    from aiockpt.runtime.tasks import run_all  # needs anyio, and a file does not
+
     kept: dict[Origin, tuple[Manifest, Peers]] = {}
     late = _LATE_S if len(peer.origins) > 1 and peer.step is None else 0.0
 
