@@ -434,7 +434,7 @@ async def test_a_process_computes_in_the_trainer(slow: Slow) -> None:
     ("error", "said", "is_kept"),
     [
         (UnsupportedLeafError("w", "object", "w is odd"), "w is ", True),
-        (StorageError("/tmp/part", "no space left"), "no space left", False),
+        (StorageError("model.safetensors", "no space left"), "no space left", False),
         (MemoryError("a detail"), "MemoryError; the sender's log has more", False),
     ],
     ids=lambda value: type(value).__name__,
