@@ -1,17 +1,19 @@
 """Runs the Python examples of the documentation as tests (``nox -s docs``).
 
-Every ``python`` block runs, in the order of its page. One that cannot says why in a
-comment before it, such as ``<!--- skip: next "needs two hosts" --->``.
+Every ``python`` block runs, in the order of its page. A block whose first line is
+``# from examples/fsdp.py`` is an excerpt of that file, which a test runs instead;
+``tests/docs/test_programs_of_pages.py`` compares the two.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from sybil import Sybil
+from sybil import Document, Region, Sybil
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
 
@@ -28,8 +30,15 @@ def back(namespace: dict[str, Any]) -> None:
     namespace["_elsewhere"].close()
 
 
+def programs(document: Document) -> Iterator[Region]:
+    """Find the Python blocks of a page that are no excerpts of a file."""
+    for region in PythonCodeBlockParser()(document):
+        if not region.parsed.startswith("# from "):
+            yield region
+
+
 pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser(), SkipParser()],
+    parsers=[programs, SkipParser()],
     patterns=["README.md", "docs/**/*.md"],
     setup=elsewhere,
     teardown=back,
