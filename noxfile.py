@@ -41,9 +41,10 @@ PARALLEL = ("--numprocesses", "3", "--dist", "worksteal")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 SOAK = "tests/faults/test_soak.py"
+BUILD = Path("build")  # what sessions make
 
 # What travels to a machine with a GPU and no network.
-GPU_WHEELS = Path("build/gpu-wheels")
+GPU_WHEELS = BUILD / "gpu-wheels"
 MOST_WHEELS = 20 << 20
 
 # What `quick` runs if no package is named, what it runs only if that is named, and
@@ -225,8 +226,14 @@ def fuzz(session: nox.Session) -> None:
     run(session, "python", *program, *session.posargs)
 
 
-def run_faults(session: nox.Session, *tests: str, report: bool) -> None:
-    """Run rows of the fault matrix one after the other; write them into the page."""
+def built(name: str) -> str:
+    """Return the path of an artefact."""
+    BUILD.mkdir(exist_ok=True)
+    return str(BUILD / name)
+
+
+def run_faults(session: nox.Session, *tests: str) -> None:
+    """Run rows of the fault matrix one after the other; build a page of them."""
     results = Path(session.create_tmp()).absolute() / "faults.jsonl"
     results.unlink(missing_ok=True)
     env = {
@@ -237,24 +244,29 @@ def run_faults(session: nox.Session, *tests: str, report: bool) -> None:
     try:
         run(session, "pytest", "--timeout", "900", *tests, env=env)
     finally:  # a row that fails is on the page, too
-        if report and results.exists():
-            run(session, "python", "-m", "tests.support.matrix", str(results))
+        if results.exists():
+            page = built(f"{session.name}.md")
+            run(session, "python", "-m", "tests.support.matrix", str(results), page)
 
 
 @shared
 def faults(session: nox.Session) -> None:
-    """Run the whole fault matrix; `-- --report` writes docs/reliability.md from it."""
-    chosen = [arg for arg in session.posargs if arg != "--report"]
+    """Run the whole fault matrix; build/faults.md shows what was measured."""
     apart = f"--ignore={SOAK}"  # ten minutes of its own
-    report = "--report" in session.posargs
-    run_faults(session, *(chosen or ["tests/faults", apart]), report=report)
+    run_faults(session, *(session.posargs or ["tests/faults", apart]))
 
 
 @shared
 def soak(session: nox.Session) -> None:
-    """Ten minutes of random faults, written into the page."""
+    """Ten minutes of random faults; build/soak.md shows what was measured."""
     # AIOCKPT_SOAK_SEED=N repeats a run or makes another one.
-    run_faults(session, SOAK, *session.posargs, report=True)
+    run_faults(session, SOAK, *session.posargs)
+
+
+@shared
+def proofs(session: nox.Session) -> None:
+    """List the tests of each promise, threat and fault in build/proofs.md."""
+    run(session, "python", "-m", "tests.support.proofs", built("proofs.md"))
 
 
 @shared
@@ -401,7 +413,14 @@ def oldest(session: nox.Session) -> None:
 
 # ---------------------------------------------------------------------- lists of these
 
-CHECK = ("lint", "types", "docs", *(f"tests-{python}" for python in PYTHONS), "torchft")
+CHECK = (
+    "lint",
+    "types",
+    "proofs",
+    "docs",
+    *(f"tests-{python}" for python in PYTHONS),
+    "torchft",
+)
 NIGHTLY = (
     *("oldest", "coverage", "faults", "soak", "fuzz", "torchft_nightly", "vllm"),
     *("objects", "objects_killed"),

@@ -22,7 +22,7 @@ Found = Mapping[str, Any]
 _OF_OTHER_TREE = 0.9  # of its speed, at least
 _SPEEDS = {"speed": "GB/s", "staged speed": "GB/s"}
 _PAGE = Path(__file__).with_name("page.md")
-PAGE = Path("docs/reference")
+PAGE = Path("benchmarks/results")
 """Where the page is."""
 GPU_REPORT = "benchmarks-gpu.json"
 """What `benchmarks.gpu` has measured for the page, beside it."""

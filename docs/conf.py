@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sphinx.addnodes import download_reference, pending_xref
+from sphinx.transforms import SphinxTransform
+
 import aiockpt
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+ROOT = Path(__file__).parents[1]
 
 project = "aiockpt"
 author = "The aiockpt authors"
@@ -35,3 +46,35 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+
+
+class LinksOutOfDocs(SphinxTransform):
+    """Offer a file outside of this directory as a download, where a page links to it.
+
+    In a repository, such a link leads to the file. Sphinx would look for a page.
+    """
+
+    default_priority = 500
+
+    def apply(self) -> None:
+        """Replace the links of one page."""
+        for link in [*self.document.findall(pending_xref)]:
+            name = link["reftarget"].partition("#")[0]
+            file = ROOT / (f"{name}.md" if link["refdomain"] == "doc" else name)
+            if link["reftype"] == "myst" and file.is_file():
+                path = file.relative_to(ROOT).as_posix()
+                link.replace_self(
+                    download_reference(
+                        "",
+                        *link.children,
+                        refdoc=link["refdoc"],
+                        reftarget=f"/../{path}",
+                        reftype="myst",
+                        refexplicit=True,
+                    )
+                )
+
+
+def setup(app: Sphinx) -> None:
+    """Sphinx calls this."""
+    app.add_transform(LinksOutOfDocs)

@@ -31,7 +31,7 @@ from benchmarks.savers import Saver
 from benchmarks.training import Training
 
 TESTS = Path(__file__).parents[1]
-PAGE = TESTS.parent / "docs/reference"
+PAGE = TESTS.parent / "benchmarks/results"
 TINY = ["--rounds", "2", "--scale", str(2**-12), "--json", "out.json"]
 TESTS_OF_DEVICES = gpu._TESTS
 NO_TESTS = ("--version",)  # of pytest

@@ -77,7 +77,7 @@ def test_what_is_run_is_there() -> None:
 def test_figures_are_of_the_run_that_the_benchmarks_page_has() -> None:
     """A new measurement renews the README's table, too."""
     section = README.partition("## How fast it is")[2].partition("\n## ")[0]
-    page = (ROOT / "docs" / "reference" / "benchmarks.md").read_text()
+    page = (ROOT / "benchmarks" / "results" / "benchmarks.md").read_text()
     [day] = set(re.findall(r"\d{4}-\d\d-\d\d", section))
     assert f"date {day}" in page
     rows = re.findall(r"^\| (?!what )[^|]+ \| ([^|]+) \|", section, re.MULTILINE)

@@ -1,6 +1,6 @@
 """The matrix of faults: its rows, what a test of a row measured, and the report.
 
-`docs/reliability.md` has the rows: what goes wrong, how, and what must hold. A test
+`tests/faults/matrix.md` has the rows: what goes wrong, how, and what must hold. A test
 takes the fixture ``record`` and names its row::
 
     @proves("fault 8")
@@ -13,7 +13,7 @@ takes the fixture ``record`` and names its row::
 ``AIOCKPT_FAULTS=exhaustive`` asks for every seed and for the exact figures. In the
 ordinary suite a test does a little of its row, and a figure may be ten times its limit.
 ``AIOCKPT_FAULTS_OUT`` names a file that gets a line of JSON from every test, and
-``python -m tests.support.matrix FILE`` writes these results into the page.
+``python -m tests.support.matrix FILE PAGE`` makes a page of these results.
 """
 
 from __future__ import annotations
@@ -25,30 +25,26 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, TypeVar
 
-__all__ = ["EXHAUSTIVE", "PAGE", "Figure", "Outcome", "Record", "load", "rows", "write"]
+__all__ = ["EXHAUSTIVE", "ROWS", "Figure", "Outcome", "Record", "load", "render"]
 
 T = TypeVar("T")
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "reliability.md"
 EXHAUSTIVE: Final = os.environ.get("AIOCKPT_FAULTS") == "exhaustive"
 OUT: Final = os.environ.get("AIOCKPT_FAULTS_OUT")
 NOT_RUN: Final = "not run"
 
-_MACHINE = re.compile(r"^Measured .*?(?=\n\n)", re.DOTALL | re.MULTILINE)
-_CODE = re.compile(r"^<!-- code: (.*) -->$", re.MULTILINE)
+
+def _rows() -> dict[int, list[str]]:
+    text = (Path(__file__).parents[1] / "faults" / "matrix.md").read_text()
+    found = re.findall(r"^\| (\d+) \| (.*) \|$", text, re.MULTILINE)
+    return {int(number): cells.split(" | ") for number, cells in found}
 
 
-def rows(page: str) -> dict[int, list[str]]:
-    """Return the cells of the page's table by the number of the row.
-
-    They are: fault, how, must hold, runs, worst figure, result, date.
-    """
-    found = re.findall(r"^\| (\d+) \| (.*) \|$", page, re.MULTILINE)
-    return {int(number): re.split(r" ?\| ?", cells) for number, cells in found}
+ROWS: Final = _rows()
+"""By its number what a row says: fault, how, must hold."""
 
 
 @dataclass(slots=True)
@@ -124,7 +120,7 @@ class Record:
         self.outcome.runs += count
 
     def note(self, text: str) -> None:
-        """Say something beside the figures on the page."""
+        """Say something beside the figures in the report."""
         if text not in self.outcome.notes:
             self.outcome.notes.append(text)
 
@@ -184,42 +180,21 @@ def load(path: Path) -> dict[int, list[Outcome]]:
     return found
 
 
-def stamps(page: str) -> dict[int, str]:
-    """Return by row the hash of the tests whose results the page shows."""
-    match = _CODE.search(page)
-    pairs = (each.split("=") for each in match[1].split()) if match else ()
-    return {int(row): stamp for row, stamp in pairs}
-
-
-def write(
-    page: str,
-    results: Mapping[int, list[Outcome]],
-    *,
-    date: str,
-    machine: str,
-    code: Mapping[int, str],
-) -> str:
-    """Return the page with new results; rows without any stay as they are.
-
-    Args:
-        page: The page as it is.
-        results: The outcomes of a run by row.
-        date: The day of the run.
-        machine: What the figures were measured on.
-        code: The hash of the tests of each row, as they ran.
-    """
-    known = rows(page)
-    lines = page.splitlines()
-    for number, outcomes in results.items():
-        at = next(i for i, line in enumerate(lines) if line.startswith(f"| {number} |"))
+def render(results: Mapping[int, list[Outcome]], machine: Mapping[str, str]) -> str:
+    """Return a page that shows for each row that ran what was measured, and where."""
+    lines = [
+        "# Faults, and what was measured\n",
+        *(f"* {name}: {value}" for name, value in machine.items()),
+        "\n| # | Fault | Must hold | Runs | Worst figure (limit) | Result |",
+        "|--:|---|---|--:|---|---|",
+    ]
+    for number, outcomes in sorted(results.items()):
+        fault, _, must_hold = ROWS[number]
         runs = sum(each.runs for each in outcomes)
         measured = [f"{runs:,}" if runs else "", _figures(outcomes), _result(outcomes)]
-        cells = [str(number), *known[number][:3], *measured, date]
-        lines[at] = "| " + " | ".join(cells) + " |"
-    stamped = {**stamps(page), **{row: code[row] for row in results}}
-    text = " ".join(f"{row}={stamp}" for row, stamp in sorted(stamped.items()))
-    page = _CODE.sub(f"<!-- code: {text} -->", "\n".join(lines) + "\n")
-    return _MACHINE.sub(machine, page) if results else page
+        cells = [str(number), fault, must_hold, *measured]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def _figures(outcomes: list[Outcome]) -> str:
@@ -244,30 +219,12 @@ def _unique(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def describe() -> str:
-    """Say in words what the figures were measured on."""
+def main(results: str, page: str) -> None:
+    """Make a page of the results of a run on this machine."""
     from aiockpt.cli.doctor import describe_machine
 
-    facts = describe_machine()
-    names = ("Python", "aiockpt", "torch", "aiohttp")
-    versions = ", ".join(f"{name} {facts[name]}" for name in names)
-    return (
-        f"Measured on {facts['cores']} cores with {facts['memory']} of memory, "
-        f"{facts['kernel']}, congestion control\n{facts['congestion control']}; "
-        f"{versions}. At most light work ran beside: no figure is better for it."
-    )
-
-
-def main(results: str) -> None:
-    """Write the results of a run into the page."""
-    from tests.support.proofs import code_of_faults
-
-    date = datetime.now(UTC).strftime("%Y-%m-%d")
-    page, found = PAGE.read_text(), load(Path(results))
-    code = code_of_faults()
-    text = write(page, found, date=date, machine=describe(), code=code)
-    PAGE.write_text(text)
-    print(f"wrote {PAGE}")
+    Path(page).write_text(render(load(Path(results)), describe_machine()))
+    print(f"wrote {page}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which test proves which promise: marks on the tests, and the page made of them.
+"""Which test proves which promise: marks on the tests, and the list made of them.
 
 A promise has a name: ``invariant 3`` of the guarantees, ``fault 8`` of the matrix,
 ``threat T2`` of the threat model, or ``cell CALL: ENDING`` of the table of failures. A
@@ -16,14 +16,14 @@ finds with their words, and so proves them::
     @each_cell("HTTPTransport.recv_checkpoint*: cancel")
     async def test_a_cancel(cell: Cell) -> None: ...
 
-``python -m tests.support.proofs`` writes `docs/reference/proofs.md`.
+``python -m tests.support.proofs FILE`` writes the list.
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,7 +115,6 @@ def each_cell(*patterns: str) -> Any:
 
 TESTS: Final = Path(__file__).parents[1]
 DOCS: Final = TESTS.parent / "docs"
-PAGE: Final = DOCS / "reference" / "proofs.md"
 
 proves = pytest.mark.proves
 """Marks a test as a proof of the promises that it names."""
@@ -123,17 +122,14 @@ proves = pytest.mark.proves
 HEAD: Final = """\
 # Proofs
 
-<!-- Written by `python -m tests.support.proofs`. -->
-
-Each promise of this documentation has a number, and a test that fails if it is broken.
-The tests name the promises that they prove, and this page is made from them. Paths
-begin in `tests/`.
+Each promise of the documentation has a number, and a test that fails if it is broken.
+The tests name the promises that they prove. Paths begin in `tests/`.
 """
 SECTIONS: Final = {
-    "invariant": "[What is guaranteed](../explanation/guarantees.md)",
-    "threat": "[The threat model](../explanation/security.md)",
-    "fault": "[The matrix of faults](../reliability.md)",
-    "cell": "[What each call leaves behind](../explanation/failure-semantics.md)",
+    "invariant": "What is guaranteed",
+    "threat": "The threat model",
+    "fault": "The matrix of faults",
+    "cell": "What each call leaves behind",
 }
 
 
@@ -166,42 +162,27 @@ def _threats() -> dict[str, str]:
 
 
 def _faults() -> dict[str, str]:
-    table = matrix.rows(matrix.PAGE.read_text())
-    return {f"fault {number}": cells[0] for number, cells in table.items()}
+    return {f"fault {number}": cells[0] for number, cells in matrix.ROWS.items()}
 
 
 def proofs() -> dict[str, list[str]]:
     """Return the tests, as ``file.py::Class::test``, by what they prove."""
     found = defaultdict(list)
-    for promise, test, _ in _marks():
+    for promise, test in _marks():
         found[promise].append(test)
     return dict(found)
 
 
-def code_of_faults() -> dict[int, str]:
-    """Return a hash of the tests of each row of the matrix, without their layout."""
-    found = defaultdict(list)
-    for promise, _, source in _marks():
-        if promise.startswith("fault "):
-            found[int(promise[6:])].append("".join(source.split()))
-    return {
-        row: hashlib.sha256("".join(sorted(sources)).encode()).hexdigest()[:8]
-        for row, sources in sorted(found.items())
-    }
-
-
-def _marks() -> Iterator[tuple[str, str, str]]:
-    """Give each promise with a test of it: its name and its source."""
+def _marks() -> Iterator[tuple[str, str]]:
+    """Give each promise with a test of it."""
     for path in sorted(TESTS.rglob("test_*.py")):
         text = path.read_text()
         if "@proves" in text or "@each_cell" in text:
             file = path.relative_to(TESTS).as_posix()
-            yield from _marks_in(ast.parse(text).body, text, f"{file}::")
+            yield from _marks_in(ast.parse(text).body, f"{file}::")
 
 
-def _marks_in(
-    body: list[ast.stmt], text: str, owner: str
-) -> Iterator[tuple[str, str, str]]:
+def _marks_in(body: list[ast.stmt], owner: str) -> Iterator[tuple[str, str]]:
     for node in body:
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -219,14 +200,13 @@ def _marks_in(
                 case _:
                     continue
             test = owner + node.name + "".join(by)
-            source = ast.get_source_segment(text, node) or ""
-            yield from ((promise, test, source) for promise in named)
+            yield from ((promise, test) for promise in named)
         if isinstance(node, ast.ClassDef):
-            yield from _marks_in(node.body, text, f"{owner}{node.name}::")
+            yield from _marks_in(node.body, f"{owner}{node.name}::")
 
 
 def render() -> str:
-    """Return the page."""
+    """Return the list of all promises with their tests."""
     found = proofs()
     lines = [HEAD]
     for kind, title in SECTIONS.items():
@@ -241,4 +221,4 @@ def render() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render())
+    Path(sys.argv[1]).write_text(render())
