@@ -1,7 +1,7 @@
 """``aiockpt doctor``: what the system allows here, and what to set.
 
 It reads settings and measures nothing; `aiockpt bench` measures. A finding that limits
-transfers has a remedy.
+transfers has a remedy, which says first for whom it matters.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def describe_machine() -> dict[str, str]:
         **{name: _version(name) or "not installed" for name in packages},
         "congestion control": _text(_TCP / "tcp_congestion_control") or "unknown",
         "transparent huge pages": _chosen(_HUGE_PAGES / "enabled") or "unknown",
-        "for memory to lend": _chosen(_HUGE_PAGES / "shmem_enabled") or "unknown",
+        "huge pages for shared memory": _chosen(_HUGE_PAGES / "shmem_enabled")
+        or "unknown",
         "load average": f"{os.getloadavg()[0]:.1f} at the start",
     }
 
@@ -82,7 +83,7 @@ class HostSettings:
         congestion: The system's congestion control.
         allowed: What a process may choose instead.
         buffers: The largest that the kernel gives a TCP connection to receive, to send.
-        networks: Speed of each interface that is up, in Mb/s; 0 if it does not say.
+        networks: Speed of each interface that is up, in Mb/s; 0 if it is not known.
         huge_pages: The setting for transparent huge pages.
         shared_huge_pages: The setting for memory that processes share.
         shared: Size of ``/dev/shm`` and what is free of it.
@@ -167,7 +168,7 @@ class Finding:
     Attributes:
         name: Of what.
         value: What is the case, in words.
-        remedy: What to set, where it limits; empty if all is well.
+        remedy: What to do, where it limits; empty if all is well.
         figures: The same as numbers.
     """
 
@@ -190,7 +191,9 @@ def judge(settings: HostSettings) -> list[Finding]:
 def _machine(settings: HostSettings) -> Iterator[Finding]:
     quota = "" if settings.quota is None else f", quota {settings.quota:g}"
     few = min(settings.cores, settings.quota or settings.cores) < _MIN_CORES
-    cores = "give the process 4 cores: an end of a transfer keeps one or two busy"
+    cores = (
+        "give the process 4 cores; a sender or receiver keeps one or two of them busy"
+    )
     yield Finding(
         name="cores",
         value=f"{settings.cores}{quota}",
@@ -203,23 +206,24 @@ def _machine(settings: HostSettings) -> Iterator[Finding]:
         value=f"{free:.1f} GiB available",
         figures={"free_gib": free},
     )
+    sharing = "if you use same_host=True or save in the background"
     for name, kernel, off, remedy in (
         (
-            "fresh memory",
+            "huge pages",
             settings.huge_pages or "unknown",
             ("never",),
-            f"echo madvise > {_HUGE_PAGES}/enabled",
+            f"as root: echo madvise > {_HUGE_PAGES}/enabled",
         ),
         (
-            "memory to lend",
+            "huge pages to share",
             settings.shared_huge_pages or "unknown",
             ("never", "deny"),
-            f"for same_host=True: echo advise > {_HUGE_PAGES}/shmem_enabled",
+            f"{sharing}, as root: echo advise > {_HUGE_PAGES}/shmem_enabled",
         ),
     ):
         yield Finding(
             name=name,
-            value=f"huge pages: {kernel}",
+            value=f"off ({kernel})" if kernel in off else kernel,
             remedy=remedy if kernel in off else "",
             figures={"huge_pages": kernel},
         )
@@ -228,11 +232,16 @@ def _machine(settings: HostSettings) -> Iterator[Finding]:
 def _network(settings: HostSettings) -> Iterator[Finding]:
     system = settings.congestion or "unknown"
     allowed = " ".join(settings.allowed) or "unknown"
-    lossy = "on lossy lines: sysctl -w net.ipv4.tcp_congestion_control=bbr"
-    local = "sysctl -w net.ipv4.tcp_allowed_congestion_control='reno cubic bbr'"
+    lossy = (
+        "if lines lose packets, as root: sysctl -w net.ipv4.tcp_congestion_control=bbr"
+    )
+    local = (
+        "if both ends are on one host, as root: sysctl -w "
+        "net.ipv4.tcp_allowed_congestion_control='reno cubic bbr'"
+    )
     remedy = lossy if system in ("cubic", "reno") else ""
     if system == "bbr" and settings.allowed and "reno" not in settings.allowed:
-        remedy = f"on one host: {local}"  # the library asks for it by itself
+        remedy = local  # the library then asks for it by itself
     yield Finding(
         name="congestion control",
         value=f"{system}; a process may choose {allowed}",
@@ -245,19 +254,20 @@ def _network(settings: HostSettings) -> Iterator[Finding]:
         receive, send = settings.buffers
         most = min(receive, send) / _LONG_TRIP_S / 1e6
         larger = (
-            "on long lines: sysctl -w net.ipv4.tcp_rmem='4096 131072 33554432' "
-            "net.ipv4.tcp_wmem='4096 16384 33554432', or more Receive(connections=)"
+            "if hosts are far apart, receive over Receive(connections=16), or as root: "
+            "sysctl -w net.ipv4.tcp_rmem='4096 131072 33554432' "
+            "net.ipv4.tcp_wmem='4096 16384 33554432'"
         )
         yield Finding(
             name="socket buffers",
-            value=f"to {receive / _MIB:.0f} MiB in, {send / _MIB:.0f} MiB out: at most "
-            f"{most:.0f} MB/s a connection at {1e3 * _LONG_TRIP_S:.0f} ms",
+            value=f"{receive / _MIB:.0f} MiB in, {send / _MIB:.0f} MiB out: at most "
+            f"{most:.0f} MB/s per connection at {1e3 * _LONG_TRIP_S:.0f} ms round trip",
             remedy=larger if min(receive, send) < _MIN_BUFFER_BYTES else "",
             figures={"receive": receive, "send": send, "far_mb_per_s": most},
         )
     if settings.networks:
         words = [
-            f"{name} {speed / 1000:g} Gb/s" if speed else f"{name} does not say"
+            f"{name} {speed / 1000:g} Gb/s" if speed else f"{name} (speed unknown)"
             for name, speed in settings.networks.items()
         ]
         yield Finding(
@@ -266,14 +276,14 @@ def _network(settings: HostSettings) -> Iterator[Finding]:
 
 
 def _process(settings: HostSettings) -> Iterator[Finding]:
-    loop = "pip install 'aiockpt[uvloop]', and run your loop on it"
+    loop = "pip install 'aiockpt[uvloop]', and call uvloop.run(main())"
     yield Finding(
         name="uvloop",
         value=settings.uvloop or "not installed",
         remedy="" if settings.uvloop else loop,
         figures={"version": settings.uvloop or None},
     )
-    larger = "docker run --shm-size=1g: gloo and data loaders use it, this library not"
+    larger = "if you use gloo or data loaders, start the container with --shm-size=1g"
     if settings.shared is None:
         yield Finding(name=_SHM, value="does not exist", remedy=larger)
     else:
@@ -284,7 +294,7 @@ def _process(settings: HostSettings) -> Iterator[Finding]:
             remedy=larger if size < _MIN_SHARED_BYTES else "",
             figures={"size": size, "free": free},
         )
-    more = f"ulimit -n {1 << 16}: each reader of a sender is an open file"
+    more = f"before you start a sender: ulimit -n {1 << 16}; each receiver takes a file"
     yield Finding(
         name="open files",
         value=f"{settings.files} at most",
@@ -294,7 +304,7 @@ def _process(settings: HostSettings) -> Iterator[Finding]:
 
 
 def as_text(findings: Iterable[Finding]) -> str:
-    """Return a line for each finding, and below what to set."""
+    """Return a line for each finding, and below what to do."""
     findings = [*findings]
     width = max(len(finding.name) for finding in findings)
     lines = [
@@ -302,5 +312,5 @@ def as_text(findings: Iterable[Finding]) -> str:
         for finding in findings
     ]
     remedies = [f"  {each.name}: {each.remedy}" for each in findings if each.limits]
-    advice = ["", "What to set:", *remedies] if remedies else ["", "Nothing to set."]
+    advice = ["", "What to do:", *remedies] if remedies else ["", "Nothing to do."]
     return "\n".join([*lines, *advice]) + "\n"

@@ -41,7 +41,7 @@ def test_a_good_machine_has_nothing_to_set() -> None:
     """`doctor` gives no advice on a machine whose settings are good."""
     findings = judge(WELL)
     assert not [finding for finding in findings if finding.limits]
-    assert as_text(findings).endswith("\nNothing to set.\n")
+    assert as_text(findings).endswith("\nNothing to do.\n")
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_a_good_machine_has_nothing_to_set() -> None:
     [
         ("cores", {"cores": 2}, "4 cores"),
         ("cores", {"quota": 1.5}, "4 cores"),
-        ("fresh memory", {"huge_pages": "never"}, "echo madvise"),
-        ("memory to lend", {"shared_huge_pages": "never"}, "echo advise"),
+        ("huge pages", {"huge_pages": "never"}, "echo madvise"),
+        ("huge pages to share", {"shared_huge_pages": "never"}, "echo advise"),
         ("congestion control", {"congestion": "cubic"}, "tcp_congestion_control=bbr"),
         ("socket buffers", {"buffers": (32 * MIB, 4 * MIB)}, "tcp_wmem="),
         ("uvloop", {"uvloop": ""}, "pip install 'aiockpt[uvloop]'"),
@@ -88,7 +88,7 @@ def test_what_the_system_does_not_say_is_no_error() -> None:
         shared=None,
     )
     text = as_text(judge(bare))
-    assert "socket buffers      unknown" in text
+    assert "socket buffers       unknown" in text
     assert "networks" not in text
 
 
@@ -98,7 +98,7 @@ def test_the_report_is_one_screen_that_says_what_it_marks() -> None:
     text = as_text(judge(poor))
     marked = [line[2:].split("  ")[0] for line in text.splitlines() if line[:1] == "!"]
     assert marked == ["cores", "uvloop", "open files"]
-    advice = text.partition("What to set:\n")[2].splitlines()
+    advice = text.partition("What to do:\n")[2].splitlines()
     assert [line.split(":")[0].strip() for line in advice] == marked
     assert len(text.splitlines()) <= LINES
     assert max(map(len, text.splitlines())) <= COLUMNS
