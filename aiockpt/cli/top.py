@@ -1,4 +1,7 @@
-"""``aiockpt top``: what a sender does now, and how far the members of its swarm are."""
+"""``aiockpt top``: what a sender does now, and how far the members of its swarm are.
+
+It shows what the status page shows, under the same names: see `aiockpt.http.status`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,6 @@ _PAUSE_S = 1.0
 _MAX_ANSWER_BYTES = 1 << 20
 _BAR_CHARACTERS = 20
 _HEADS = ("MEMBER", "ADDRESS", "ZONE", "HAS", "", "RECEIVES", "COMPLAINTS")
-_COUNTS = ("readers", "waiting", "requests", "refused")
 _CLEAR = "\x1b[H\x1b[2J"
 _decode = msgspec.json.Decoder(ShownStatus).decode
 
@@ -119,21 +121,26 @@ def _lines(
     if isinstance(before, AiockptError):
         before = None
     serving, status, swarm = found.serving, found.status, found.status.swarm
-    what = "nothing is served now"
-    if serving is not None:
-        size = format_bytes(serving.total_bytes)
-        what = f"step {serving.step}  {size}  {clipped(serving.snapshot_id, MAX_CELL)}"
-    counts = {name: str(getattr(status, name)) for name in _COUNTS}
-    counts["sent"] = format_bytes(status.bytes_sent)
+    if serving is None:
+        yield "nothing is served now"
+    else:
+        yield _facts(
+            step=serving.step,
+            size=format_bytes(serving.total_bytes),
+            snapshot=clipped(serving.snapshot_id, MAX_CELL),
+        )
+    counts = {"sent": format_bytes(status.bytes_sent)}
     if before is not None:
         sent = status.bytes_sent - before.status.bytes_sent
-        counts["sent"] += f" ({_rate(sent, seconds)})"
-    yield what
-    yield "  ".join(f"{name} {count}" for name, count in counts.items())
+        counts["sending"] = _rate(sent, seconds)
+    requests = f"{status.requests}, {status.refused} refused"
+    yield _facts(
+        readers=status.readers, waiting=status.waiting, **counts, requests=requests
+    )
     if serving is None or swarm is None:
         return
-    count = len(swarm.members) + swarm.more
-    yield f"members {count}  {swarm.given} of {swarm.chunks} chunks given"
+    given = {"chunks given once": f"{swarm.given} of {swarm.chunks}"}
+    yield _facts(**given, members=len(swarm.members) + swarm.more)
     if not swarm.members:
         return
     earlier: dict[str, int] = {}
@@ -155,6 +162,10 @@ def _lines(
     yield from format_table(_HEADS, map(row, swarm.members), right=(4, 5, 6))
     if swarm.more:
         yield f"and {swarm.more} more"
+
+
+def _facts(**facts: object) -> str:
+    return "  ".join(f"{name} {value}" for name, value in facts.items())
 
 
 def _rate(nbytes: float, seconds: float) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from asyncio.subprocess import PIPE
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from aiockpt.http import status
 from aiockpt.http.options import Swarm
 from tests.support.commandline import (
     ENVIRONMENT,
@@ -22,6 +25,8 @@ from tests.support.commandline import (
 )
 from tests.support.servers import TOKEN, Memory, Site, running, serving
 from tests.wire.test_members import CHUNKS, SAID, A, B, memory, post
+
+PAGE = Path(status.__file__).with_name("status.html")
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.torch_free]
 
@@ -58,9 +63,9 @@ async def test_one_snapshot_without_a_terminal() -> None:
     assert "\x1b" not in out
     lines = out.splitlines()
     assert lines[0] == f"aiockpt  {site.url}"
-    assert lines[1].startswith("step 7  6")
-    assert lines[2].startswith("readers 0  waiting 0  requests 3  refused 0  sent ")
-    assert lines[3] == "members 2  0 of 10 chunks given"
+    assert lines[1].startswith("step 7  size 6")
+    assert lines[2] == "readers 0  waiting 0  sent 0 B  requests 3, 0 refused"
+    assert lines[3] == "chunks given once 0 of 10  members 2"
     heads, first, second = lines[5:]
     assert " ".join(heads.split()) == "MEMBER ADDRESS ZONE HAS RECEIVES COMPLAINTS"
     place = "http://127.0.0.1:9/checkpoint/"
@@ -112,6 +117,15 @@ async def test_a_terminal_is_drawn_again_until_it_is_interrupted() -> None:
             os.close(ours)
     assert process.returncode == 130
     assert err == b""
+    last = seen.decode().rpartition("\x1b[2J")[0].rpartition("\x1b[2J")[2]
+    page = PAGE.read_text()
+    facts = re.findall(r"fact\('([\w ]+)'", page)
+    heads = re.findall(r"<th[^>]*>(\w+)", page)
+    assert (len(facts), len(heads)) == (10, 6)
+    at = [last.find(f"{name} ") for name in facts]  # the same names in the same order
+    at += [last.find(head.upper()) for head in heads]
+    assert at[0] > 0
+    assert at == sorted(set(at))
 
 
 @pytest.mark.asyncio
