@@ -15,14 +15,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*/**/*.md"))]
 LEFT_OUT = "# ..."
 NOT_YET: set[str] = {
-    "checkpoint-directories.md",
-    "distributed-tensors.md",
     "fleets.md",
-    "migrating-from-torch.md",
-    "object-stores.md",
     "orchestrator.md",
-    "saving-in-the-background.md",
-    "shards.md",
     "torchft.md",
     "vllm.md",
     "without-an-event-loop.md",

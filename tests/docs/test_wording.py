@@ -69,7 +69,6 @@ ENTRY_PAGES = [
     *(
         ROOT / "docs" / name
         for name in (
-            "faq.md",
             "tutorial/quickstart.md",
             "howto/troubleshooting.md",
             "reference/glossary.md",

@@ -26,6 +26,7 @@ from aiockpt.testing import assert_same
 from tests.objects.conftest import Place, Proxied
 from tests.support.commandline import Commands, aiockpt_command
 from tests.support.object_saver import COMMAND
+from tests.support.objectstore import OWNER
 from tests.support.saving import training_state
 
 MIB = 1 << 20
@@ -113,6 +114,28 @@ class TestPython:
             made.save(state(1), tmp_path / "step-1").result()
             made.save(state(1), place("run/step-1")).result()
         assert_same(aiockpt.load(place("run/step-1")), state(1))
+
+    def test_the_programs_of_the_page(self, place: Place) -> None:
+        """docs/howto/checkpoints.md registers a store, saves to it and loads."""
+        from obstore.store import S3Store
+
+        bucket, endpoint = place.server.bucket, f"http://127.0.0.1:{place.port}"
+        access: Any = {
+            "access_key_id": OWNER.key,
+            "secret_access_key": OWNER.secret,
+            "client_options": {"allow_http": True},
+        }
+        run, state = place("run"), {"w": torch.ones(1000), "step": 100}
+
+        store = S3Store(bucket, endpoint=endpoint, region="us-east-1", **access)
+        aiockpt.register_store(f"s3://{bucket}", store)
+
+        with aiockpt.make_background_checkpointer() as checkpointer:
+            checkpointer.save(state, f"{run}/step-100")
+        if newest := aiockpt.latest(run):
+            aiockpt.load(newest, into=state)
+        assert newest
+        assert newest.step == 100
 
     def test_nothing_is_there(self, place: Place) -> None:
         """The error has the address, and says what is there."""

@@ -1,0 +1,103 @@
+"""Lists on the how-to pages have what the code has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import aiockpt
+from aiockpt import prometheus
+from aiockpt.testing import assert_same
+
+ROOT = Path(__file__).parents[2]
+HOWTO = ROOT / "docs" / "howto"
+
+
+def stops_of_events() -> Iterator[str]:
+    """Return the stops of all events that the package emits."""
+    for path in (ROOT / "aiockpt").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            given = {each.arg: each.value for each in node.keywords}
+            stop = given.get("stop") if node.func.id == "TransferEvent" else None
+            if node.func.id == "_announce":  # of a checkpointer, with the handle first
+                stop = node.args[1]
+            for each in ast.walk(stop) if stop else ():  # it may be one of two
+                if isinstance(each, ast.Constant):
+                    yield str(each.value)
+
+
+def test_each_stop_of_an_event_has_its_row() -> None:
+    """A program that handles events finds all of them in the table, and no other."""
+    text = (HOWTO / "observing.md").read_text()
+    table = text.partition("| `stop` |")[2].partition("\n\n")[0]
+    cells = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
+    on_page = {stop for cell in cells for stop in re.findall(r"`(\w+)`", cell)}
+    emitted = {*stops_of_events()}
+    assert len(emitted) > 10
+    assert on_page == emitted
+
+
+def test_each_metric_has_its_row() -> None:
+    """The page leaves out the beginning of a name that the row has already."""
+    text = (HOWTO / "observing.md").read_text()
+    for figures in (prometheus._TRANSPORT, prometheus._CHECKPOINTER):
+        for figure in figures:
+            name = f"{figure.name}_total" if figure.total else figure.name
+            assert re.search(rf"`(aiockpt_\w+|\.\.\.)_{name}`", text), name
+
+
+class QuantizedTensor(torch.Tensor):
+    """A tensor subclass of plain tensors, with torch's protocol for them."""
+
+    def __new__(cls, data: Any, scale: Any, group: int) -> QuantizedTensor:
+        """Make the wrapper, which has no memory."""
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: QuantizedTensor = make(cls, data.shape, dtype=scale.dtype)
+        return made
+
+    def __init__(self, data: Any, scale: Any, group: int) -> None:
+        self.data_, self.scale, self.group = data, scale, group
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, int]]:
+        """Name the tensors inside, and the rest."""
+        return ["data_", "scale"], {"group": self.group}
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, tensors: Any, context: Any, outer_size: Any, outer_stride: Any
+    ) -> QuantizedTensor:
+        """Make it of its parts."""
+        del outer_size, outer_stride
+        return cls(tensors["data_"], tensors["scale"], context["group"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse everything else."""
+        raise NotImplementedError(f"{function} of a quantized tensor")
+
+
+def test_the_page_saves_a_tensor_subclass(tmp_path: Path) -> None:
+    """Its program registers any subclass that names its parts."""
+    text = (HOWTO / "extending.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    [program] = [each for each in blocks if "def register_subclass" in each]
+    namespace: dict[str, Any] = {"aiockpt": aiockpt}
+    exec(program, namespace)
+    namespace["register_subclass"](QuantizedTensor)
+    parts = torch.ones(4, 4, dtype=torch.int8), torch.ones(4, 4)
+    weight = QuantizedTensor(*parts, group=4)
+    with aiockpt.make_sync_checkpointer() as checkpointer:
+        checkpointer.save({"weight": weight}, tmp_path / "step-4")
+    for template in (None, {"weight": None}):
+        loaded = aiockpt.load(tmp_path / "step-4", into=template)["weight"]
+        assert_same((loaded.data_, loaded.scale), parts)
+        assert (loaded.group, loaded.shape) == (4, (4, 4))
