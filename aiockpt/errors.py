@@ -402,12 +402,13 @@ class LimitExceededError(ProtocolError):
     """The peer offers more than the receiver's limits allow.
 
     ``option`` is the field of ``Limits`` that sets the limit, if there is one.
+    ``detail`` says what to do, if that is not to raise the limit.
     """
 
     def __init__(
-        self, what: str, *, limit: int, actual: int, option: str = "", remedy: str = ""
+        self, what: str, *, limit: int, actual: int, option: str = "", detail: str = ""
     ) -> None:
-        super().__init__(remedy)
+        super().__init__(detail)
         self.what = what
         self.limit = limit
         self.actual = actual

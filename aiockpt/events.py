@@ -56,12 +56,12 @@ class TransferEvent:
     """One thing that happened to one checkpoint.
 
     Attributes:
-        stop: What ended or interrupted the work. Transports emit ``stage``,
-            ``publish``, ``retract``, ``evict``, ``serve``, ``fetch_manifest``,
-            ``fetch_chunk``, ``retry``, ``drop``, ``recv``, ``apply``, and ``restart``
-            when a sender has gone back or started again, or the server process has
-            ended. Checkpointers emit ``stage``, ``write``, ``skip``, ``load``, and
-            ``restart`` when the checkpoint process has ended.
+        stop: What ended or interrupted the work. Transports emit ``stage`` (what a
+            receiver may refuse), ``publish``, ``retract``, ``evict``, ``serve``,
+            ``fetch_chunk``, ``retry``, ``drop``, ``swarm``, ``recv``, ``apply``, and
+            ``restart`` when a sender has gone back or started again, or the server
+            process has ended. Checkpointers emit ``stage``, ``write``, ``skip``,
+            ``load``, and ``restart`` when the checkpoint process has ended.
         step: The checkpoint's step, where known.
         peer: The other end without its token, where there is one.
         nbytes: Bytes moved.

@@ -160,8 +160,9 @@ class HTTPTransport(CheckpointTransport[T]):
             does not, but as a sender it lets its receivers do so. False: neither.
         stall_timeout: Seconds without a byte after which either side gives up on a
             connection.
-        chunk_bytes: The size in bytes of the chunks that this transport sends; a
-            multiple of 64.
+        chunk_bytes: The size in bytes of the chunks that this transport sends, the unit
+            of verification and retry; a multiple of 64. Try 1 to 4 MiB if connections
+            break often, or receivers fetch small parts.
         digest: The algorithm of the chunks' digests that this transport sends:
             ``"xxh3-128"``, ``"sha256"`` or ``"blake3"``. A receiver accepts all of
             them. The first is the fastest, and finds faults. The others are
@@ -554,8 +555,9 @@ class HTTPTransport(CheckpointTransport[T]):
                 with the newest one, and so does ``progress``.
             timeout: The deadline of the whole call, in seconds or as a ``timedelta``.
             into: A template: a state dict to fill and return. Its tensors are filled
-                in place, its dicts and lists get the other values. It is checked
-                before any byte moves, and changed only after all bytes are verified.
+                in place, its dicts and lists get the other values. It is compared with
+                the header before tensors are fetched, and changed only after all bytes
+                are verified.
             direct: With ``into``: receive straight into the memory of the template. If
                 such a receive fails, a note of the error says whether the template was
                 changed. Tensors on accelerators are filled chunk by chunk, each as soon

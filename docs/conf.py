@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sphinx.addnodes import download_reference, pending_xref
 from sphinx.transforms import SphinxTransform
@@ -78,3 +79,24 @@ class LinksOutOfDocs(SphinxTransform):
 def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
     app.add_transform(LinksOutOfDocs)
+    app.connect("autodoc-process-signature", shorten_defaults)
+
+
+def shorten_defaults(*event: Any) -> tuple[str | None, str | None]:
+    """Show the defaults of options as a program would write them."""
+    signature, returned = event[-2:]
+    if signature:
+        nested = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+        signature = re.sub(
+            rf"= ((?:Server|Auth|Receive|Limits)){nested}", r"= \1()", signature
+        )
+        signature = re.sub(r"(\w+Config) = <factory>", r"\1 = \1()", signature)
+        signature = signature.replace("= <factory>", "= {}")
+        signature = re.sub(r"(?<=connections: int = )\d+", "min(4, cores)", signature)
+        signature = re.sub(r"(?<== )\d{5,}", _number, signature)
+    return signature, returned
+
+
+def _number(match: re.Match[str]) -> str:
+    number = int(match[0])
+    return f"{number:_}" if number % (1 << 20) else f"{number >> 20} << 20"

@@ -93,11 +93,12 @@ def make_async_checkpointer(
         config: All options.
         rank_info: This process's rank. By default the rank in ``torch.distributed``,
             or the only rank, looked up at each save and load.
-        subprocess_init_fn: Called first in the checkpoint process, with
-            ``subprocess_init_args``. Not called with ``use_process=False``.
-        checkpoint_writer_init_fn: Makes the writer in that process, from ``rank_info``
-            and ``checkpoint_writer_init_args``, and another one if the rank changes.
-            Then ``writer_config`` and ``barrier_config`` have no effect.
+        subprocess_init_fn, subprocess_init_args: A function that is called first in the
+            checkpoint process, and its arguments. Not called with
+            ``use_process=False``.
+        checkpoint_writer_init_fn, checkpoint_writer_init_args: Makes the writer in that
+            process, from ``rank_info`` and these keywords, and another one if the rank
+            changes. Then ``writer_config`` and ``barrier_config`` have no effect.
         commit_hook: Called around each commit by the default writer, in its process.
         unknown: Refused.
 

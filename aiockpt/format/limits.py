@@ -23,10 +23,17 @@ MIB: Final = 1 << 20
 class Limits:
     """Upper bounds of a received checkpoint.
 
-    A peer that offers more is refused with `LimitExceededError` before memory is
-    allocated for it. ``max_text_bytes`` bounds a single string, as it is written in the
-    header. ``max_bytes`` bounds the data segment; None leaves that to the receiver,
-    which knows its memory.
+    A peer that offers more is refused with `LimitExceededError`, which names the limit,
+    before memory is allocated for it. Saves and loads of files have larger limits,
+    because no peer keeps them waiting.
+
+    Attributes:
+        max_header_bytes: The size of the header, which holds the manifest.
+        max_text_bytes: The size of a single string, as it is written in the header.
+        max_depth: How deeply containers may be nested.
+        max_nodes: How many containers and plain values the state dict may hold.
+        max_tensors: How many tensors it may hold.
+        max_bytes: The size of the data segment. None: nine tenths of the free memory.
     """
 
     max_header_bytes: int = 32 * MIB
@@ -85,7 +92,7 @@ def enforce(
     """
     if limit is not None and actual > limit:
         raise LimitExceededError(
-            what, limit=limit, actual=actual, option=option, remedy=remedy
+            what, limit=limit, actual=actual, option=option, detail=remedy
         )
 
 

@@ -120,7 +120,7 @@ def _too_deep(depth: int, cycle: str = "") -> LimitExceededError:
         cycle or "Python's own stack holds no more: nest the state dict less deeply"
     )
     return LimitExceededError(
-        "the nesting", limit=depth, actual=depth + 1, remedy=remedy
+        "the nesting", limit=depth, actual=depth + 1, detail=remedy
     )
 
 

@@ -187,7 +187,7 @@ class Device:
             what = f"a part of the checkpoint, for which {self.device} has no memory,"
             free, _ = torch.get_device_module(self.device).mem_get_info(self.device)
             raise LimitExceededError(
-                what, limit=free, actual=nbytes, remedy="free memory on the device"
+                what, limit=free, actual=nbytes, detail="free memory on the device"
             ) from error
 
     def fold(

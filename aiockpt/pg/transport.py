@@ -245,7 +245,7 @@ class PGTransport(CheckpointTransport[T]):
             timeout: The deadline of the whole call, in seconds or as a ``timedelta``.
             into: A template: a state dict to fill and return. Its tensors are filled
                 in place, its dicts and lists get the other values. It is checked
-                before any byte moves, and changed only after all bytes are verified.
+                before its tensors move, and changed only after all bytes are verified.
             direct: With ``into``: receive straight into the memory of the template. If
                 such a receive fails, a note of the error says whether the template was
                 changed. Nothing may resize its storages meanwhile: no thread, task or

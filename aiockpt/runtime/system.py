@@ -152,7 +152,7 @@ def allocating(what: str, nbytes: int) -> Iterator[None]:
         free = available_memory()
         if nbytes > free:
             raise LimitExceededError(
-                what, limit=free, actual=nbytes, remedy=FREE_MEMORY
+                what, limit=free, actual=nbytes, detail=FREE_MEMORY
             ) from error
         reason = str(error) or type(error).__name__
         raise StagingError(

@@ -6,7 +6,7 @@ in the data segment like any tensor, and a layout (see `aiockpt.state.sharding`)
 The receiver uses the tensors of a template as they are. It rebuilds the others over
 process groups of this process. It never makes a new group, because that is a
 collective, which would wait for ranks that may not be receiving anything. If a group is
-missing, the receiver raises `DeviceMeshError` before any byte is transferred.
+missing, the receiver raises `DeviceMeshError` before it requests any tensor.
 
 ``torch.distributed.tensor`` is imported only when a state dict or a peer has such a
 leaf.
@@ -630,7 +630,7 @@ def _placed(layout: ShardedLayout) -> tuple[list[int], Any]:
             "the number of shards",
             limit=limit,
             actual=actual,
-            remedy="no ShardedTensor of this group has as many",
+            detail="no ShardedTensor of this group has as many",
         )
     here = _this_rank(what)
     swap = {layout.rank: here, here: layout.rank}

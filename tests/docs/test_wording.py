@@ -72,8 +72,7 @@ ENTRY_PAGES = [
             "tutorial/quickstart.md",
             "howto/troubleshooting.md",
             "reference/glossary.md",
-            "reference/options.md",
-            "reference/stability.md",
+            "reference/api.md",
             "explanation/comparison.md",
             "explanation/limitations.md",
         )
