@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import nox
@@ -47,11 +46,9 @@ BUILD = Path("build")  # what sessions make
 GPU_WHEELS = BUILD / "gpu-wheels"
 MOST_WHEELS = 20 << 20
 
-# What `quick` runs if no package is named, what it runs only if that is named, and
-# the packages that tests import whatever they are about.
-QUICK = ("exports", "format", "wire")
-SLOW = ("cuda", "faults", "properties", "torchft")
-EVERYWHERE = ("errors", "events", "testing")
+# What `quick` runs if no package is named, and what it runs only if that is named.
+QUICK = ("wire", "test_chunks", "test_errors", "test_exports", "test_tree")
+SLOW = ("cuda", "faults", "objects", "properties", "torchft", "vllm")
 
 # What needs torchft or vLLM, which `tests` does without. vLLM brings transformers.
 RUN_EXAMPLE = "tests/docs/test_examples.py::test_example_runs"
@@ -130,13 +127,18 @@ def develop(session: nox.Session) -> None:
 
 
 def run(
-    session: nox.Session, tool: str, *args: str, env: dict[str, str] | None = None
-) -> None:
-    """Run a tool of the editable environment."""
+    session: nox.Session,
+    tool: str,
+    *args: str,
+    env: dict[str, str] | None = None,
+    silent: bool = False,
+) -> str:
+    """Run a tool of the editable environment; return what it printed if silent."""
     develop(session)
     path = f"{DEV / 'bin'}{os.pathsep}{os.environ['PATH']}"
     env = {"PATH": path, "VIRTUAL_ENV": str(DEV), **(env or {})}
-    session.run(str(DEV / "bin" / tool), *args, env=env, external=True)
+    program = str(DEV / "bin" / tool)
+    return str(session.run(program, *args, env=env, external=True, silent=silent))
 
 
 @shared
@@ -154,38 +156,19 @@ def run_lint(session: nox.Session) -> None:
     run(session, "ruff", "format", "--check", "--diff", ".")
 
 
-def packages_of(module: Path) -> set[str]:
-    """Return the packages that a test module imports most, and its path's words."""
-    packages = "|".join(path.stem for path in Path("aiockpt").iterdir())
-    found = re.findall(
-        rf"^ *(?:from|import) aiockpt\.({packages})\b", module.read_text(), re.MULTILINE
-    )
-    counts = Counter(name for name in found if name not in EVERYWHERE)
-    most = max(counts.values(), default=0)
-    words = set(re.split(r"[/_.]", module.as_posix()))
-    return words | {name for name, count in counts.items() if count == most}
-
-
-def tests_of(*packages: str) -> list[str]:
-    """Return the test modules of some packages or directories."""
-    slow = {name for name in SLOW if name not in packages}
-    return [
-        str(module)
-        for module in sorted(Path("tests").rglob("test_*.py"))
-        if not slow.intersection(module.parts)
-        and packages_of(module).intersection(packages)
-    ]
-
-
 @shared
 def quick(session: nox.Session) -> None:
-    """Lint and the fast tests, in a minute; `-- http` runs the tests of a package."""
+    """Lint and the fast tests, in a minute; `-- http` runs what that can break."""
     run_lint(session)
-    packages = [arg for arg in session.posargs if re.fullmatch(r"\w+", arg)]
-    options = [arg for arg in session.posargs if arg not in packages]
-    chosen = tests_of(*(packages or QUICK))
+    words = [arg for arg in session.posargs if re.fullmatch(r"[\w.]+", arg)]
+    options = [arg for arg in session.posargs if arg not in words]
+    words = words or [*QUICK]
+    ask = ("-m", "tests.support.affected", *words)
+    found = run(session, "python", *ask, silent=True).split()
+    slow = {name for name in SLOW if name not in words}
+    chosen = [module for module in found if not slow.intersection(Path(module).parts)]
     if not chosen:
-        session.error(f"no test module is about {' or '.join(packages)}")
+        session.error(f"no test module needs {' or '.join(words)}")
     run(session, "pytest", "-q", *PARALLEL, *chosen, *options, env=ONE_THREAD)
 
 

@@ -106,6 +106,8 @@ def pytest_configure() -> None:
     # A shell starts what runs in its background deaf to interrupts, and the processes
     # that tests start would be deaf, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ[forkserver.SHARED] = f"t{os.getpid()}_"  # Python allows nine letters
+    forkserver.name_shared_memory()
     if (
         os.environ.get("AIOCKPT_TEST_INSTALLED")
         and HERE.parent in Path(aiockpt.__file__).parents[:2]

@@ -21,6 +21,8 @@ import fcntl
 import importlib
 import inspect
 import json
+import multiprocessing.process
+import multiprocessing.shared_memory
 import os
 import random
 import resource
@@ -38,10 +40,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ADOPTED", "FRESH", "NAME", "children_of", "install"]
+__all__ = [
+    "ADOPTED",
+    "FRESH",
+    "NAME",
+    "SHARED",
+    "children_of",
+    "install",
+    "name_shared_memory",
+]
 
 FRESH = "AIOCKPT_TEST_FRESH"
 """The name of a variable. A process that has it forks none; see `tests/conftest.py`."""
+
+SHARED = "TEST_SHARED_NAMES"
+"""The name of a variable: how the names of a run's shared memory begin."""
 
 PRELOADED = (
     "pytest",
@@ -115,6 +128,17 @@ def install(server: socket.socket | None = None) -> None:
         popen._closed_child_pipe_fds = True
 
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
+
+
+def name_shared_memory() -> None:
+    """Have what Python shares by name here begin as the variable ``SHARED`` says.
+
+    So a leak is told from what other programs, and other processes of the suite, share.
+    """
+    prefix = f"/{os.environ.get(SHARED, 'other')}"
+    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    config["semprefix"] = prefix  # processes that multiprocessing starts inherit it
+    multiprocessing.shared_memory._SHM_NAME_PREFIX = prefix  # type: ignore[attr-defined]
 
 
 def children_of(pid: int) -> set[int]:
@@ -351,6 +375,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
         os.setpgid(0, request["group"])
     os.environ.clear()
     os.environ.update(request["env"])
+    name_shared_memory()
     time.tzset()
     os.chdir(request["cwd"])
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"python", 0, 0, 0)

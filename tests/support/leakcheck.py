@@ -10,7 +10,6 @@ import gc
 import logging
 import multiprocessing
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -39,14 +38,6 @@ ALLOWED_CHILDREN = {
 """Parts of command lines of children that may stay, with the reason."""
 
 
-SHM_PREFIXES = ("psm_", "sem.", "torch_", "aiockpt")
-"""How multiprocessing, torch and this package name what they share.
-
-Other programs of the same user may come and go in the same directory, and so does what
-the other processes of the suite share with their children.
-"""
-
-
 def threads() -> set[str]:
     """Return the threads that Python knows and nobody allowed."""
     return {
@@ -66,33 +57,14 @@ def fds() -> set[str]:
 
 
 def shm() -> set[str]:
-    """Return the named shared memory that Python or torch made for this user."""
-    found = set()
-    for entry in Path("/dev/shm").glob("*"):
-        with suppress(OSError):
-            if (
-                entry.name.startswith(SHM_PREFIXES)
-                and entry.stat().st_uid == os.getuid()
-            ):
-                found.add(entry.name)
-    return found
+    """Return the named shared memory that this process and its descendants made.
 
-
-def mapped_elsewhere() -> set[str]:
-    """Return the shared memory in use by processes that do not descend from this."""
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it may end at any moment, or be another user's
-            maps = (process / "maps").read_text()
-            if not _is_ours(process.name):
-                found.update(re.findall(r"/dev/shm/(\S+)$", maps, re.MULTILINE))
-    return found
-
-
-def _is_ours(pid: str) -> bool:
-    while int(pid) not in (0, os.getpid()):
-        pid = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-    return pid != "0"
+    Python's begins with a prefix of this run (``forkserver.name_shared_memory``), and
+    torch's has the id of the process.
+    """
+    prefix = os.environ[forkserver.SHARED]
+    ours = (prefix, f"sem.{prefix}", f"torch_{os.getpid()}_")
+    return {name for name in os.listdir("/dev/shm") if name.startswith(ours)}
 
 
 def children() -> set[str]:
@@ -145,8 +117,6 @@ class Footprint:
 
     def _growth(self) -> dict[str, list[str]]:
         now = {kind: KINDS[kind]() - held for kind, held in self._held.items()}
-        if now.get("shm"):
-            now["shm"] -= mapped_elsewhere()
         return {kind: sorted(new) for kind, new in now.items() if new}
 
 
