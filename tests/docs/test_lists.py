@@ -1,9 +1,10 @@
-"""Lists on the how-to pages have what the code has."""
+"""Lists on the pages have what the code has."""
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from aiockpt.testing import assert_same
 
 ROOT = Path(__file__).parents[2]
 HOWTO = ROOT / "docs" / "howto"
+EXPLANATION = ROOT / "docs" / "explanation"
 
 
 def stops_of_events() -> Iterator[str]:
@@ -101,3 +103,25 @@ def test_the_page_saves_a_tensor_subclass(tmp_path: Path) -> None:
         loaded = aiockpt.load(tmp_path / "step-4", into=template)["weight"]
         assert_same((loaded.data_, loaded.scale), parts)
         assert (loaded.group, loaded.shape) == (4, (4, 4))
+
+
+def test_each_pinned_integration_is_a_limit() -> None:
+    """An extra that works with one version only is on the page, with that version."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = {
+        name: version
+        for name, requirements in extras["optional-dependencies"].items()
+        for each in requirements
+        for package, _, version in [each.partition("==")]
+        if package == name and (ROOT / "aiockpt" / name).exists()
+    }
+    assert pinned.keys() == {"torchft", "vllm"}
+    page = (EXPLANATION / "guarantees.md").read_text()
+    _, _, text = page.partition("(limits-of-integrations)=")
+    for name, version in pinned.items():
+        assert re.search(
+            rf"(?i){name}\b.{{0,60}}?{re.escape(version)}", text, re.DOTALL
+        )
+        assert f"../howto/{name}.md" in text
+    for guide in ROOT.glob("docs/integrations/*.md"):
+        assert f"../integrations/{guide.name}" in text

@@ -74,7 +74,7 @@ ENTRY_PAGES = [
             "reference/glossary.md",
             "reference/api.md",
             "explanation/comparison.md",
-            "explanation/limitations.md",
+            "explanation/guarantees.md",
         )
     ),
 ]

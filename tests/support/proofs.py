@@ -34,9 +34,7 @@ import pytest
 
 from tests.support import matrix
 
-FAILURES: Final = (
-    Path(__file__).parents[2] / "docs" / "explanation" / "failure-semantics.md"
-)
+FAILURES: Final = Path(__file__).parents[1] / "faults" / "failures.md"
 
 ENDINGS: Final = (
     "success",
@@ -64,7 +62,7 @@ class Cell:
 
 
 def _cells() -> dict[tuple[str, str], Cell]:
-    _, _, text = FAILURES.read_text().partition("(failure-semantics)=")
+    _, _, text = FAILURES.read_text().partition("## The table")
     lines = [line for line in text.splitlines() if line.startswith("|")]
     rows = [[each.strip() for each in line.strip("|").split("|")] for line in lines]
     if rows[0] != ["call", *ENDINGS]:
