@@ -15,10 +15,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*/**/*.md"))]
 LEFT_OUT = "# ..."
 NOT_YET: set[str] = {
-    "fleets.md",
-    "orchestrator.md",
-    "torchft.md",
-    "vllm.md",
     "without-an-event-loop.md",
 }
 """Pages with blocks that neither run nor are excerpts, until they are renewed."""
