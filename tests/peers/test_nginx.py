@@ -31,7 +31,8 @@ async def test_an_app_behind_it_is_reached_by_its_public_path(tmp_path: Path) ->
     app = web.Application()
     aiockpt.http.setup(app, sender, prefix="/checkpoint")
     async with running(app) as host, transport() as receiver:
-        location = documented("orchestrator.md").replace("http://10.0.0.5:8080", host.url)
+        shown = documented("orchestrator.md")
+        location = shown.replace("http://10.0.0.5:8080", host.url)
         http = f"server {{ listen 127.0.0.1:{port}; {location} }}"
         async with nginx(tmp_path, http, port) as log:
             early = asyncio.create_task(receive(sender, receiver, 7))
