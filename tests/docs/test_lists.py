@@ -125,3 +125,33 @@ def test_each_pinned_integration_is_a_limit() -> None:
         assert f"../howto/{name}.md" in text
     for guide in ROOT.glob("docs/integrations/*.md"):
         assert f"../integrations/{guide.name}" in text
+
+
+def phases_of_the_code() -> Iterator[str]:
+    """Return the phases that progress reports and deadlines have."""
+    for path in (ROOT / "aiockpt").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            found: list[ast.expr] = []
+            match node:
+                case ast.Call(func=ast.Attribute(attr="at"), args=[stop]):
+                    found = [stop]
+                case ast.Call(func=ast.Name(id="Deadline" | "Progress")):
+                    found = [
+                        each.value
+                        for each in node.keywords
+                        if each.arg in ("phase", "stop")
+                    ]
+                case ast.Assign(targets=[ast.Attribute(attr="phase")]):
+                    found = [node.value]
+            for each in found:
+                if isinstance(each, ast.Constant):
+                    yield str(each.value)
+
+
+def test_each_phase_has_its_row() -> None:
+    """The architecture page explains each phase, and no other."""
+    page = (EXPLANATION / "architecture.md").read_text()
+    text = page.partition("\n## Phases\n")[2].partition("\n## ")[0]
+    phases = {*phases_of_the_code()}
+    assert len(phases) > 10
+    assert {*re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)} == phases
