@@ -13,6 +13,8 @@ import torch
 
 import aiockpt
 from aiockpt import prometheus
+from aiockpt.http import acceptor, admission, protocol
+from aiockpt.swarm import endpoint, tracker
 from aiockpt.testing import assert_same
 
 ROOT = Path(__file__).parents[2]
@@ -155,3 +157,28 @@ def test_each_phase_has_its_row() -> None:
     phases = {*phases_of_the_code()}
     assert len(phases) > 10
     assert {*re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)} == phases
+
+
+def test_the_limits_of_the_pages_are_those_of_the_code() -> None:
+    """A reader who plans for many receivers relies on these numbers."""
+    limits, mib = aiockpt.Limits(), 1 << 20
+    on_pages = {
+        "explanation/security.md": [
+            f"a header of {limits.max_header_bytes // mib} MiB",
+            f"strings of {limits.max_text_bytes // mib} MiB",
+            f"{limits.max_depth} levels",
+            f"{limits.max_nodes:,} nodes",
+            f"{limits.max_tensors:,} tensors",
+            f"{aiockpt.Server().readers} by default",
+            f"Up to {admission._MAX_WAITING:,} requests wait",
+            f"and {admission._MAX_WAITING_OF_HOST} of one",
+            f"at most {acceptor._MAX_STRANGERS:,}",
+            f"at most {tracker._MAX_MEMBERS_OF_HOST} of one address",
+            f"{tracker._MAX_MEMBERS:,} in all",
+            f"at most {endpoint._MAX_WATCHERS}, {endpoint._MAX_WATCHERS_OF_HOST} of",
+        ],
+        "explanation/guarantees.md": [f"At most {protocol.MAX_SENDERS:,} ranks"],
+    }
+    for name, phrases in on_pages.items():
+        text = " ".join((ROOT / "docs" / name).read_text().split())
+        assert [phrase for phrase in phrases if phrase not in text] == []
