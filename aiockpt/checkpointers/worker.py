@@ -46,7 +46,7 @@ from aiockpt.checkpointers.writer import WriteJob, Writers, tell_ranks, write_jo
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.snapshot import MappedSnapshot
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.children import Parent, leave_terminal
+from aiockpt.runtime.children import Parent, ignore_signals_of_trainer
 from aiockpt.runtime.ipc import unpack
 
 logger = logging.getLogger("aiockpt")
@@ -237,11 +237,11 @@ class _SharedJob(WriteJob):
 
 
 def _divert_signals() -> int:
-    """Leave the terminal to the trainer, and make SIGTERM a request.
+    """Ignore the signals of the trainer, and make SIGTERM a request.
 
     Returns the descriptor from which the request is read.
     """
-    leave_terminal()
+    ignore_signals_of_trainer()
     reader, writer = socket.socketpair()
     writer.settimeout(0)
     reader.settimeout(0)

@@ -29,7 +29,7 @@ from aiockpt.local.messages import FromServer
 from aiockpt.memory.arena import Lendable, sealed
 from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.children import Parent, leave_terminal
+from aiockpt.runtime.children import Parent, ignore_signals_of_trainer
 from aiockpt.runtime.ipc import close_all, unpack
 from aiockpt.runtime.system import raise_descriptor_limit
 from aiockpt.swarm.endpoint import SwarmEndpoint
@@ -49,7 +49,7 @@ def main(fd: int, trainer: int) -> None:
     async def serve() -> None:
         await ServerMain(fd, trainer).run()
 
-    leave_terminal()
+    ignore_signals_of_trainer()
     raise_descriptor_limit()
     asyncio.run(serve())
 

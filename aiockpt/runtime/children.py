@@ -309,13 +309,16 @@ class Parent:
         self._on_gone()
 
 
-def leave_terminal() -> None:
-    """Make this process ignore the signals that a terminal sends to its group.
+_OF_TRAINER = (
+    *(signal.SIGINT, signal.SIGHUP),  # of a terminal
+    *(signal.SIGUSR1, signal.SIGUSR2),  # of a scheduler, to all processes of a job
+    *(signal.SIGTTIN, signal.SIGTTOU),  # no shell would ever continue this process
+)
 
-    Ctrl-C and a hangup are meant for the trainer. A stop signal is ignored, too,
-    because no shell would ever continue this process.
-    """
-    for each in (signal.SIGINT, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU):
+
+def ignore_signals_of_trainer() -> None:
+    """Make this process ignore the signals that are meant for the trainer."""
+    for each in _OF_TRAINER:
         signal.signal(each, signal.SIG_IGN)
 
 

@@ -52,7 +52,7 @@ from tests.support.saving import (
 )
 from tests.support.saving import tied_state as state
 from tests.support.waiting import (
-    FROM_A_TERMINAL,
+    OF_TRAINER,
     PATIENCE,
     eventually,
     has_torch,
@@ -295,15 +295,16 @@ class TestChild:
                 lowered = min(mine + told.get("nice", 10), 19)
                 assert os.getpriority(os.PRIO_PROCESS, each) == lowered
 
-    async def test_what_a_terminal_sends_is_not_for_it(self, tmp_path) -> None:
+    async def test_signals_of_the_trainer_are_not_for_it(self, tmp_path) -> None:
         """The trainer decides what becomes of the save."""
         async with process() as made:
             await made.ready()
             pid = pid_of(made)
-            assert ignored(pid) >= FROM_A_TERMINAL
+            assert ignored(pid) >= OF_TRAINER
             assert os.getsid(pid) == os.getsid(0)  # where its niceness counts
             assert os.getpgid(pid) != os.getpgid(0)
-            os.kill(pid, signal.SIGINT)
+            for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+                os.kill(pid, number)
             await made.write(state(), tmp_path / "a")
             assert made.restarts == 0
 

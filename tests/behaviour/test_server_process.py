@@ -46,7 +46,7 @@ from tests.support.proofs import proves
 from tests.support.servers import Peer, settle
 from tests.support.shortages import exhausted_fds
 from tests.support.transports import in_the_middle, receive, transport, weights
-from tests.support.waiting import FROM_A_TERMINAL, ignored
+from tests.support.waiting import OF_TRAINER, ignored
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_blocking")]
 
@@ -123,7 +123,7 @@ class TestServing:
             mapped = maps_of(pid)
             assert "memfd:aiockpt" in mapped
             assert "libtorch" not in mapped
-            assert ignored(pid) >= FROM_A_TERMINAL
+            assert ignored(pid) >= OF_TRAINER
             mine = os.getpriority(os.PRIO_PROCESS, 0)
             threads = map(int, os.listdir(f"/proc/{pid}/task"))
             found = {os.getpriority(os.PRIO_PROCESS, each) for each in threads}

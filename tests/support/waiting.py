@@ -16,7 +16,11 @@ PATIENCE = 60.0
 """Seconds that a slow machine may take to start a process."""
 
 
-FROM_A_TERMINAL = {signal.SIGINT, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU}
+OF_TRAINER = {
+    *(signal.SIGINT, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU),  # of a terminal
+    *(signal.SIGUSR1, signal.SIGUSR2),  # of a scheduler
+}
+"""The signals that are not meant for a process of the trainer."""
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> None:
