@@ -86,7 +86,7 @@ class TensorSums(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
         shape: The shape of the full tensor.
         plain: Whether no rank has a layout of it: each has all of it.
         wholes: The distinct sums of complete replicas, ascending.
-        parts: The incomplete replicas, by ascending number.
+        parts: The incomplete replicas, by ascending number. An element counts once.
     """
 
     path: _Path

@@ -57,7 +57,10 @@ class ShownSwarm(msgspec.Struct, omit_defaults=True):
     """The swarm of the served checkpoint.
 
     Attributes:
-        given: How many of the chunks the source has given at least once.
+        chunks: How many chunks the checkpoint has.
+        given: How many of them the source has given at least once to receivers that can
+            join.
+        members: At most 200 of them.
         more: How many further members there are.
     """
 
@@ -68,7 +71,16 @@ class ShownSwarm(msgspec.Struct, omit_defaults=True):
 
 
 class ShownCounters(msgspec.Struct):
-    """What `Statistics` of the same names count."""
+    """What the server does, for people and monitors.
+
+    Attributes:
+        readers: Bodies that are being sent, and processes that read shared memory.
+        waiting: Requests that wait for a step.
+        bytes_sent: Bytes since the server started, also of bodies that have not ended.
+        requests: Requests since then.
+        refused: Requests that were answered with an error.
+        swarm: None if nothing is served, or no swarm is offered.
+    """
 
     readers: Count
     waiting: Count

@@ -4,17 +4,26 @@
 tensors by their place in the full tensor, for fingerprints.
 
 A word has at most 32 bits: an element of 1, 2 or 4 bytes is one word, and a larger one
-is several, in the order of memory. With words of 64 bits, two flipped top bits would
-vanish from both sums. The value of a word is that of its bytes, as signed digits to the
-base 256. So no two words have the same value, and a host can have torch multiply the
-bytes as they are.
+is several, in the order of memory, as a further dimension. With words of 64 bits, two
+flipped top bits would vanish from both sums. The value of a word is that of its bytes,
+as signed digits to the base 256, the first one with the weight 1. So no two words have
+the same value, and a host can have torch multiply the bytes as they are.
 
-The words of a full tensor lie in rows. A row has the trailing dimensions that together
-have at least 256 words, or all dimensions. Rows are cut into *blocks* of 65,536 words,
-which are numbered through all rows. The word at column ``c`` of block ``b`` has the key
-``hash(b) * table[c]`` modulo 2**64, of which there are two, with two hashes and two
-tables. `fold` uses the tables alone. The hashes are odd, and no number of the tables
-has so many zeros at its end that a single word could vanish.
+The words of a full tensor lie in rows. A row has the fewest trailing dimensions that
+together have at least 256 words, or all dimensions. Rows are cut into *blocks* of
+65,536 words, which are numbered through all rows. The word at column ``c`` of block
+``b`` has the key ``hash(b) * table[c]`` modulo 2**64, of which there are two, with two
+hashes and two tables. `fold` uses the tables alone. The hashes are odd, and no number
+of the tables has so many zeros at its end that a single word could vanish.
+
+The tables are the first MiB of SHAKE-128 of the bytes ``aiockpt``, as little-endian
+integers of 64 bits, the first table first. A hash is the finalizer of SplitMix64, with
+unsigned integers modulo 2**64 and shifts before exclusive ors::
+
+    z = b + seed                             # 243F6A8885A308D3, 452821E638D01377
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9
+    z = (z ^ z >> 27) * 0x94D049BB133111EB
+    hash = (z ^ z >> 31) | 1
 
 A shard is a product of indices along each dimension. So its rows and its columns are
 independent of each other: each row is a dot product with a part of the table, however

@@ -39,7 +39,11 @@ class _LayoutData(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 class Ranks(_LayoutData, frozen=True):
     """A grid of ranks: the first rank, and what a step along each dimension adds.
 
-    A grid that is not regular has no ``strides``; ``ranks`` then lists all of them.
+    Attributes:
+        sizes: The size of each dimension.
+        strides: What a step along each dimension adds to the rank; it may be negative,
+            and is 0 where the size is one. None if the grid is not regular.
+        ranks: The first rank only; without ``strides``, all ranks in row-major order.
     """
 
     sizes: Annotated[tuple[_Positive, ...], Meta(max_length=64)]
@@ -87,9 +91,15 @@ class Ranks(_LayoutData, frozen=True):
 
 
 class Mesh(_LayoutData, frozen=True, eq=False):
-    """A device mesh; ``root`` is the mesh that it is a slice of.
+    """A device mesh.
 
     Two meshes are equal if all of their fields but ``root`` are equal.
+
+    Attributes:
+        device_type: Such as ``cpu``.
+        names: None, or unique names, one for each dimension.
+        grid: Its `Ranks`.
+        root: None, or the mesh that it is a slice of, which has no root itself.
     """
 
     device_type: str
@@ -137,7 +147,13 @@ class Split(_LayoutData, frozen=True, tag="shard"):
 
 
 class StridedSplit(_LayoutData, frozen=True, tag="strided"):
-    """As `Split`, after another mesh dimension has split it into ``pieces``."""
+    """As `Split`, after another mesh dimension has split it.
+
+    Attributes:
+        dim: The dimension of the tensor.
+        pieces: Into how many pieces mesh dimensions to the right have split it: at most
+            the number of ranks or the size of ``dim``, whichever is larger.
+    """
 
     dim: _Natural
     pieces: _Positive
@@ -147,7 +163,12 @@ class StridedSplit(_LayoutData, frozen=True, tag="strided"):
 
 
 class Partial(_LayoutData, frozen=True, tag="partial"):
-    """Every rank of the mesh dimension has a term of ``operation``."""
+    """Every rank of the mesh dimension has a term of an operation.
+
+    Attributes:
+        operation: ``sum``, ``avg``, ``min``, ``max``, ``product``, ``band``, ``bor`` or
+            ``bxor``.
+    """
 
     operation: _Operation
 
@@ -162,14 +183,15 @@ class DTensorLayout(_LayoutData, frozen=True):
     """A DTensor without its local tensor.
 
     Attributes:
-        mesh: The device mesh of its sender.
+        mesh: The `Mesh` of its sender.
         coordinate: The coordinate of the sender in the mesh; None if it has none.
         placements: One for each dimension of the mesh.
-        order: For each tensor dimension, which mesh dimensions split it first; None
-            where the placements say so.
+        order: None if the placements say in which order mesh dimensions split the
+            tensor. Otherwise pairs: a dimension of the tensor, and the list of the mesh
+            dimensions that split it, first to last. Each split occurs once.
         shape: The shape of the whole tensor.
         stride: The stride of the whole tensor.
-        flags: The flags of the wire format's tensors.
+        flags: The flags 1 and 2 of the wire format's tensors.
     """
 
     tag: ClassVar[str] = "torch.DTensor"
@@ -234,7 +256,14 @@ class DTensorLayout(_LayoutData, frozen=True):
 
 
 class Shard(_LayoutData, frozen=True):
-    """One shard of a ShardedTensor, with the rank and the device that hold it."""
+    """One shard of a ShardedTensor.
+
+    Attributes:
+        offsets: Where it begins in the whole tensor.
+        sizes: Its shape.
+        rank: The rank that holds it.
+        device: The device that holds it.
+    """
 
     offsets: _Dims
     sizes: _Dims
@@ -243,7 +272,17 @@ class Shard(_LayoutData, frozen=True):
 
 
 class ShardedLayout(_LayoutData, frozen=True):
-    """A ShardedTensor without its local tensors, which are the shards ``held``."""
+    """A ShardedTensor without its local tensors.
+
+    Attributes:
+        held: Which of the shards each local tensor is.
+        shards: Every `Shard`.
+        size: The shape of the whole tensor.
+        dtype: The name of its dtype in torch.
+        group: The `Ranks` of its process group, of one dimension.
+        rank: The rank of the sender.
+        flags: The flags 1 and 2 of the wire format's tensors.
+    """
 
     tag: ClassVar[str] = "torch.ShardedTensor"
 

@@ -29,15 +29,18 @@ class Announcement(msgspec.Struct, omit_defaults=True):
     """A member sends this to the source at least once per lease.
 
     Attributes:
-        url: Where it serves; the path counts as `MEMBER_PATH`.
-        zone: A name for its part of the network, such as a rack; empty if unknown.
+        url: Where it serves: an ``http`` or ``https`` URL of at most 512 characters,
+            without user information and query. Its path is ``/checkpoint/``.
+        zone: A name for its part of the network, of at most 64 characters.
         have: How many chunks it has.
-        bad: The ids of members that sent it wrong bytes since its last announcement.
-        known: The ids of members that it asks for chunks, or that failed.
-        local: The address from which it connects to the source, as it sees it itself;
-            empty if unknown.
-        host: A mark that only processes of its host can make; empty if unknown. Members
-            at loopback addresses are named to those with the same mark.
+        bad: The ids of at most 16 members that sent it wrong bytes since its last
+            announcement.
+        known: The ids of at most 64 members that it needs to hear no more of: it asks
+            them for chunks, or they failed.
+        local: The IP address from which it connects to the source, as it sees it
+            itself, if known.
+        host: A mark of at most 32 characters that only processes of its host can make.
+            Members at loopback addresses are named to those with the same mark.
     """
 
     url: _Url
@@ -67,14 +70,17 @@ class AnnounceResponse(msgspec.Struct, omit_defaults=True):
     """The source's answer to an `Announcement`.
 
     Attributes:
-        id: What the other members call this one.
+        id: What others call this one in ``bad``: 1 to 16 characters, which are nobody's
+            after a restart of the source. Required.
         lease: Seconds after which the source forgets the member, unless it announces
-            itself again.
-        members: Some of the other members.
+            itself again. Required.
+        members: At most 64 of the others, each with ``id``, ``url``, ``zone`` and
+            ``have``.
         next: The chunk that the member should request from the source next.
         seen: If no other member is told of this one: the address from which its
             announcement came.
-        tokens: The tokens that members accept of each other; they send the first one.
+        tokens: The tokens that members accept of each other, one or two; they send the
+            first one. Without it, that of the invitation.
     """
 
     id: _Id

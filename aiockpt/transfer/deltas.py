@@ -1,16 +1,26 @@
 """Element-wise deltas: the differences of a chunk from the same chunk of a base.
 
 An optimizer step in bf16 changes a few percent of the elements, scattered over nearly
-all chunks. The delta of a chunk has one of three kinds:
+all chunks. The delta of a chunk begins with 8 bytes: its kind, three zero bytes, and
+the length of what follows as an unsigned 32-bit number. All numbers are little endian.
+There are three kinds:
 
-* *same*: the chunks are equal, and the delta is empty;
-* *sparse*: the positions and differences of the changed 16-bit words, compressed with
-  Zstandard;
-* *raw*: the bytes of the chunk, if a delta would not be much smaller.
+* 0, *same*: the chunks are equal, and nothing follows;
+* 1, *sparse*: the number *n* of changes, of 32 bits, and a Zstandard frame (RFC 8878)
+  that states its content size, 4 *n* bytes;
+* 2, *raw*: the bytes of the chunk, if a delta would not be much smaller.
 
-This module does not know whether a base is the right one. The receiver compares the
-digest of the patched chunk with the manifest. `docs/reference/wire-format.md` specifies
-the format.
+A change applies to one 16-bit word of the chunk. An odd last byte must be equal in both
+snapshots. The frame has four planes of *n* bytes: the low and the high bytes of the
+gaps, then the low and the high bytes of the differences. A gap is the number of
+unchanged words before a change. A difference ``d`` is new - base modulo 2**16, read as
+a signed number, and written as ``(2 * d) ^ (d >> 15)``. So small differences of either
+sign become small numbers. A gap of more than 65,535 words is split by changes with the
+difference 0.
+
+A receiver must not decompress a frame that states another size, and must refuse more
+changes than half of the chunk's words. This module does not know whether a base is the
+right one. The receiver compares the digest of the patched chunk with the manifest.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 
 import aiockpt
 from aiockpt import prometheus
-from aiockpt.http import acceptor, admission, protocol
+from aiockpt.http import acceptor, admission, problems, protocol
 from aiockpt.swarm import endpoint, tracker
 from aiockpt.testing import assert_same
 
@@ -182,3 +182,15 @@ def test_the_limits_of_the_pages_are_those_of_the_code() -> None:
     for name, phrases in on_pages.items():
         text = " ".join((ROOT / "docs" / name).read_text().split())
         assert [phrase for phrase in phrases if phrase not in text] == []
+
+
+def test_each_status_of_an_error_has_its_row() -> None:
+    """Whoever writes a receiver finds each type and each status in the table."""
+    text = (ROOT / "docs" / "reference" / "wire-format.md").read_text()
+    rows = re.findall(r"^\| ([\d, ]+) \| `([\w-]+)` \| (.*) \|$", text, re.MULTILINE)
+    on_page = {(int(each), kind) for all_, kind, _ in rows for each in all_.split(", ")}
+    assert {(row.status, row.kind) for row in problems._TABLE} <= on_page
+    named = {kind: meaning for _, kind, meaning in rows}
+    for row in problems._TABLE:
+        if row.error.__name__ in aiockpt.errors.__all__ and row.kind != "closing":
+            assert f"`{row.error.__name__}`" in named[row.kind]

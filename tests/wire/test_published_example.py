@@ -21,9 +21,12 @@ pytestmark = pytest.mark.torch_free
 
 
 def published_file() -> bytes:
-    """Return the bytes of the page's hexdump."""
-    lines = re.findall(r"^[0-9a-f]{8}  ([0-9a-f ]+)  \|", PAGE, re.MULTILINE)
-    return bytes.fromhex("".join(lines))
+    """Return the bytes that the page describes."""
+    section = PAGE.partition("\n## An example\n")[2]
+    length, segment = map(bytes.fromhex, re.findall(r"`([0-9a-f]{16,})`", section)[:2])
+    (spaces,) = re.findall(r"this line and (\d+) spaces", section)
+    (header,) = re.findall(r"^```text\n(.*)\n```", section, re.MULTILINE)
+    return length + header.encode() + b" " * int(spaces) + segment
 
 
 def published_reader() -> dict[str, object]:
