@@ -119,8 +119,12 @@ def open_sources(path: StrPath, reading: Reading) -> Iterator[Found]:
     """
     where = storage_at(path)
     with blaming_file(str(where)), ExitStack() as files:
-        if where.kind() == "file":
+        if where.was_saved():
+            yield _of_checkpoint(where, reading, files)
+        elif (kind := where.kind()) == "file":
             yield _of_file(files.enter_context(where.open()), reading)
+        elif kind is None:
+            yield _of_checkpoint(where, reading, files)  # raises the error
         else:
             yield _of_directory(where, reading, files)
 
@@ -141,8 +145,6 @@ def _of_file(file: OpenFile, reading: Reading) -> Found:
 
 def _of_directory(directory: Storage, reading: Reading, files: ExitStack) -> Found:
     """Read the rank's file, which is ours, the seed's; or another tool's shards."""
-    if directory.was_saved() or directory.kind() is None:
-        return _of_checkpoint(directory, reading, files)
     held, _ = directory.listed()
     if (legacy := f"checkpoint_{reading.rank}.pt") in held:
         _check_seed(directory, held, reading)
@@ -256,7 +258,7 @@ def _sources(opened_files: Sequence[OpenFile], reading: Reading) -> list[FileSou
         found[file] = _source(file, reading)
 
     with collector_paused():  # their trees are large
-        share_out(read, opened_files)
+        share_out(read, opened_files, at_once=opened_files[0].readers)
     return [found[file] for file in opened_files]
 
 

@@ -403,7 +403,8 @@ class _Save:
                 return self._not_confirmed(error), {}
             # Rank 0 commits. These errors tell the others that it will not.
             if not rank or isinstance(error, PeerFailedError | TransferTimeoutError):
-                raise self._not_committed(draft, error) from error
+                draft.discard(agreed=True)
+                raise self._not_committed(error) from error
             raise self._not_known(error) from error
 
     def confirm(self, draft: RankDraft, rank: int) -> str:
@@ -421,7 +422,7 @@ class _Save:
             if not rank or draft.is_committed():
                 return self._not_confirmed(error)
             if isinstance(error, PeerFailedError) and not error.rank:
-                raise self._not_committed(draft, error) from error
+                raise self._not_committed(error) from error
             raise self._not_known(error) from error
         return ""
 
@@ -430,8 +431,7 @@ class _Save:
         name = os.path.basename(self._where)
         return f"{name} is committed, but not every rank confirmed it: {why}"
 
-    def _not_committed(self, draft: RankDraft, error: Exception) -> StorageError:
-        draft.discard()
+    def _not_committed(self, error: Exception) -> StorageError:
         return StorageError(self._where, f"it was not committed: {error}")
 
     def _not_known(self, error: Exception) -> StorageError:

@@ -71,6 +71,8 @@ def _guide(place: Path, names: list[str]) -> None:
 
 def _what_is_wrong(path: Path) -> str:
     """Return what is incomplete at a path; empty if it is not a checkpoint of ours."""
+    if ATTEMPT.fullmatch(path.name):
+        return ""
     hidden = path.name.startswith(".")
     if hidden and path.name.endswith((".part", ".old", ".trash")):
         return "not whole"

@@ -33,8 +33,8 @@ from aiockpt.http.options import Auth, Server
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.http_transport import HTTPTransport
 from aiockpt.runtime.words import command_line, printable
-from aiockpt.storage.directory import find_checkpoint, list_checkpoints
 from aiockpt.storage.files import named, open_regular
+from aiockpt.storage.interface import find_checkpoint, list_checkpoints
 from aiockpt.storage.statefile import StateFile, read_state_file
 
 _MAX_NAME_BYTES = 200  # suffixes follow, and a file system takes 255

@@ -424,10 +424,13 @@ class SerialThread:
         self._pool.shutdown(cancel_futures=True)
 
 
-def share_out(work: Callable[[T], object], items: Sequence[T]) -> None:
-    """Call ``work(item)`` for every item in up to four threads, and wait for them.
+def share_out(
+    work: Callable[[T], object], items: Sequence[T], *, at_once: int | None = None
+) -> None:
+    """Call ``work(item)`` for every item in a few threads, and wait for them.
 
     It is for a caller that may block, and for work that releases the interpreter lock.
+    There are up to four threads, and no more than cores, or else ``at_once``.
     If the system refuses threads, fewer of them do all the work, or the caller does.
 
     Raises:
@@ -436,6 +439,7 @@ def share_out(work: Callable[[T], object], items: Sequence[T]) -> None:
             while threads were being started.
     """
     waiting, errors = iter(items), list[BaseException]()
+    most = at_once or min(_MAX_COPY_THREADS, usable_cores())
     threads = list[threading.Thread]()
     called_off = threading.Event()
 
@@ -449,7 +453,7 @@ def share_out(work: Callable[[T], object], items: Sequence[T]) -> None:
             errors.append(error)
 
     try:
-        for _ in range(min(_MAX_COPY_THREADS, usable_cores(), len(items))):
+        for _ in range(min(most, len(items))):
             with suppress(StagingError, RuntimeError):
                 threads.append(start_daemon("aiockpt-share", run))
     except BaseException as interrupt:  # noqa: BLE001 - raised below

@@ -36,8 +36,8 @@ from aiockpt.storage.checkpoint_file import read_header
 from aiockpt.storage.directory import (
     MARKER,
     RankFile,
+    complete_at,
     encode_commit,
-    find_checkpoint,
     identity,
     next_serial,
     old_of,
@@ -221,8 +221,9 @@ class Draft(AbstractContextManager["Draft"]):
             return is_at(self.destination / self.path.name, self.fd)
         return False
 
-    def discard(self) -> None:
+    def discard(self, *, agreed: bool = False) -> None:
         """Remove what this rank has written. Never raises."""
+        del agreed  # rank 0 has taken it away before it commits
         for path in (self.temporary, self.path):
             with suppress(OSError):
                 if is_at(path, self.fd):
@@ -488,9 +489,8 @@ def is_committed(destination: Path, rank: int, identity: tuple[int, int]) -> boo
         rank: The rank.
         identity: The `Draft.identity` of the save.
     """
-    found = find_checkpoint(destination)
     with suppress(OSError):
-        if found is not None:
+        if (found := complete_at(destination)) is not None:
             state = os.stat(found.path / rank_file(rank))
             return (state.st_dev, state.st_ino) == identity
     return False

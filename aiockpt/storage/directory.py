@@ -59,7 +59,7 @@ _SHOWN_NAMES: Final = 5
 _MAX_TRIES: Final = 10  # while others replace it
 _MARKER_LIMIT: Final = 64 << 20
 _MARKER_HEAD: Final = 128
-_MAX_SERIAL: Final = 2**63 - 1
+MAX_SERIAL: Final = 2**63 - 1
 # "step-12" and "epoch=0-step=10-loss=0.25.ckpt"; else a whole number at the end.
 _NAMED_STEP = re.compile(r"(?<![a-z])step[=_-]?([0-9]{1,18})(?![0-9])", re.IGNORECASE)
 _STEP = re.compile(r"(?<![0-9]\.)(?<![0-9])([0-9]{1,18})(\.[a-z_]+)?$", re.IGNORECASE)
@@ -108,7 +108,7 @@ class Checkpoint:
         step: Its training step.
         world_size: How many ranks wrote it.
         files: The ranks' files by name.
-        serial: Counts the commits in its parent directory; 0 in an older marker.
+        serial: Higher than those of earlier commits beside it; 0 in an older marker.
         saved_at: When its marker was written, in seconds since the epoch.
     """
 
@@ -139,8 +139,13 @@ class Checkpoint:
         if name not in self.files:
             ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
             detail = f"{ranks} wrote it, and none of them was rank {rank}"
-            raise CheckpointNotFoundError(str(self.path), detail)
+            raise CheckpointNotFoundError(os.fspath(self), detail)
         return self.path / (self.files[name].key or name)
+
+
+def keys_of(files: Mapping[str, RankFile]) -> dict[str, RankFile]:
+    """Return the files of a marker by their keys below the checkpoint's path."""
+    return {said.key or name: said for name, said in files.items()}
 
 
 def rank_file(rank: int) -> str:
@@ -305,7 +310,7 @@ def next_serial(directory: Path) -> int:
     Two savers that commit at the same time may get the same number.
     """
     found = (_serial_in(each) for each in _names_in(directory))
-    return min(1 + max(found, default=0), _MAX_SERIAL)
+    return min(1 + max(found, default=0), MAX_SERIAL)
 
 
 def _serial_in(directory: Path) -> int:
@@ -329,13 +334,13 @@ def checkpoint_at(path: StrPath) -> Checkpoint:
         StorageError: the marker is damaged, or has a later version.
     """
     directory = resolve_target(path)
-    if (found := _complete_at(directory)) is not None:
+    if (found := complete_at(directory)) is not None:
         return found
     with named(directory):
         raise CheckpointNotFoundError(str(path), _what_is_at(directory))
 
 
-def _complete_at(directory: Path) -> Checkpoint | None:
+def complete_at(directory: Path) -> Checkpoint | None:
     """Return the complete checkpoint of this name, or None.
 
     Nothing below other directories is looked at: there may be millions of files.
@@ -364,26 +369,14 @@ def identity(directory: Path) -> tuple[int, int] | None:
     return None
 
 
-def find_checkpoint(path: StrPath) -> Checkpoint | None:
-    """Return the complete checkpoint of this name, or None."""
-    with suppress(StorageError):
-        return _complete_at(resolve_target(path))
-    return None
-
-
-def list_checkpoints(directory: StrPath) -> list[Checkpoint]:
+def checkpoints_in(directory: Path) -> list[Checkpoint]:
     """Return the complete checkpoints in a directory, in the order of their commits.
-
-    If two savers have committed at the same time, the higher step is the later one.
-    Checkpoints without a serial number come first, in the order of their file times.
-    A checkpoint whose marker cannot be read is left out, and a warning is logged. A
-    directory that does not exist has no checkpoints.
 
     Raises:
         StorageError: the directory cannot be read.
     """
-    names = _names_in(local_path(directory))
-    return sorted((each for each in map(_readable, names) if each), key=commit_order)
+    found = map(_readable, _names_in(directory))
+    return sorted((each for each in found if each), key=commit_order)
 
 
 def commit_order(checkpoint: Checkpoint) -> tuple[int, float, int, str]:
@@ -395,7 +388,7 @@ def commit_order(checkpoint: Checkpoint) -> tuple[int, float, int, str]:
 
 def _readable(path: Path) -> Checkpoint | None:
     try:
-        return _complete_at(resolve_target(path))
+        return complete_at(resolve_target(path))
     except StorageError as error:
         logger.warning("a checkpoint is left out: %s", error)
         return None
@@ -421,8 +414,8 @@ def _checkpoint_in(directory: Path, name: str) -> Checkpoint | None:
     commit, saved_at = found
     checkpoint = described(commit, directory, name, saved_at)
     if any(
-        _size(directory / (said.key or file)) != said.bytes
-        for file, said in commit.files.items()
+        _size(directory / key) != said.bytes
+        for key, said in keys_of(commit.files).items()
     ):
         return None
     return checkpoint
@@ -507,16 +500,12 @@ def _what_is_at(directory: Path) -> str:
     if not directory.is_dir():
         return "it is a file"
     if (found := _read_marker(directory / MARKER)) is not None:
-        files = sorted(found[0].files.items())
-        lost = [
-            name
-            for name, said in files
-            if _size(directory / (said.key or name)) != said.bytes
-        ]
+        files = sorted(keys_of(found[0].files).items())
+        lost = [key for key, said in files if _size(directory / key) != said.bytes]
         shown = ", ".join(lost[:_SHOWN_NAMES]) + ", ..." * (len(lost) > _SHOWN_NAMES)
         return f"missing, or not of the size that its marker says: {shown}"
     names = sorted(each.name for each in directory.iterdir() if each.is_file())
-    return what_is_in(str(directory), list_checkpoints(directory), names)
+    return what_is_in(str(directory), checkpoints_in(directory), names)
 
 
 def what_is_in(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from aiockpt.errors import StorageError
+from aiockpt.errors import CheckpointNotFoundError
 from aiockpt.format.manifest import Manifest
 from aiockpt.storage import directory as directories
 from aiockpt.storage.checkpoint_file import OpenFile, opened
@@ -71,8 +71,13 @@ class RankDraft(AbstractContextManager["RankDraft"], Protocol):
     def is_committed(self) -> bool:
         """Say whether a checkpoint with this rank's file is committed."""
 
-    def discard(self) -> None:
-        """Remove what this rank has written. Never raises."""
+    def discard(self, *, agreed: bool = False) -> None:
+        """Remove what this rank has written. Never raises.
+
+        Args:
+            agreed: Whether all ranks know that rank 0 will not commit it. Without that,
+                what rank 0 may commit just now stays.
+        """
 
 
 class Storage(Protocol):
@@ -183,12 +188,14 @@ class FileStorage:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the complete checkpoints of a directory."""
-        return directories.list_checkpoints(self.path)
+        return directories.checkpoints_in(self.path)
 
     def was_saved(self) -> bool:
         """Say whether a checkpointer has committed a checkpoint there."""
         with named(self.path):
-            return (self.path / MARKER).exists() or old_of(self.path).exists()
+            is_file = self.path.is_file()
+            marked = (self.path / MARKER).exists() or old_of(self.path).exists()
+            return marked and not is_file
 
     def local(self) -> Path:
         """Return the path."""
@@ -283,8 +290,12 @@ def list_checkpoints(directory: StrPath) -> list[Checkpoint]:
 
 
 def find_checkpoint(path: StrPath) -> Checkpoint | None:
-    """Return the complete checkpoint of this name, or None."""
-    with suppress(StorageError):
+    """Return the complete checkpoint of this name, or None.
+
+    Raises:
+        StorageError: it cannot be looked up; or its marker is damaged.
+    """
+    with suppress(CheckpointNotFoundError):
         return storage_at(path).checkpoint()
     return None
 

@@ -12,8 +12,14 @@ another saver has committed since this save began. So of several savers, one win
 
 A *note* names attempts that are deleted later, unless the marker of their checkpoint
 names them. A rank writes its note before its file, and removes it after the commit. So
-whatever dies and when, a later save finds everything that it may delete. It judges the
-age of a note by the clock of the store.
+whatever dies and when, a later save finds everything that it may delete.
+
+A sweep deletes what notes name that are older than an hour by the clock of the store.
+A saver writes its note again in time, and commits only while the notes of all its ranks
+are younger. Only one process writes or removes a note, until it is swept.
+
+Before a checkpoint is removed, its marker is replaced by one without files. Nobody
+replaces that, so deleting it cannot hit the marker of another save.
 
 Everything here blocks. Only this module imports obstore.
 """
@@ -24,20 +30,24 @@ import logging
 import os
 import re
 import secrets
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from html import unescape
+from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, NoReturn
 from urllib.parse import quote
 
 import msgspec
+from msgspec import Meta
 
 from aiockpt.errors import (
+    AiockptError,
     CheckpointNotFoundError,
     MissingExtraError,
     StorageError,
@@ -48,6 +58,8 @@ from aiockpt.storage.checkpoint_file import OpenFile
 from aiockpt.storage.directory import (
     ATTEMPT,
     MARKER,
+    MAX_SERIAL,
+    RANK_FILE,
     Checkpoint,
     Commit,
     RankFile,
@@ -55,15 +67,16 @@ from aiockpt.storage.directory import (
     decode_commit,
     described,
     encode_commit,
+    keys_of,
     rank_file,
     split_address,
     what_is_in,
 )
-from aiockpt.storage.retention import superfluous
+from aiockpt.storage.retention import remove_each, superfluous
 from aiockpt.storage.write import Writable
 
 if TYPE_CHECKING:
-    from obstore import GetOptions
+    from obstore import Bytes, GetOptions, ObjectMeta
     from obstore.store import ObjectStore
 
 try:
@@ -82,23 +95,35 @@ except ModuleNotFoundError as missing:
 logger = logging.getLogger("aiockpt")
 
 _NOTES: Final = ".aiockpt"
-_HEAD_BYTES: Final = 256 << 10  # that are read when an object is opened
+_HEAD_BYTES: Final = 64 << 10  # that are read when an object is opened
 _PART_BYTES: Final = 8 << 20  # a slow line sends it before obstore gives up
 _PARTS_AT_ONCE: Final = 4
 _MAX_PARTS: Final = 9_000  # of the 10,000 that S3 allows
+_MARKERS_AT_ONCE: Final = 16
+_MARKER_LIMIT: Final = 64 << 20
 _SHOWN_CHARACTERS: Final = 200
 _SIGNED_FOR: Final = timedelta(minutes=5)
 _UPLOAD: Final = re.compile(r"<Key>([^<]+)</Key>\s*<UploadId>([^<]+)</UploadId>")
+# obstore's own ten tries take a few seconds.
+_RETRIES: Final[Any] = {"max_retries": 1000, "retry_timeout": timedelta(minutes=3)}
+_REFUSED: Final = AlreadyExistsError, PreconditionError, FileNotFoundError
+_NOTE: Final = re.compile(rf"(?:.*/)?{re.escape(_NOTES)}/({ATTEMPT.pattern})\.json")
+_PART: Final = rf"\A({ATTEMPT.pattern}|{RANK_FILE.pattern})\Z"
 
+_RENEWED_AFTER_S: Final = 600.0
+_EXPIRED_AFTER_S: Final = 2700.0
 _ABANDONED_AFTER_S: Final = 3600.0
-_MIN_RATE: Final = 10e6
-"""How many bytes in a second a save uploads that has not been abandoned."""
+"""The age at which a note is written again, allows no commit, and is swept.
+
+Between the last two, a commit ends that has begun in time.
+"""
 
 
 # -------------------------------------------------------------------- stores and errors
 
 _users: list[int] = []  # the process that has begun to use obstore
 _conditional: set[str] = set()  # the buckets that are known to have conditional puts
+_serials: dict[str, int] = {}  # the last one of this process, by directory
 
 
 def object_storage(
@@ -133,7 +158,7 @@ def object_storage(
 @lru_cache(maxsize=16)
 def _store_at(root: str) -> ObjectStore | None:
     is_in_memory = root.startswith("memory:")  # so it would be another one each time
-    return None if is_in_memory else obstore.store.from_url(root)
+    return None if is_in_memory else obstore.store.from_url(root, retry_config=_RETRIES)
 
 
 @contextmanager
@@ -144,12 +169,17 @@ def _naming(address: str) -> Iterator[None]:
     """
     try:
         yield
-    except StorageError:
+    except AiockptError:
         raise
     except FileNotFoundError as error:
         raise StorageError(address, _missing(error)) from None
-    except BaseError as error:
+    except (BaseError, ValueError) as error:  # a path that no store can have
         raise StorageError(address, _detail(error)) from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # obstore has no other name for it
+            raise
+        detail = "obstore does not work with this endpoint, or with these credentials"
+        raise StorageError(address, detail) from None
 
 
 def _missing(error: Exception) -> str:
@@ -158,24 +188,27 @@ def _missing(error: Exception) -> str:
 
 
 def _detail(error: Exception) -> str:
-    # The request comes first, then the cause, then perhaps the text of the answer.
-    cause = re.split(r"[\n<]", str(error))[0].rpartition(" - ")[2]
+    # The request comes first, then the cause, then perhaps the text of the answer. In
+    # quotes, there may be a secret of the environment.
+    cause = re.split(r"[\n<\"'`]", str(error))[0].rpartition(" - ")[2]
+    code = re.search(r"<Code>(\w{1,40})</Code>", str(error))
+    said = f" ({code[1]})" if code else ""
     is_refused = isinstance(error, PermissionDeniedError | UnauthenticatedError)
-    if is_refused or re.search(r" 40[13] ", cause):
+    if is_refused or re.search(r" 40[13] ", cause) or "Token)" in said:
         return (
-            "the store refuses access: check the store's credentials that obstore "
-            "finds, and what they may do in this bucket"
+            f"the store refuses access{said}: check the store's credentials that "
+            "obstore finds, and what they may do in this bucket"
         )
     if "NoSuchBucket" in str(error):
         return _missing(error)
-    return f"the store failed: {cause[:_SHOWN_CHARACTERS].strip(' :')}"
+    return f"the store failed: {cause[:_SHOWN_CHARACTERS].strip(' :')}{said}"
 
 
 # ----------------------------------------------------------------------------- reading
 
 
 class StoredObject(OpenFile):
-    """An object that is open for reading.
+    """An object that is open for reading. The first request comes when it is read.
 
     Raises:
         StorageError: there is no such object, or it cannot be read.
@@ -187,21 +220,18 @@ class StoredObject(OpenFile):
     def __init__(self, store: ObjectStore, key: str, address: str) -> None:
         self.path = address
         self._store, self._key = store, key
-        with _naming(address):
-            self._meta = obstore.head(store, key)
-        self._head = self._fetched(0, min(_HEAD_BYTES, self.size()))
 
     def size(self) -> int:
         """Return its size in bytes."""
-        return int(self._meta["size"])
+        return int(self._opened.meta["size"])
 
     def read(self, views: Sequence[memoryview], at: int) -> None:
         """Fill views one after another from an offset, all of them."""
-        stop = at + sum(view.nbytes for view in views)
+        stop, head = at + sum(view.nbytes for view in views), self._opened.content
         if stop > self.size():
             raise StorageError(str(self.path), f"it ends at byte {self.size()}")
-        is_here = stop <= self._head.nbytes
-        found = self._head[at:stop] if is_here else self._fetched(at, stop)
+        is_here = stop <= len(head)
+        found = memoryview(head[at:stop] if is_here else self._fetched(at, stop))
         for view in views:
             view[:] = found[: view.nbytes]
             found = found[view.nbytes :]
@@ -214,18 +244,28 @@ class StoredObject(OpenFile):
         """Raise StorageError: it has no descriptor."""
         _refuse(str(self.path))
 
-    def _fetched(self, start: int, stop: int) -> memoryview:
+    @cached_property
+    def _opened(self) -> _Content:
+        address = str(self.path)
+        with _naming(address):
+            try:
+                options: GetOptions = {"range": (0, _HEAD_BYTES)}
+                found = obstore.get(self._store, self._key, options=options)
+                return _Content(address, found.meta, bytes(found.bytes()))
+            except BaseError:  # an empty object has no first bytes
+                return _Content(address, obstore.head(self._store, self._key), b"")
+
+    def _fetched(self, start: int, stop: int) -> Bytes | bytes:
         if start == stop:  # obstore refuses it
-            return memoryview(b"")
-        tag = self._meta["e_tag"]
+            return b""
+        tag = self._opened.meta["e_tag"]
         options: GetOptions = {"range": (start, stop), "if_match": tag}
         with _naming(str(self.path)):
             try:
-                found = obstore.get(self._store, self._key, options=options).bytes()
+                return obstore.get(self._store, self._key, options=options).bytes()
             except (PreconditionError, FileNotFoundError):
                 detail = "it was replaced or removed while it was read; try again"
                 raise StorageError(str(self.path), detail) from None
-        return memoryview(found)
 
 
 def _refuse(address: str) -> NoReturn:
@@ -233,10 +273,23 @@ def _refuse(address: str) -> NoReturn:
     raise StorageError(address, detail)
 
 
-class _Marker(NamedTuple):
-    commit: Commit
-    tag: str | None
-    saved_at: float
+class _Content(NamedTuple):
+    """The properties of an object, and its content, or the start of it."""
+
+    address: str
+    meta: ObjectMeta
+    content: bytes
+
+    @property
+    def version(self) -> Any:
+        """What a put names that replaces this version only."""
+        # Google's store asks for its own number, the others for the entity tag.
+        found = {"e_tag": self.meta["e_tag"], "version": self.meta["version"]}
+        return {name: value for name, value in found.items() if value}
+
+    def commit(self) -> Commit:
+        """Return the content of a marker; see `decode_commit`."""
+        return decode_commit(self.address, self.content)
 
 
 class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -244,13 +297,12 @@ class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         name: The checkpoint's name.
-        attempts: The attempts, unless the checkpoint's marker names them.
-        nbytes: The bytes of an attempt that is being uploaded.
+        attempts: The attempts, unless the checkpoint's marker names them. Files that
+            were copied from a disk are without attempts, and named themselves.
     """
 
-    name: str
-    attempts: list[str]
-    nbytes: int = 0
+    name: Annotated[str, Meta(pattern=r"\A[^/]+\Z")]
+    attempts: list[Annotated[str, Meta(pattern=_PART)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,15 +340,24 @@ class ObjectStorage:
 
     def kind(self) -> Literal["file", "directory"] | None:
         """Say what is there, or None if nothing is."""
-        if self.is_object():
+        if self.head():
             return "file"
-        return "directory" if any(self.listed()) else None
+        return "directory" if any(self.held()) else None
 
-    def is_object(self) -> bool:
-        """Say whether an object has this key."""
+    def head(self) -> ObjectMeta | None:
+        """Return the properties of the object with this key; None if there is none."""
         with _naming(str(self)), suppress(FileNotFoundError):
-            return bool(self.key and obstore.head(self.store, self.key))
-        return False
+            return obstore.head(self.store, self.key) if self.key else None
+        return None
+
+    def held(self) -> Iterator[tuple[str, int]]:
+        """Yield the keys of all objects below the address, and their sizes."""
+        base = len(self.key) + 1 if self.key else 0
+        with _naming(str(self)):
+            for some in obstore.list(self.store, self.key or None, chunk_size=1000):
+                for each in some:
+                    if key := each["path"][base:]:  # consoles put directories there
+                        yield key, each["size"]
 
     def listed(self) -> tuple[list[str], list[str]]:
         """Return the names of the objects and of the directories in a directory."""
@@ -319,12 +380,12 @@ class ObjectStorage:
         """Return the complete checkpoint that is stored there."""
         if (found := self.marker()) is None:
             raise CheckpointNotFoundError(str(self), self._what_is_there())
-        held = self.held()
-        for said in found.commit.files.values():
-            if held.get(said.key) != said.bytes:
-                detail = f"missing, or not of the size that its marker says: {said.key}"
+        checkpoint, held = self.described(found), dict(self.held())
+        for key, said in keys_of(checkpoint.files).items():
+            if held.get(key) != said.bytes:
+                detail = f"missing, or not of the size that its marker says: {key}"
                 raise CheckpointNotFoundError(str(self), detail)
-        return self._described(found)
+        return checkpoint
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the complete checkpoints of a directory, as their markers say."""
@@ -332,58 +393,62 @@ class ObjectStorage:
 
         def read(name: str) -> None:
             child = self.below(name)
-            try:
-                if (marker := child.marker()) is not None:
-                    found.append(child._described(marker))  # noqa: SLF001 - its own class
-            except StorageError as error:
-                logger.warning("a checkpoint is left out: %s", error)
+            if (marker := child.marker()) is not None:
+                try:
+                    found.append(child.described(marker))
+                except CheckpointNotFoundError:
+                    pass  # it is being removed
+                except StorageError as error:
+                    logger.warning("a checkpoint is left out: %s", error)
 
-        share_out(read, [name for name in self.listed()[1] if name[0] != "."])
+        names = [name for name in self.listed()[1] if name[0] != "."]
+        share_out(read, names, at_once=_MARKERS_AT_ONCE)
         return sorted(found, key=commit_order)
 
     def was_saved(self) -> bool:
         """Say whether a checkpointer has committed a checkpoint there."""
-        return self.below(MARKER).is_object()
+        return self.version() is not None
 
     def version(self) -> object:
         """Return the entity tag of the marker; None if there is none."""
-        with _naming(str(self)), suppress(FileNotFoundError):
-            return obstore.head(self.store, self.below(MARKER).key)["e_tag"]
-        return None
+        found = self.below(MARKER).head()
+        return found and found["e_tag"]
 
-    def marker(self) -> _Marker | None:
-        """Return the content of the marker; None if there is none.
+    def marker(self) -> _Content | None:
+        """Return the marker; None if there is none."""
+        return self.below(MARKER).content()
 
-        Raises:
-            StorageError: another tool wrote it, or it is damaged.
-        """
-        place = self.below(MARKER)
-        with _naming(str(place)):
+    def content(self) -> _Content | None:
+        """Return a small object; None if there is none."""
+        with _naming(str(self)):
             try:
-                found = obstore.get(self.store, place.key)
-                meta, text = found.meta, bytes(found.bytes())
+                found = obstore.get(self.store, self.key)
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error):
                     raise
                 return None
-        commit = decode_commit(str(place), text)
-        return _Marker(commit, meta["e_tag"], meta["last_modified"].timestamp())
+            # A larger one is not ours, and does not decode.
+            is_small = found.meta["size"] <= _MARKER_LIMIT
+            content = bytes(found.bytes()) if is_small else b""
+            return _Content(str(self), found.meta, content)
 
-    def held(self) -> dict[str, int]:
-        """Return the sizes of all objects below the address, by their keys there."""
-        with _naming(str(self)):
-            found = obstore.list(self.store, self.key or None).collect()
-        base = len(self.key) + 1 if self.key else 0
-        return {each["path"][base:]: each["size"] for each in found}
+    def described(self, found: _Content) -> Checkpoint:
+        """Return the checkpoint of its marker.
 
-    def _described(self, found: _Marker) -> Checkpoint:
-        return described(found.commit, Path(str(self)), self.name, found.saved_at)
+        Raises:
+            CheckpointNotFoundError: it is being removed.
+            StorageError: the marker is damaged, or has a later version.
+        """
+        commit = found.commit()
+        if not commit.files:
+            raise CheckpointNotFoundError(str(self), "it is being removed")
+        saved_at = found.meta["last_modified"].timestamp()
+        return described(commit, Path(str(self)), self.name, saved_at)
 
     def _what_is_there(self) -> str:
         objects, directories = self.listed()
         if not objects and not directories:
-            is_object = self.is_object()
-            return "it is a file" if is_object else "there is no such checkpoint"
+            return "it is a file" if self.head() else "there is no such checkpoint"
         return what_is_in(str(self), self.checkpoints(), objects)
 
     # -------------------------------------------------------------- saving and removing
@@ -396,7 +461,7 @@ class ObjectStorage:
     def is_committed(self, rank: int, identity: tuple[int, int]) -> bool:
         """Say whether the checkpoint has the file of a rank's draft."""
         found, (high, low) = self.marker(), identity
-        file = found and found.commit.files.get(rank_file(rank))
+        file = found and found.commit().files.get(rank_file(rank))
         return bool(file and file.key.startswith(f"{high << 64 | low:032x}/"))
 
     def retire_others(self, *, keep_last: int, keep_every: int | None) -> None:
@@ -407,48 +472,49 @@ class ObjectStorage:
             keep_every=keep_every,
             spare={Path(str(self))},
         )
-        failures: list[StorageError] = []
-        for each in found:
-            try:
-                self.parent.below(each.name).retire(_attempts(each.files))
-            except StorageError as error:  # the others are removed all the same
-                failures.append(error)
-        for failure in failures:
-            raise failure
+        remove_each(found, self.parent.retire)
 
-    def retire(self, attempts: Sequence[str]) -> None:
-        """Remove the marker of this checkpoint, then its attempts."""
-        self.put_note(attempts)
-        with _naming(str(self)):
-            obstore.delete(self.store, self.below(MARKER).key)
-        self.remove(attempts)
-        self.remove_note(attempts)
+    def retire(self, checkpoint: Checkpoint) -> bool:
+        """Remove a checkpoint of this directory; return False if it was replaced."""
+        there, note = self.below(checkpoint.name), secrets.token_hex(16)
+        place, attempts = there.below(MARKER), _attempts(checkpoint.files)
+        found = there.marker()
+        if found is None or (commit := found.commit()).files != checkpoint.files:
+            return False
+        there.put_note(note, attempts)
+        empty = msgspec.json.encode(msgspec.structs.replace(commit, files={}))
+        with _naming(str(there)), suppress(*_REFUSED):
+            obstore.put(self.store, place.key, empty, mode=found.version)
+            obstore.delete(self.store, place.key)
+            there.remove(attempts)
+            there.remove_note(note)
+            return True
+        return False
 
-    def put_note(self, attempts: Sequence[str], nbytes: int = 0) -> None:
+    def put_note(self, note: str, attempts: Sequence[str]) -> None:
         """Note that attempts are to be deleted, unless the marker names them."""
-        place, note = self._note(attempts), Note(self.name, [*attempts], nbytes)
+        place, content = self._note(note), Note(self.name, [*attempts])
         with _naming(str(place)):
-            obstore.put(self.store, place.key, msgspec.json.encode(note))
+            obstore.put(self.store, place.key, msgspec.json.encode(content))
 
-    def require_conditions(self, attempts: Sequence[str]) -> None:
+    def require_conditions(self, note: str) -> None:
         """Refuse a store that puts an object although it is there already.
 
         Args:
-            attempts: The attempts of a note that is there.
+            note: A note that is there.
         """
-        place = self._note(attempts)
+        place = self._note(note)
         if self.root in _conditional:
             return
         with _naming(str(place)):
             try:
                 obstore.put(self.store, place.key, b"", mode="create")
-            except (AlreadyExistsError, PreconditionError):
+            except _REFUSED:
                 _conditional.add(self.root)
                 return
-            except (NotImplementedError, NotSupportedError):
-                pass
-            except BaseError as error:
-                if " 501 " not in str(error):
+            except (BaseError, NotImplementedError) as error:
+                known = isinstance(error, NotSupportedError | NotImplementedError)
+                if not known and " 501 " not in str(error):
                     raise
         detail = (
             "this store has no conditional puts, so that two savers could overwrite "
@@ -456,90 +522,102 @@ class ObjectStorage:
         )
         raise StorageError(self.root, detail)
 
-    def remove_note(self, attempts: Sequence[str]) -> None:
-        """Remove the note of attempts."""
-        place = self._note(attempts)
+    def remove_note(self, note: str) -> None:
+        """Remove a note."""
+        place = self._note(note)
         with _naming(str(place)), suppress(FileNotFoundError):
             obstore.delete(self.store, place.key)
 
     def remove(self, attempts: Sequence[str]) -> None:
-        """Delete attempts."""
-        for attempt in attempts:
-            place = self.below(attempt)
-            if keys := [place.below(name).key for name in place.held()]:
-                with _naming(str(place)):
-                    obstore.delete(self.store, keys)
+        """Delete the ranks' files of attempts, and abort their uploads."""
+        self.abort_uploads(attempts)
+        keys = [
+            self.below(key).key
+            for key, _ in self.held()
+            if key.partition("/")[0] in attempts
+            and RANK_FILE.fullmatch(key.rpartition("/")[2])
+        ]
+        with _naming(str(self)):
+            obstore.delete(self.store, keys)
 
-    def sweep(self) -> None:
+    def noted(self) -> dict[str, float]:
+        """Return when the notes of a directory were written, by the store's clock."""
+        place = self.below(_NOTES)
+        with _naming(str(place)):
+            found = obstore.list(self.store, place.key).collect()
+        names = ((_NOTE.fullmatch(each["path"]), each) for each in found)
+        return {
+            name[1]: each["last_modified"].timestamp() for name, each in names if name
+        }
+
+    def sweep(self, notes: Mapping[str, float]) -> None:
         """Delete what dead saves have left in a directory. Errors are ignored."""
-        with suppress(StorageError):
-            place = self.below(_NOTES)
-            with _naming(str(place)):
-                notes = obstore.list(self.store, place.key).collect()
-            now = max(each["last_modified"] for each in notes)  # by the store's clock
-            for each in notes:
-                age = (now - each["last_modified"]).total_seconds()
-                if age > _ABANDONED_AFTER_S:
-                    self._sweep(each["path"], age)
+        newest = max(notes.values(), default=0.0)
+        for name, written in notes.items():
+            if newest - written > _ABANDONED_AFTER_S:
+                self._sweep(self.below(f"{_NOTES}/{name}.json"))
 
-    def _sweep(self, key: str, age: float) -> None:
-        """Delete what a note names, unless that is committed or being uploaded."""
-        with suppress(StorageError, msgspec.MsgspecError), _naming(self.root):
-            text = bytes(obstore.get(self.store, key).bytes())
-            note = msgspec.json.decode(text, type=Note)
+    def _sweep(self, place: ObjectStorage) -> None:
+        """Delete what a note names, unless that is committed."""
+        with suppress(StorageError, msgspec.MsgspecError):
+            if (content := place.content()) is None:
+                return
+            note = msgspec.json.decode(content.content, type=Note)
             child = self.below(note.name)
-            if age > _ABANDONED_AFTER_S + note.nbytes / _MIN_RATE:
-                found = child.marker()
-                kept = _attempts(found.commit.files) if found else ()
-                lost = [each for each in note.attempts if each not in kept]
-                for attempt in lost:
-                    _abort_uploads(self.store, child.below(attempt).key)
-                child.remove(lost)
-                obstore.delete(self.store, key)
+            marker = child.marker()
+            files = marker.commit().files if marker else {}
+            with _naming(str(place)):
+                if marker and not files:  # its removal was interrupted
+                    obstore.delete(self.store, child.below(MARKER).key)
+                kept = _attempts(files)
+                child.remove([each for each in note.attempts if each not in kept])
+                obstore.delete(self.store, place.key)
 
-    def _note(self, attempts: Sequence[str]) -> ObjectStorage:
-        return self.parent.below(f"{_NOTES}/{attempts[0]}.json")
+    def _note(self, note: str) -> ObjectStorage:
+        return self.parent.below(f"{_NOTES}/{note}.json")
+
+    def abort_uploads(self, attempts: Sequence[str]) -> None:
+        """Abort the uploads of attempts that are still open in S3.
+
+        obstore has no call for that, but it signs the requests: the endpoint of another
+        store has the query of the request in it. Errors are logged, and ignored: a rule
+        of the bucket may abort such uploads, too.
+        """
+        if not isinstance(self.store, obstore.store.S3Store):
+            return
+        store, base = self.store, f"{self.key}/"
+
+        def ask(method: Literal["GET", "DELETE"], path: str, query: str) -> bytes:
+            config: Any = {**store.config, "virtual_hosted_style_request": "true"}
+            config.pop("endpoint_url_s3", None)  # obstore does not know it here
+            for each in ("endpoint", "aws_endpoint_url_s3"):
+                config[each] = f"{bucket}{path}?{query}&x-id="
+            signer = obstore.store.S3Store(
+                config=config,
+                client_options=store.client_options,
+                credential_provider=store.credential_provider,
+            )
+            url = obstore.sign(signer, method, "x", _SIGNED_FOR)
+            request = urllib.request.Request(url, method=method)  # noqa: S310 - the store's
+            with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+                return bytes(answer.read())
+
+        try:
+            signed = obstore.sign(store, "GET", "x", _SIGNED_FOR)
+            bucket = signed.partition("?")[0].removesuffix("/x")
+            found = ask("GET", "", f"uploads=&prefix={quote(base, safe='')}")
+            for key, upload in _UPLOAD.findall(found.decode()):
+                if unescape(key).removeprefix(base).partition("/")[0] in attempts:
+                    query = f"uploadId={quote(unescape(upload), safe='')}"
+                    ask("DELETE", f"/{quote(unescape(key))}", query)
+        except (BaseError, HTTPException, OSError, ValueError) as error:
+            kind = type(error).__name__  # its text may have a signature
+            logger.info("open uploads below %s are not aborted: %s", self, kind)
 
 
 def _attempts(files: Mapping[str, RankFile]) -> list[str]:
-    """Return the attempts of the files in a marker."""
-    return [*{each.key.partition("/")[0]: None for each in files.values() if each.key}]
-
-
-def _abort_uploads(store: ObjectStore, prefix: str) -> None:
-    """Abort the uploads below a key of S3 that dead saves have left open.
-
-    obstore has no call for that, but it signs the requests: the endpoint of another
-    store has the query of the request in it. Errors are logged, and ignored: a rule of
-    the bucket may abort such uploads, too.
-    """
-    if not isinstance(store, obstore.store.S3Store):
-        return
-
-    def ask(method: Literal["GET", "DELETE"], path: str, query: str) -> bytes:
-        config: Any = {**store.config, "virtual_hosted_style_request": "true"}
-        config["endpoint"] = f"{bucket}{path}?{query}&x-id="
-        signer = obstore.store.S3Store(
-            config=config,
-            client_options=store.client_options,
-            credential_provider=store.credential_provider,
-        )
-        url = obstore.sign(signer, method, "x", _SIGNED_FOR)
-        request = urllib.request.Request(url, method=method)  # noqa: S310 - the store's
-        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
-            return bytes(answer.read())
-
-    try:
-        signed = obstore.sign(store, "GET", "x", _SIGNED_FOR)
-        bucket = signed.partition("?")[0].removesuffix("/x")
-        found = ask("GET", "", f"uploads=&prefix={quote(prefix, safe='')}")
-        for key, upload in _UPLOAD.findall(found.decode()):
-            query = f"uploadId={quote(unescape(upload), safe='')}"
-            ask("DELETE", f"/{quote(unescape(key))}", query)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # noqa: BLE001 - obstore's panics are no others
-        logger.info("open uploads below %s are not aborted: %s", prefix, error)
+    """Return what a marker names below its checkpoint; see `Note`."""
+    return [*{key.partition("/")[0]: None for key in keys_of(files)}]
 
 
 # ------------------------------------------------------------------------------ saving
@@ -555,20 +633,29 @@ class Upload(AbstractContextManager["Upload"]):
     def __init__(self, destination: ObjectStorage, rank: int) -> None:
         self._destination, self._rank = destination, rank
         self._attempt = secrets.token_hex(16)
-        self._before: _Marker | None = None
-        self._is_noted = self._in_doubt = False
+        self._before: _Content | None = None
+        self._noted_at = 0.0  # the note is not there yet
+        self._is_offered = self._is_committed = False  # may rank 0 commit it?
+        self._is_in_parts = False
+        self._notes: dict[str, float] = {}
         if not rank:
             self._before = destination.marker()
             self._check_free()
 
     def __exit__(self, *_: object) -> None:
         """Remove the note of a committed file. A sweep removes any other."""
-        there = self._destination
+        there, old = self._destination, self._replaced()
         with suppress(StorageError):
-            if self._is_noted and self._is_in_marker():
+            if not self._noted_at or not self._is_in_marker():
+                return
+            if self._is_in_parts:
                 # A lost answer may have made obstore begin a second upload.
-                _abort_uploads(there.store, there.below(self._attempt).key)
-                there.remove_note([self._attempt])
+                there.abort_uploads([self._attempt])
+            if old:  # they stay for their readers, until they are swept
+                there.put_note(self._attempt, old)
+            else:
+                there.remove_note(self._attempt)
+            there.parent.sweep(self._notes)
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -581,15 +668,13 @@ class Upload(AbstractContextManager["Upload"]):
         If this raises, or is interrupted, the store forgets the parts.
         """
         header, there = writable.seal(), self._destination
-        there.put_note([self._attempt], header.total_bytes)
-        self._is_noted = True
-        there.require_conditions([self._attempt])
-        if not self._rank:
-            there.parent.sweep()
-        place = there.below(self._key)
+        self._renew(at_once=True)
+        there.require_conditions(self._attempt)
+        place = there.below(f"{self._attempt}/{rank_file(self._rank)}")
         part = max(_PART_BYTES, -(-header.total_bytes // _MAX_PARTS))
-        data: Any = _parts(header, writable, part)
-        if header.total_bytes <= part:
+        data: Any = self._parts(header, writable, part)
+        self._is_in_parts = header.total_bytes > part
+        if not self._is_in_parts:
             data = b"".join(data)  # one request
         with _naming(str(place)):
             obstore.put(
@@ -602,28 +687,31 @@ class Upload(AbstractContextManager["Upload"]):
         return writable.seal()  # it raises if the bytes have changed since then
 
     def arrival(self, header: Manifest) -> str:
-        """Return what the file is, and its attempt."""
-        return f"{header.snapshot_id}/{self._attempt}"
+        """Return what the file is, its attempt, and its size."""
+        self._renew()
+        self._is_offered = self._rank > 0
+        return f"{header.snapshot_id}/{self._attempt}/{header.total_bytes}"
 
     def commit(self, step: int, arrivals: Mapping[int, str]) -> list[Path]:
         """Put the marker, unless another saver has put one since this save began."""
         there, files = self._destination, dict[str, RankFile]()
-        held = there.held()
+        old = self._replaced()
+        self._renew(old, at_once=bool(old))
+        self._notes = notes = there.parent.noted()
+        own = notes.get(self._attempt, 0.0)
+        now = own + time.monotonic() - self._noted_at  # by the store's clock
         for rank, said in sorted(arrivals.items()):
-            snapshot, _, attempt = said.partition("/")
+            snapshot, attempt, size = said.split("/")
             name = rank_file(rank)
-            key = f"{attempt}/{name}"
-            if key not in held:
+            files[name] = RankFile(int(size), snapshot, f"{attempt}/{name}")
+            noted = notes.get(attempt)
+            if noted is None or now - noted > _EXPIRED_AFTER_S:
                 detail = (
-                    "this rank's file is not there; do all ranks save to one store?"
+                    "this rank's file is not there, or has waited for too long: do all "
+                    "ranks save to one store, and at one time?"
                 )
-                raise StorageError(str(there.below(key)), detail)
-            files[name] = RankFile(held[key], snapshot, key)
-        serials = (each.serial for each in there.parent.checkpoints())
-        text = encode_commit(step, files, 1 + max(serials, default=0))
-        if self._before is not None and (old := _attempts(self._before.commit.files)):
-            there.put_note(old)
-        self._put_marker(text)
+                raise StorageError(str(there.below(files[name].key)), detail)
+        self._put_marker(encode_commit(step, files, self._next_serial(now)))
         return []
 
     def is_committed(self) -> bool:
@@ -632,59 +720,96 @@ class Upload(AbstractContextManager["Upload"]):
             return self._is_in_marker()
         return False
 
-    def discard(self) -> None:
+    def discard(self, *, agreed: bool = False) -> None:
         """Delete what this rank has uploaded, unless it may be committed."""
         with suppress(StorageError):
-            if self._is_noted and not self._in_doubt and not self._is_in_marker():
+            is_free = agreed or not self._is_offered
+            if self._noted_at and is_free and not self._is_in_marker():
                 self._destination.remove([self._attempt])
-                self._destination.remove_note([self._attempt])
-
-    @property
-    def _key(self) -> str:
-        return f"{self._attempt}/{rank_file(self._rank)}"
+                self._destination.remove_note(self._attempt)
 
     def _is_in_marker(self) -> bool:
-        return self._destination.is_committed(self._rank, self.identity)
+        there = self._destination
+        return self._is_committed or there.is_committed(self._rank, self.identity)
+
+    def _replaced(self) -> list[str]:
+        """Return the attempts of the checkpoint that this save replaces."""
+        return [] if self._before is None else _attempts(self._before.commit().files)
 
     def _check_free(self) -> None:
         """Refuse a destination that holds something else."""
         there = self._destination
         if not there.key:
             raise StorageError(str(there), "this is the bucket: name something in it")
-        if there.is_object():
+        if _NOTES in there.key.split("/"):
+            raise StorageError(str(there), f"{_NOTES} is for the notes of saves")
+        if there.head():
             raise StorageError(str(there), "it is a file; name a directory")
-        if self._before is None and any(
-            not ATTEMPT.fullmatch(key.partition("/")[0]) for key in there.held()
-        ):
+        below = (key.partition("/")[0] for key, _ in there.held())
+        if self._before is not None:
+            there.described(self._before)  # or it is being removed
+        elif not all(map(ATTEMPT.fullmatch, below)):
             detail = "it holds files, and no checkpoint; choose a new directory"
             raise StorageError(str(there), detail)
+
+    def _renew(self, replaced: Sequence[str] = (), *, at_once: bool = False) -> None:
+        """Write the note, or write it again before a sweep takes it for abandoned.
+
+        Raises:
+            StorageError: it is too late for that.
+        """
+        now = time.monotonic()
+        age = now - self._noted_at if self._noted_at else 0.0
+        if age > _EXPIRED_AFTER_S:
+            detail = f"this save has paused for {age:.0f} s, and may have been deleted"
+            raise StorageError(str(self._destination), detail)
+        if at_once or age > _RENEWED_AFTER_S:
+            self._destination.put_note(self._attempt, [self._attempt, *replaced])
+            self._noted_at = now
+
+    def _next_serial(self, now: float) -> int:
+        """Return a number above those of all commits before.
+
+        It is the time in milliseconds. A store tells whole seconds, which this host's
+        clock divides.
+        """
+        directory = str(self._destination.parent)
+        before = 0 if self._before is None else self._before.commit().serial
+        before = max(before, _serials.get(directory, 0))
+        serial = int(1000 * min(max(time.time(), now), now + 0.999))
+        _serials[directory] = min(max(serial, before + 1), MAX_SERIAL)
+        return _serials[directory]
 
     def _put_marker(self, text: bytes) -> None:
         there, before = self._destination, self._before
         place = there.below(MARKER)
-        mode: Any = "create" if before is None else {"e_tag": before.tag}
-        self._in_doubt = True
+        mode: Any = "create" if before is None else before.version
+        self._is_offered = True
         try:
             obstore.put(there.store, place.key, text, mode=mode)
-        except (AlreadyExistsError, PreconditionError, FileNotFoundError):
+            self._is_committed = True
+            return
+        except (BaseError, FileNotFoundError) as error:
+            failure = error
+        detail = f"it is not known whether it was committed: {_detail(failure)}"
+        with suppress(StorageError):
             # The answer to an earlier try of the same request may have been lost.
-            self._in_doubt = False
-            if not self._is_in_marker():
+            if self._is_in_marker():
+                return
+            if isinstance(failure, _REFUSED):
+                self._is_offered = False
                 detail = (
                     "another process has saved to it, or removed it, since this save "
                     "began: nothing of this save is there; save again, or elsewhere"
                 )
-                raise StorageError(str(there), detail) from None
-        except BaseError as error:
-            if not self.is_committed():
-                detail = f"it is not known whether it was committed: {_detail(error)}"
-                failure = StorageError(str(there), detail)
-                failure.may_be_committed = True
-                raise failure from None
+        told = StorageError(str(there), detail)
+        told.may_be_committed = self._is_offered
+        raise told from None
 
-
-def _parts(header: Manifest, writable: Writable, size: int) -> Iterator[Any]:
-    """Yield the header and the views of the data segment, part by part."""
-    yield header.header
-    for start in range(0, writable.segment_bytes, size):
-        yield from writable.views(start, min(start + size, writable.segment_bytes))
+    def _parts(self, header: Manifest, writable: Writable, size: int) -> Iterator[Any]:
+        """Yield the header and the views of the data segment, part by part."""
+        yield header.header
+        for start in range(0, writable.segment_bytes, size):
+            if time.monotonic() - self._noted_at > _RENEWED_AFTER_S:
+                share_out(Upload._renew, [self])  # this thread is inside of obstore
+            yield from writable.views(start, min(start + size, writable.segment_bytes))

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -17,8 +17,8 @@ from aiockpt.storage.directory import (
     MARKER,
     Checkpoint,
     StrPath,
-    find_checkpoint,
-    list_checkpoints,
+    checkpoints_in,
+    complete_at,
     resolve_target,
 )
 from aiockpt.storage.files import (
@@ -83,18 +83,29 @@ def retire(
         StorageError: one cannot be removed; the others are removed nevertheless.
     """
     resolved, linked = resolve_target(directory), set(_linked_from(directory))
-    every = {each.path: each for each in list_checkpoints(directory)}
+    every = {each.path: each for each in checkpoints_in(resolved)}
     found = superfluous(
         [each for path, each in every.items() if path.parent == resolved],
         keep_last=keep_last,
         keep_every=keep_every,
         spare=linked if spare is None else {spare, *linked},
     )
+    return remove_each(found, _remove)
+
+
+def remove_each(
+    checkpoints: Sequence[Checkpoint], remove: Callable[[Checkpoint], bool]
+) -> list[Checkpoint]:
+    """Remove checkpoints; return those of which ``remove`` says that it has.
+
+    Raises:
+        StorageError: one cannot be removed; the others are removed nevertheless.
+    """
     removed: list[Checkpoint] = []
     failures: list[StorageError] = []
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         try:
-            if _remove(checkpoint):
+            if remove(checkpoint):
                 removed.append(checkpoint)
         except StorageError as error:  # the others are removed all the same
             failures.append(error)
@@ -141,9 +152,11 @@ def _remove(checkpoint: Checkpoint) -> bool:
 
 def _is_still(checkpoint: Checkpoint, path: Path) -> bool:
     """Say whether the path still has this checkpoint."""
-    found = find_checkpoint(path)
     said = checkpoint.serial, checkpoint.files
-    return found is not None and (found.serial, found.files) == said
+    with suppress(StorageError):
+        found = complete_at(resolve_target(path))
+        return found is not None and (found.serial, found.files) == said
+    return False
 
 
 def _remove_from_trash(unused: Path, path: Path) -> None:

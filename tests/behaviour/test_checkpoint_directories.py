@@ -21,11 +21,9 @@ from aiockpt.storage.commit import Draft
 from aiockpt.storage.directory import (
     MARKER,
     checkpoint_at,
-    find_checkpoint,
-    list_checkpoints,
     step_of,
 )
-from aiockpt.storage.interface import latest
+from aiockpt.storage.interface import find_checkpoint, latest, list_checkpoints
 from aiockpt.storage.retention import retire, sweep
 from tests.support.proofs import proves
 from tests.support.saving import load, names, save, save_by_two, sync_checkpointer
@@ -431,7 +429,7 @@ class TestRetention:
             save(tmp_path / f"s-{step}", {"a": step})
         found = list_checkpoints(tmp_path)
         save(tmp_path / "s-1", {"a": 3})
-        monkeypatch.setattr(retention, "list_checkpoints", lambda _: found)
+        monkeypatch.setattr(retention, "checkpoints_in", lambda _: found)
         assert retire(tmp_path, keep_last=1) == []
         assert load(tmp_path / "s-1") == {"a": 3}
 

@@ -33,7 +33,7 @@ from aiockpt.errors import (
 )
 from aiockpt.runtime.children import Child, Pauses
 from aiockpt.runtime.ipc import Channel, encode
-from aiockpt.storage.directory import find_checkpoint
+from aiockpt.storage.interface import find_checkpoint
 from aiockpt.testing import assert_same
 from tests.support.commandline import ENVIRONMENT
 from tests.support.proofs import proves

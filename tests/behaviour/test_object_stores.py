@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -16,15 +19,20 @@ from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.cli import main
 from aiockpt.errors import CheckpointNotFoundError, StagingError, StorageError
+from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.memory.arena import ArenaPool
 from aiockpt.storage.directory import MARKER
-from aiockpt.storage.interface import storage_at
+from aiockpt.storage.interface import find_checkpoint, storage_at
 from aiockpt.testing import assert_same
+from aiockpt.transfer.live import LiveState
+from aiockpt.transfer.remarks import Remarks
 
 obstore = pytest.importorskip("obstore")
 obstore.put(obstore.store.MemoryStore(), "warm", b"")  # its threads stay
 objects = pytest.importorskip("aiockpt.storage.objects")
 
 MIB = 1 << 20
+FILE = "checkpoint_0.safetensors"
 
 
 @pytest.fixture
@@ -244,6 +252,30 @@ class TestSaves:
             save(f"{bucket}/s", {"a": 1})
         assert bytes(obstore.get(store, f"s/{MARKER}").bytes()) == b'{"commit": 1}'
 
+    def test_a_directory_of_a_console(self, bucket, store, monkeypatch) -> None:
+        """It is an empty object with the directory's own name."""
+        found = obstore.list
+
+        def with_itself(store: Any, prefix: Any = None, **how: Any) -> Any:
+            itself = [{"path": prefix, "size": 0}] if prefix == "s" else []
+            return [itself, *found(store, prefix, **how)]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(objects.obstore, "list", with_itself)
+            objects.Upload(storage_at(f"{bucket}/s"), 0)
+
+    def test_what_a_put_replaces(self) -> None:
+        """Google's store asks for its number, the others for the entity tag."""
+        for meta in ({"e_tag": "a", "version": "7"}, {"e_tag": "a", "version": None}):
+            expected = {name: value for name, value in meta.items() if value}
+            assert objects._Content("", meta, b"").version == expected
+
+    @pytest.mark.parametrize("name", ["run/.aiockpt", "run/.aiockpt/s-1"])
+    def test_the_place_of_the_notes(self, bucket: str, name: str) -> None:
+        """A sweep would read what is there."""
+        with pytest.raises(StorageError, match="is for the notes of saves"):
+            save(f"{bucket}/{name}", {"a": 1})
+
     @pytest.mark.parametrize("key", ["s", "s/notes.txt"])
     def test_a_place_that_is_taken(self, bucket: str, store: Any, key: str) -> None:
         """What others have put there stays."""
@@ -262,14 +294,273 @@ class TestSaves:
         assert torch.equal(aiockpt.load(tmp_path / "s")["a"], torch.ones(2))
 
 
+class TestRanks:
+    """Rank 0 commits what the others have uploaded."""
+
+    def uploaded(self, path: str, rank: int) -> tuple[Any, str]:
+        """Upload a rank's file; return the draft and what rank 0 is told."""
+        draft, config = objects.Upload(storage_at(path), rank), CheckpointWriterConfig()
+        with LiveState(
+            {"rank": rank},
+            step=1,
+            chunk_bytes=config.chunk_bytes,
+            allow_pickle=False,
+            pool=ArenaPool(keep=1),
+            remarks=Remarks(FILE_LIMITS, FILE_LIMITS),
+        ) as live:
+            return draft, draft.arrival(draft.write(live))
+
+    def test_a_rank_that_stops_waiting(self, bucket: str, store: Any) -> None:
+        """Rank 0 may commit its file just now, so it stays."""
+        first, others = self.uploaded(f"{bucket}/s", 0), self.uploaded(f"{bucket}/s", 1)
+        others[0].discard()
+        first[0].commit(1, {0: first[1], 1: others[1]})
+        assert len(keys(store)) == 5
+        for each in (first, others):
+            each[0].__exit__()
+        assert len(keys(store)) == 3
+        assert aiockpt.load(f"{bucket}/s", rank=1) == {"rank": 1}
+
+    def test_ranks_that_agree_on_it(self, bucket: str, store: Any) -> None:
+        """If all know that rank 0 will not commit, the file is deleted."""
+        for rank in (0, 1):
+            self.uploaded(f"{bucket}/s", rank)[0].discard(agreed=True)
+        assert keys(store) == []
+
+    def test_another_store(self, bucket: str, store: Any) -> None:
+        """A rank whose file is elsewhere has no note here."""
+        other = f"memory://{secrets.token_hex(4)}"
+        aiockpt.register_store(other, obstore.store.MemoryStore())
+        first, others = self.uploaded(f"{bucket}/s", 0), self.uploaded(f"{other}/s", 1)
+        with pytest.raises(StorageError, match="do all ranks save to one store"):
+            first[0].commit(1, {0: first[1], 1: others[1]})
+
+    def test_a_rank_that_has_waited_for_long(self, bucket, store, monkeypatch) -> None:
+        """A sweep may delete its file just now, so nothing is committed."""
+        monkeypatch.setattr(objects, "_EXPIRED_AFTER_S", 0.05)
+        others = self.uploaded(f"{bucket}/s", 1)
+        time.sleep(0.1)
+        first = self.uploaded(f"{bucket}/s", 0)
+        with pytest.raises(StorageError, match="or has waited for too long"):
+            first[0].commit(1, {0: first[1], 1: others[1]})
+        with pytest.raises(StorageError, match="has paused for 0 s"):
+            others[0]._renew()
+        assert aiockpt.list_checkpoints(bucket) == []
+
+    def test_a_long_upload(self, bucket: str, store: Any, monkeypatch) -> None:
+        """Its note is written again before each part."""
+        monkeypatch.setattr(objects, "_RENEWED_AFTER_S", 0.0)
+        put, notes = obstore.put, list[str]()
+
+        def count(store: Any, key: str, data: Any, **how: Any) -> Any:
+            notes.extend([key] if ".aiockpt" in key else ())
+            return put(store, key, data, **how)
+
+        monkeypatch.setattr(objects.obstore, "put", count)
+        save(f"{bucket}/s", {"w": torch.ones(6 * MIB)})
+        assert len(notes) >= 4
+        assert torch.equal(aiockpt.load(f"{bucket}/s")["w"], torch.ones(6 * MIB))
+
+
+class TestRemovals:
+    """A checkpoint is removed as a whole, and nothing else is."""
+
+    def test_one_that_was_replaced_meanwhile(self, bucket: str) -> None:
+        """Its saver would lose what it was told that it has saved."""
+        save(f"{bucket}/run/s-1", {"a": 1})
+        (found,) = aiockpt.list_checkpoints(f"{bucket}/run")
+        run: Any = storage_at(f"{bucket}/run")
+        save(f"{bucket}/run/s-1", {"a": 2})
+        assert not run.retire(found)
+        assert aiockpt.load(f"{bucket}/run/s-1") == {"a": 2}
+
+    def test_one_that_is_replaced_just_then(self, bucket, store, monkeypatch) -> None:
+        """The marker is exchanged by its version, so the new one stays."""
+        save(f"{bucket}/run/s-1", {"a": 1})
+        (found,) = aiockpt.list_checkpoints(f"{bucket}/run")
+        put = obstore.put
+
+        def between(place: Any, key: str, data: Any, **how: Any) -> Any:
+            if key.endswith(MARKER):
+                monkeypatch.setattr(objects.obstore, "put", put)
+                save(f"{bucket}/run/s-1", {"a": 2})
+            return put(place, key, data, **how)
+
+        monkeypatch.setattr(objects.obstore, "put", between)
+        run: Any = storage_at(f"{bucket}/run")
+        assert not run.retire(found)
+        assert aiockpt.load(f"{bucket}/run/s-1") == {"a": 2}
+        sweep(bucket, monkeypatch)
+        assert len([each for each in keys(store) if "s-1" in each]) == 2
+
+    def test_a_removal_that_was_interrupted(
+        self, bucket, store, monkeypatch, caplog
+    ) -> None:
+        """It is no checkpoint any more; a later save ends the removal."""
+        save(f"{bucket}/run/s-1", {"a": 1})
+        (found,) = aiockpt.list_checkpoints(f"{bucket}/run")
+
+        def die(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        run: Any = storage_at(f"{bucket}/run")
+        with monkeypatch.context() as patch:
+            patch.setattr(objects.obstore, "delete", die)
+            with pytest.raises(KeyboardInterrupt):
+                run.retire(found)
+        assert aiockpt.list_checkpoints(f"{bucket}/run") == []
+        assert caplog.records == []
+        with pytest.raises(CheckpointNotFoundError, match="is being removed"):
+            aiockpt.load(f"{bucket}/run/s-1")
+        with pytest.raises(StorageError, match="is being removed"):
+            save(f"{bucket}/run/s-1", {"a": 1})
+        sweep(bucket, monkeypatch)
+        assert [each for each in keys(store) if "s-1" in each] == []
+
+    def test_what_others_have_put_there(self, bucket: str, store: Any) -> None:
+        """It stays, also below an attempt."""
+        save(f"{bucket}/run/s-1", {"a": 1})
+        (found,) = aiockpt.list_checkpoints(f"{bucket}/run")
+        attempt = found.files[FILE].key.partition("/")[0]
+        obstore.put(store, f"run/s-1/{attempt}/notes.txt", b"mine")
+        save(f"{bucket}/run/s-2", {"a": 1}, keep_last=1)
+        left = [each for each in keys(store) if "s-1" in each]
+        assert left == ["run/s-1/ATTEMPT/notes.txt"]
+
+    def test_a_late_end_of_a_save(self, bucket: str, store: Any, monkeypatch) -> None:
+        """The note of the saver that has replaced it stays."""
+        draft, said = TestRanks().uploaded(f"{bucket}/run/s-1", 0)
+        draft.commit(1, {0: said})
+        save(f"{bucket}/run/s-1", {"a": 2})
+        draft.__exit__()
+        sweep(bucket, monkeypatch)
+        assert len([each for each in keys(store) if "s-1" in each]) == 2
+        assert aiockpt.load(f"{bucket}/run/s-1") == {"a": 2}
+
+    @pytest.mark.parametrize(
+        "note",
+        [
+            {"name": "s-1", "attempts": [""]},
+            {"name": "s-1", "attempts": ["commit.json"]},
+            {"name": "s-1/.", "attempts": ["0" * 32]},
+            {"name": "..", "attempts": ["0" * 32]},
+            {"name": "", "attempts": ["s-1"]},
+            "",
+        ],
+    )
+    def test_a_wrong_note(self, bucket, store, monkeypatch, note: object) -> None:
+        """It deletes nothing."""
+        save(f"{bucket}/run/s-1", {"a": 1})
+        obstore.put(store, f"run/.aiockpt/{32 * '0'}.json", msgspec.json.encode(note))
+        sweep(bucket, monkeypatch)
+        assert aiockpt.load(f"{bucket}/run/s-1") == {"a": 1}
+
+    def test_a_large_note_is_not_read(self, bucket, store, monkeypatch) -> None:
+        """And neither is a large marker."""
+        save(f"{bucket}/run/s-1", {"a": 1})
+        monkeypatch.setattr(objects, "_MARKER_LIMIT", 10)
+        assert aiockpt.list_checkpoints(f"{bucket}/run") == []
+        with pytest.raises(StorageError, match="not a valid marker"):
+            aiockpt.load(f"{bucket}/run/s-1")
+
+
+def sweep(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save beside, when all notes are old."""
+    time.sleep(0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "_ABANDONED_AFTER_S", 0.0)
+        save(f"{bucket}/run/swept", {"a": 1})
+
+
+class TestCopies:
+    """A checkpoint that was made on a disk is in the store without attempts."""
+
+    @pytest.fixture
+    def copied(self, bucket: str, store: Any, tmp_path: Path) -> str:
+        """Copy one."""
+        save(str(tmp_path / "s-1"), {"a": 1})
+        for each in (tmp_path / "s-1").iterdir():
+            obstore.put(store, f"run/s-1/{each.name}", each.read_bytes())
+        return f"{bucket}/run/s-1"
+
+    def test_it_loads(self, copied: str, bucket: str) -> None:
+        """It is a checkpoint like any other."""
+        assert aiockpt.load(copied) == {"a": 1}
+        save(f"{bucket}/run/s-0", {"a": 0})
+        found = aiockpt.list_checkpoints(f"{bucket}/run")
+        assert [each.name for each in found] == ["s-1", "s-0"]
+
+    def test_it_is_replaced(self, copied, bucket, store, monkeypatch) -> None:
+        """Its file is swept."""
+        save(copied, {"a": 2})
+        sweep(bucket, monkeypatch)
+        left = [each for each in keys(store) if "s-1" in each]
+        assert left == [f"run/s-1/ATTEMPT/{FILE}", f"run/s-1/{MARKER}"]
+        assert aiockpt.load(copied) == {"a": 2}
+
+    def test_it_is_removed(self, copied: str, bucket: str, store: Any) -> None:
+        """Nothing is left."""
+        save(f"{bucket}/run/s-2", {"a": 2}, keep_last=1)
+        assert [each for each in keys(store) if "s-1" in each] == []
+
+
+class TestSerials:
+    """The order is that of the commits, and no save reads all markers for it."""
+
+    def test_requests(self, bucket: str, store: Any, monkeypatch) -> None:
+        """A save makes as many beside twenty checkpoints as beside one."""
+        count = list[str]()
+        for verb in ("get", "put", "head", "list", "list_with_delimiter", "delete"):
+
+            def counted(call: Any, *args: Any, **how: Any) -> Any:
+                count.append("")
+                return call(*args, **how)
+
+            call = partial(counted, getattr(obstore, verb))
+            monkeypatch.setattr(objects.obstore, verb, call)
+        sums = []
+        for step in range(20):
+            count.clear()
+            save(f"{bucket}/run/step-{step}", {"a": step})
+            sums.append(len(count))
+        assert sums[1:] == [sums[1]] * 19
+        assert sums[1] <= 9
+        steps = [each.step for each in aiockpt.list_checkpoints(f"{bucket}/run")]
+        assert steps == [*range(20)]
+
+    @pytest.mark.parametrize("skew", [-1e6, -0.5, 0.5, 1e6])
+    def test_this_host_has_another_clock(self, bucket, monkeypatch, skew: float):
+        """Only the store's counts."""
+        save(f"{bucket}/run/step-1", {"a": 1})
+        now = time.time
+        monkeypatch.setattr(objects.time, "time", lambda: now() + skew)
+        time.sleep(1.1)
+        save(f"{bucket}/run/step-0", {"a": 0})
+        monkeypatch.setattr(objects.time, "time", now)
+        monkeypatch.setattr(objects, "_serials", {})  # another process
+        time.sleep(1.1)
+        save(f"{bucket}/run/step-2", {"a": 0})
+        found = aiockpt.list_checkpoints(f"{bucket}/run")
+        assert [each.step for each in found] == [1, 0, 2]
+
+    def test_the_highest_one(self, bucket: str, store: Any) -> None:
+        """A number beyond it would make a marker that nobody can read."""
+        save(f"{bucket}/run/s-1", {"a": 1})
+        text = bytes(obstore.get(store, f"run/s-1/{MARKER}").bytes())
+        highest = re.sub(rb'"serial": \d+', b'"serial": %d' % (2**63 - 1), text)
+        obstore.put(store, f"run/s-1/{MARKER}", highest)
+        save(f"{bucket}/run/s-1", {"a": 2})
+        assert aiockpt.load(f"{bucket}/run/s-1") == {"a": 2}
+
+
 class TestSweep:
     """A later save removes what a dead one has left."""
 
     def left(self, store: Any, bucket: str) -> None:
         """Leave what a process leaves that dies before its commit."""
         upload = objects.Upload(storage_at(f"{bucket}/run/s-1"), 0)
-        upload._destination.put_note([upload._attempt])
-        obstore.put(store, f"run/s-1/{upload._key}", b"x")
+        upload._renew(at_once=True)
+        obstore.put(store, f"run/s-1/{upload._attempt}/{FILE}", b"x")
         time.sleep(0.01)  # the clock of the store goes on
 
     def test_it_is_removed_when_it_is_old(self, bucket, store, monkeypatch) -> None:
@@ -285,8 +576,8 @@ class TestSweep:
         """The note of a save that died right after its commit does no harm."""
         save(f"{bucket}/run/s-1", {"a": 1})
         (found,) = aiockpt.list_checkpoints(f"{bucket}/run")
-        attempt = found.files["checkpoint_0.safetensors"].key.partition("/")[0]
-        storage_at(f"{bucket}/run/s-1").put_note([attempt])  # type: ignore[attr-defined]
+        attempt = found.files[FILE].key.partition("/")[0]
+        storage_at(f"{bucket}/run/s-1").put_note(32 * "0", [attempt])  # type: ignore[attr-defined]
         time.sleep(0.01)
         monkeypatch.setattr(objects, "_ABANDONED_AFTER_S", 0.0)
         save(f"{bucket}/run/s-2", {"a": 2})
@@ -296,7 +587,7 @@ class TestSweep:
     def test_a_replaced_one_stays_for_its_readers(self, bucket, monkeypatch) -> None:
         """Then its files go."""
         save(f"{bucket}/run/s", {"a": torch.ones(2)})
-        monkeypatch.setattr(objects, "_HEAD_BYTES", 0)
+        monkeypatch.setattr(objects, "_HEAD_BYTES", 1)
         found = aiockpt.list_checkpoints(f"{bucket}/run")[0]
         save(f"{bucket}/run/s", {"a": torch.zeros(2)})
         assert torch.equal(aiockpt.load(found.file_of(0))["a"], torch.ones(2))
@@ -309,6 +600,68 @@ class TestSweep:
 
 class TestLoads:
     """What is not there, or not whole, is an error that says so."""
+
+    def test_a_store_that_fails(self, bucket: str, monkeypatch) -> None:
+        """A checkpoint that cannot be asked for is not left out."""
+        for step in (1, 2):
+            save(f"{bucket}/run/s-{step}", {"a": step})
+        get = obstore.get
+
+        def fail(store: Any, key: str, **how: Any) -> Any:
+            if key == f"run/s-2/{MARKER}":
+                raise obstore.exceptions.GenericError("busy - 503 Slow Down")
+            return get(store, key, **how)
+
+        monkeypatch.setattr(objects.obstore, "get", fail)
+        for call in (
+            lambda: aiockpt.latest(f"{bucket}/run"),
+            lambda: find_checkpoint(f"{bucket}/run/s-2"),
+        ):
+            with pytest.raises(StorageError, match="503 Slow Down"):
+                call()
+
+    def test_an_empty_file(self, bucket: str, store: Any) -> None:
+        """It is no checkpoint."""
+        obstore.put(store, "empty.safetensors", b"")
+        with pytest.raises(StorageError, match="cannot be read"):
+            aiockpt.load(f"{bucket}/empty.safetensors")
+
+    @pytest.mark.parametrize(
+        ("said", "shown"),
+        [
+            (
+                "PUT http://s in 1 s - 503 Slow Down: <Code>SlowDown</Code>",
+                "(SlowDown)",
+            ),
+            (
+                "GET http://s in 1 s - 400 Bad Request: <Code>ExpiredToken</Code>",
+                "creden",
+            ),
+            ('Generic GCS error: invalid type: string "secret", expected a', "invalid"),
+            ("Generic GCS error: unknown variant `secret`", "unknown variant"),
+        ],
+    )
+    def test_what_the_store_says(self, said: str, shown: str) -> None:
+        """The error has its code, and nothing that may be a secret."""
+        shows = pytest.raises(StorageError, match=re.escape(shown))
+        with shows as caught, objects._naming("s3://b"):
+            raise obstore.exceptions.GenericError(said)
+        assert "secret" not in str(caught.value)
+
+    def test_a_panic(self) -> None:
+        """It is a typed error, too."""
+        panic = type("PanicException", (BaseException,), {})
+        shows = pytest.raises(StorageError, match="does not work with")
+        with shows, objects._naming("s3://b"):
+            raise panic
+
+    def test_a_name_that_no_store_takes(self, bucket: str) -> None:
+        """It is a typed error."""
+        for call in (aiockpt.load, aiockpt.list_checkpoints):
+            with pytest.raises(StorageError):
+                call(f"{bucket}/a\tb")
+        with pytest.raises(StorageError):
+            save(f"{bucket}/a\tb", {"a": 1})
 
     def test_nothing(self, bucket: str) -> None:
         """The error says what is there."""

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - the back
 
 import aiockpt
 from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
-from aiockpt.storage.directory import list_checkpoints
+from aiockpt.storage.interface import list_checkpoints
 from tests.support.saving import OwnFormat, names, save_by_two
 from tests.support.waiting import eventually
 

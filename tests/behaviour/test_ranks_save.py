@@ -28,8 +28,7 @@ from aiockpt.checkpointers.config import BarrierConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.errors import PeerFailedError, StorageError, TransportError
-from aiockpt.storage.directory import find_checkpoint
-from aiockpt.storage.interface import latest
+from aiockpt.storage.interface import find_checkpoint, latest
 from tests.support.ports import free_port
 from tests.support.proofs import proves
 from tests.support.ranks import SUPPORT, process

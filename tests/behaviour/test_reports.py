@@ -24,7 +24,7 @@ from aiockpt.checkpointers.writer import WriterHook
 from aiockpt.errors import StorageError, WorkerError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.storage import commit, files
-from aiockpt.storage.directory import list_checkpoints
+from aiockpt.storage.interface import list_checkpoints
 from tests.support.saving import Gate, load, pass_gate, sync_checkpointer
 from tests.support.waiting import wait_until
 

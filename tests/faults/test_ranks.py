@@ -39,7 +39,7 @@ from aiockpt.checkpointers import (
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.errors import UnsupportedLeafError
-from aiockpt.storage.directory import find_checkpoint, list_checkpoints
+from aiockpt.storage.interface import find_checkpoint, list_checkpoints
 from tests.support.commandline import ENVIRONMENT
 from tests.support.matrix import Record
 from tests.support.ports import free_port

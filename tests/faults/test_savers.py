@@ -18,7 +18,7 @@ import torch
 import aiockpt
 from aiockpt.checkpointers.writer import WriterHook
 from aiockpt.errors import AiockptError, StorageError
-from aiockpt.storage.directory import find_checkpoint
+from aiockpt.storage.interface import find_checkpoint
 from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.saving import load, names, save

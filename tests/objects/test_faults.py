@@ -17,6 +17,7 @@ import torch
 import aiockpt
 from aiockpt import make_sync_checkpointer
 from aiockpt.errors import AiockptError, IntegrityError, StorageError
+from aiockpt.storage import interface, objects
 from aiockpt.testing import (
     CutAfter,
     Fault,
@@ -83,6 +84,25 @@ def test_a_store_that_stays_busy(place: Place, proxied: Proxied, status: int) ->
         save(there("run/step-2"), state())
     assert time.monotonic() - begun < 15
     assert [each.step for each in aiockpt.list_checkpoints(place())] == [1]
+
+
+def test_a_store_that_is_busy_for_seconds(
+    place: Place, proxied: Proxied, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store of the environment is asked for longer than obstore's ten tries take."""
+    until = time.monotonic() + 15
+    proxy, _ = proxied(lambda _: Reply(503, BUSY) if time.monotonic() < until else None)
+    for name, value in place.server.environment(port=proxy.port).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(interface, "_stores", {})
+    objects._store_at.cache_clear()
+    path = f"s3://{place.server.bucket}/{place.prefix}/run/step-1"
+    try:
+        save(path, state(1))
+        assert_same(aiockpt.load(path), state(1))
+    finally:
+        objects._store_at.cache_clear()
+    assert time.monotonic() > until
 
 
 class TestBroken:
@@ -158,6 +178,29 @@ class TestBroken:
 
 class TestLostAnswers:
     """The store has done what was asked, and the saver does not know it."""
+
+    @pytest.mark.parametrize("setting", ["endpoint", "aws_endpoint_url_s3"])
+    def test_of_the_start_of_an_upload(
+        self, place: Place, proxied: Proxied, setting: str
+    ) -> None:
+        """Another one is begun. The saver aborts the first one in the end."""
+        lost = list[int]()
+
+        def rule(request: Request) -> Cut | None:
+            if request.method == "POST" and "uploads" in request.target and not lost:
+                lost.append(request.number)
+                return Cut("answered")
+            return None
+
+        proxy, there = proxied(rule)
+        if setting != "endpoint":
+            options: dict[str, Any] = {setting: f"http://127.0.0.1:{proxy.port}"}
+            store = place.server.store(port=9, **options)
+            aiockpt.register_store(there.root, store)
+        save(there("run/step-1"), state(mib=40))
+        assert lost
+        assert place.uploads() == []
+        assert_same(aiockpt.load(place("run/step-1")), state(mib=40))
 
     @pytest.mark.parametrize("replaces", [False, True], ids=["new", "replaced"])
     def test_of_the_commit(

@@ -22,7 +22,8 @@ from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.storage.checkpoint_file import opened, read_header, verify_chunks
-from aiockpt.storage.directory import checkpoint_at, find_checkpoint, list_checkpoints
+from aiockpt.storage.directory import checkpoint_at
+from aiockpt.storage.interface import find_checkpoint, list_checkpoints
 from tests.support.headers import entries_of
 from tests.support.shortages import SystemCallFault, system_call_faults
 
