@@ -1,8 +1,23 @@
 """Leaves of the standard library, such as a scheduler's milestones or a run's paths.
 
 Each type has one encoding for each value, and a decoder refuses all others. So equal
-checkpoints stay equal byte by byte. A decoder is called with what a peer sent: its cost
-is proportional to what travelled, and no decoder looks anything up by a name.
+checkpoints stay equal byte by byte. These are the payloads by tag:
+
+* ``datetime.timedelta``: a tuple of days, seconds (below 86,400) and microseconds.
+* ``datetime.date``: a tuple of year, month and day.
+* ``datetime.datetime``: a tuple of year, month, day, hour, minute, second, microsecond,
+  ``fold`` and the zone. That is None, or a tuple of the offset's days, seconds and
+  microseconds, with the zone's name as a fourth item if it has one. No zone is looked
+  up by its name.
+* ``decimal.Decimal``: its text as Python's ``str`` writes it, with a capital ``E``; at
+  most 4,096 characters. The keys of one dict, or the items of one set, may not hold
+  both a Decimal and an int of more than 1,000 hexadecimal digits.
+* ``uuid.UUID``: a tuple of its text in lower case and of ``is_safe`` (0, -1 or None).
+* ``pathlib.PurePosixPath``, ``pathlib.PureWindowsPath``, ``pathlib.PosixPath``,
+  ``pathlib.WindowsPath``: the text of the path, normalized as Python does. A reader
+  does not know the last two of the other kind of system.
+
+A decoder is called with what a peer sent: its cost is proportional to what travelled.
 
 A user who registers one of these types takes the user's own functions from then on.
 """

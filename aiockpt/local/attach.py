@@ -1,9 +1,20 @@
 """Attach memory that another process of this host lends, instead of receiving bytes.
 
-A receiver adds a probe to its request for the manifest (`aiockpt.runtime.same_host`). A
-sender of the same host adds an *offer* to its answer: where it listens, and a ticket
-that is good for a while. The receiver shows the ticket there and gets the memory. The
-first part is what both ends say; the owner's end is `aiockpt.local.lender`.
+A receiver adds a probe to its request for the manifest: ``Aiockpt-Same-Host:
+NONCE.PROOF``. The nonce is 16 random bytes, and the proof is HMAC-SHA256 over the line
+``aiockpt same host`` (with its line feed) and these bytes, both in hexadecimal. The key
+is the SHA-256 of three lines, without a line feed at their end: the kernel's boot id,
+and ``st_dev:st_ino`` of the network and of the user namespace.
+
+A sender of the same host may add an *offer* to its answer: ``Aiockpt-Lends:
+NAME.TICKET``, of 32 hexadecimal digits, and at most 2,000 letters, digits, ``-`` and
+``_``. The receiver sends the packet ``{"ticket": "TICKET", "keep": true}`` to the Unix
+socket ``aiockpt-NAME`` of the abstract namespace (``SOCK_SEQPACKET``). The answer is
+``{"snapshot_id": "...", "nbytes": N}`` and a descriptor of memory with the data segment
+at its start. The memory is lent until one side closes the connection. With ``keep``, it
+never changes afterwards, unless the receiver sends ``returned`` when it no longer maps
+it. Without ``keep``, it may get other bytes: the receiver compares digests after it has
+copied a chunk. The owner's end is `aiockpt.local.lender`.
 
 The receiver believes the sender only as far as the kernel vouches for it. The process
 belongs to the same user. The descriptor is memory that cannot shrink, that only the
