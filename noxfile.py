@@ -323,11 +323,21 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(python=WHOLE)
+def thorough(session: nox.Session) -> None:
+    """Run what `tests` leaves to the night: rare cases, and many examples."""
+    install(session, "test", "test-torch")
+    session.install(*INSTALL_MODEL)
+    chosen = ("-m", "nightly or hypothesis", "--hypothesis-profile", "thorough")
+    options = (*PARALLEL, "--timeout", "900", f"--ignore={SOAK}")
+    session.run("pytest", *options, *chosen, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(python=WHOLE)
 def torchft(session: nox.Session) -> None:
     """Train under torchft's Manager with our transports, and run its own tests."""
     install(session, "test", "test-torch", "test-torchft")
     session.install(*PINNED, TORCH, *EXTRAS["torchft"])
-    session.run("pytest", *(session.posargs or TORCHFT))
+    session.run("pytest", *PARALLEL, *(session.posargs or TORCHFT), env=ONE_THREAD)
 
 
 @nox.session(python=WHOLE)
@@ -405,8 +415,8 @@ CHECK = (
     "torchft",
 )
 NIGHTLY = (
-    *("oldest", "coverage", "faults", "soak", "fuzz", "torchft_nightly", "vllm"),
-    *("objects", "objects_killed"),
+    *("oldest", "coverage", "faults", "soak", "thorough", "fuzz", "torchft_nightly"),
+    *("vllm", "objects", "objects_killed"),
 )
 MEASURED = ("http", "saving")
 

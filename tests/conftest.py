@@ -76,15 +76,19 @@ LOGS_ERRORS = {
 """Tests of the public suites, which know no markers of ours."""
 
 # A shared machine is slow now and then; a slow example is no failure. To explain a
-# failure, Hypothesis traces every line on Python 3.11, which is slow.
+# failure, Hypothesis traces every line on Python 3.11, which is slow. A property gets a
+# few examples here, and many in `nox -s thorough`.
 hypothesis.settings.register_profile(
     "aiockpt",
+    max_examples=25,
     deadline=None,
     phases=[
         phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain
     ],
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("aiockpt")
+hypothesis.settings.register_profile("thorough", max_examples=500)
 
 
 def pytest_report_header() -> list[str]:
@@ -130,6 +134,17 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if inside.startswith(TORCH_FREE) or "torch_free" in collection_path.read_text():
         return None
     return True
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave the cases marked ``nightly`` to `nox -s thorough` and `nox -s faults`."""
+    if EXHAUSTIVE or "nightly" in config.option.markexpr:
+        return
+    late = [item for item in items if item.get_closest_marker("nightly")]
+    config.hook.pytest_deselected(items=late)
+    items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
 def pytest_collection_finish() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt import IntegrityError
@@ -345,7 +345,6 @@ async def test_what_is_under_way_is_kept_after_a_failure(
 class TestFolding:
     """A device computes the digests of chunks."""
 
-    @settings(max_examples=30)
     @given(st.integers(1, 3 * ROW_BYTES), st.integers(0, 5), st.integers(0))
     def test_it_is_what_the_text_says(self, size: int, lead: int, seed: int) -> None:
         """The digest is right for any length and any first byte."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt import Progress, make_sync_checkpointer
@@ -285,7 +285,6 @@ async def test_the_template_needs_to_be_there() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=15)
 @given(sent=states(), have=states(), same=st.booleans())
 def test_any_two_states(sent: State, have: State, same: bool) -> None:
     """The result is what was sent, whatever the receiver had."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt import Limits, register_leaf
@@ -313,7 +313,6 @@ TREES = st.recursive(
 
 
 @given(tree=TREES, names=st.lists(st.sampled_from(["", "a", "3", "a.b", "b[0]"])))
-@settings(max_examples=50)
 def test_names_are_looked_for_in_any_tree(tree: Any, names: list[str]) -> None:
     """What is malformed has no path, or is refused; the tree is not changed."""
     before = copy.deepcopy(tree)

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 from aiohttp import ClientResponse, ClientSession
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import LocalProtocolError
@@ -66,7 +66,6 @@ SIZES = st.lists(
 class TestBodySink:
     """A run of bytes lands in its buffers however both are cut."""
 
-    @settings(max_examples=50)
     @given(SIZES, st.lists(st.integers(1, 100_000), min_size=1), st.data())
     def test_received_or_written_every_byte_gets_to_its_place(
         self, sizes, steps, data

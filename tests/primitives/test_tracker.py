@@ -177,7 +177,7 @@ async def test_a_host_cannot_fill_the_list_of_complaints(trusts_url: bool) -> No
     """Neither about itself, nor about others, so that no more are noted."""
     tracker = Tracker(8)
     bad = announce(tracker, 1)
-    for number in range(2000):
+    for number in range(600):
         said: dict[str, Any] = {"url": f"http://host{number}:{1000 + number}/"}
         said |= {"address": "10.9.9.9", "trusts_url": trusts_url}
         own = announce(tracker, 2, **said)
@@ -196,7 +196,7 @@ def of(member: AnnounceResponse, number: int) -> str:
 async def test_complaints_about_members_that_left_are_forgotten() -> None:
     """Such complaints are dropped before complaints about others are refused."""
     tracker = Tracker(8)
-    for number in range(20):
+    for number in range(9):
         gone = [
             announce(tracker, 100 + each, url=f"http://host:{each + 1}/").id
             for each in range(64)
@@ -554,7 +554,7 @@ async def test_a_member_takes_little_memory(
 ) -> None:
     """A member takes at most 400 bytes, half of them for the end of its lease."""
     monkeypatch.setattr(module, "heartbeat", lambda _: 600.0)  # tracing is slow
-    tracker, count = Tracker(2048), 1000
+    tracker, count = Tracker(2048), 250
     gc.collect()
     tracemalloc.start()
     try:

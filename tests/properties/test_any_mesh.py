@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -114,7 +114,6 @@ def drawn_cuts(
     return {name: drawn_cut(rng, each.dim(), world) for name, each in whole.items()}
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(rng=st.randoms(use_true_random=False))
 def test_any_state_of_any_mesh(rng: random.Random) -> None:
     """The load returns full tensors or other ranks' shards, and ties stay."""
@@ -157,7 +156,6 @@ WAYS: dict[str, Any] = {
 }
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(state=states())
 def test_equal_ranks_load_like_one(state: State) -> None:
     """Ranks that saved the same load as one rank does, whatever the tree holds."""

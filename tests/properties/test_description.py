@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aiockpt.errors import StateDictError, UnsupportedLeafError
@@ -114,7 +114,6 @@ class TestEntries:
         assert [view.offset for view in found.views] == [1]
 
     @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
-    @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50)
     @given(states())
     def test_every_tensor_is_aligned(self, state: State) -> None:
         """A tensor is aligned in the segment as in memory, since a machine may trap."""

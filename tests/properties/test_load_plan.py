@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.checkpointers import make_sync_checkpointer
@@ -148,7 +148,6 @@ def _placed(draw: st.DrawFn, whole: torch.Tensor, size: int) -> torch.Tensor:
     return part if draw(st.booleans()) else part.clone()
 
 
-@settings(max_examples=60, deadline=None)
 @given(pairs(), st.booleans())
 def test_a_template_holds_what_was_saved(
     pair: tuple[State, State],

@@ -97,10 +97,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
             yield from paths(each, (*path, at))
 
 
-@settings(
-    max_examples=150,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@settings(suppress_health_check=[HealthCheck.data_too_large])
 @given(pair=pairs(), strict=st.booleans())
 def test_a_template_gets_what_is_there_or_nothing(
     pair: tuple[dict[str, Any], dict[str, Any]], strict: bool

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.format.header import decode_header, header_length
@@ -31,7 +31,6 @@ def staged(state: object, **options: Any) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=75)
 @given(states())
 def test_any_state_dict_survives(state: State) -> None:
     """Types, bits, strides, flags and shared memory come out as they went in."""
@@ -62,7 +61,6 @@ def overlapping(draw: st.DrawFn) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("zero_copy", [False, True])
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=75)
 @given(overlapping())
 def test_buffers_that_overlap_at_any_byte_survive(
     zero_copy: bool,
@@ -87,7 +85,6 @@ def test_memory_between_elements_travels_as_zeros(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50)
 @given(states())
 def test_any_state_dict_is_a_safetensors_file(state: State) -> None:
     """Other tools see every plain tensor under its name."""

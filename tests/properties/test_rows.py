@@ -69,13 +69,7 @@ def rows(draw: st.DrawFn) -> Any:
     return {"": [*map(kinds, found)], "a": found[0] if found else None}
 
 
-@settings(
-    suppress_health_check=[
-        HealthCheck.too_slow,
-        HealthCheck.function_scoped_fixture,
-    ],
-    max_examples=40,
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
 @given(drawn=st.data())
 def test_a_row_says_what_its_tensors_say_one_by_one(

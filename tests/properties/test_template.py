@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from aiockpt.errors import (
     RemoteProtocolError,
@@ -268,7 +268,6 @@ def outside(tensors: list[torch.Tensor], storage: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 @given(state=states())
 def test_any_template_is_filled_and_nothing_else(state: State, direct: bool) -> None:
     """Every element arrives; every other byte stays as it was.

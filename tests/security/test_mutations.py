@@ -6,7 +6,7 @@ import random
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.mutations import Mutator, parse, receive, small_files, split
@@ -22,7 +22,6 @@ def mutator() -> Mutator:
 
 
 @proves("threat E1")
-@settings(max_examples=300)
 @given(CHANCES)
 def test_any_changed_header_is_a_value_or_a_typed_error(chance: random.Random) -> None:
     """`receive` lets out what is none."""
@@ -31,7 +30,6 @@ def test_any_changed_header_is_a_value_or_a_typed_error(chance: random.Random) -
     receive(*made.file())
 
 
-@settings(max_examples=300)
 @given(CHANCES)
 def test_any_changed_field_is_a_value_or_a_typed_error(chance: random.Random) -> None:
     """Ranges, conditions, metadata: whatever stands in a header field."""

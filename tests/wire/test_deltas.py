@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import RemoteProtocolError
@@ -59,7 +59,6 @@ def test_a_delta_makes_the_target_of_the_base(nbytes: int, share: float) -> None
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
 def test_any_two_chunks_of_one_size(base: bytes, target: bytes) -> None:
     """A delta is right, or there is none."""
     nbytes = min(len(base), len(target))

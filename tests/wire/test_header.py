@@ -13,7 +13,7 @@ from unittest import mock
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import (
@@ -299,7 +299,6 @@ def rows(draw: st.DrawFn) -> list[tuple[str, str, tuple[int, ...], int, int]]:
 class TestLayout:
     """The segment has no holes, and every tensor in it is aligned."""
 
-    @settings(max_examples=50)
     @given(rows())
     def test_entries_tile_the_segment_aligned(
         self, found: list[tuple[str, str, tuple[int, ...], int, int]]
@@ -532,7 +531,6 @@ class TestLimits:
         ):
             enforce("it", 6, 5)
 
-    @settings(max_examples=50)
     @given(JSON)
     def test_no_document_holds_more_values_than_are_counted(
         self, value: object
