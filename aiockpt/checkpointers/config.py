@@ -196,7 +196,8 @@ class CheckpointProcessConfig:
         write_timeout_secs: How long one write may take, barriers included. Then the
             process is replaced.
         hang_timeout_secs: How long the process may be silent during a write. Then it
-            counts as hung and is replaced.
+            counts as hung and is replaced. Raise it for a network file system that
+            pauses for longer.
         nice: The increase of its niceness once it is ready; it starts with the
             trainer's priority. With 10, the process gets a tenth of a core that
             training also uses, and all of an idle core; with 0, half of a shared core.

@@ -107,6 +107,17 @@ def test_the_page_saves_a_tensor_subclass(tmp_path: Path) -> None:
         assert (loaded.group, loaded.shape) == (4, (4, 4))
 
 
+def test_the_platform_is_that_of_the_whole_suite() -> None:
+    """The page names the torch of the pins, and the Pythons of the classifiers."""
+    text = " ".join((EXPLANATION / "guarantees.md").read_text().split())
+    _, _, limits = text.partition("**Platform.**")
+    pins = (ROOT / "constraints.txt").read_text()
+    [torch_pin] = re.findall(r"^torch==(\d+\.\d+)\.", pins, re.MULTILINE)
+    pythons = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    for word in (f"torch {torch_pin}", *pythons):
+        assert word in limits.partition("**")[0], word
+
+
 def test_each_pinned_integration_is_a_limit() -> None:
     """An extra that works with one version only is on the page, with that version."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
