@@ -16,6 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -45,7 +46,7 @@ from aiockpt.events import Progress, guarded
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.storage.directory import StrPath, absolute, is_address
-from aiockpt.storage.interface import storage_at
+from aiockpt.storage.interface import Storage, storage_at
 from aiockpt.transport import Timeout, seconds
 
 _DISK_ANSWER_S: Final = 10.0
@@ -333,23 +334,25 @@ async def find_out(
     if file is None:
         return _unknown(error) if at_work else error
 
-    def ask() -> bool:
+    def ask() -> Storage | None:
         until = time.monotonic() + (_OTHERS_COMMIT_S if rank else 0.0)
         destination = storage_at(path)
         while not destination.is_committed(rank, file):
             if time.monotonic() >= until:
-                return False
+                return None
             time.sleep(_POLL_S)
-        if not rank and config is not None:
-            remove_old(destination, config)
-        return True
+        return destination
 
     try:
         async with asyncio.timeout(_DISK_ANSWER_S):
             committed = await bridge.run_apart(ask)
     except (TimeoutError, OSError, AiockptError):
         return _unknown(error)
-    if committed:
+    if committed is not None:
+        if not rank and config is not None:
+            with suppress(TimeoutError, OSError, AiockptError):  # then it goes on alone
+                async with asyncio.timeout(_DISK_ANSWER_S):
+                    await bridge.run_apart(remove_old, committed, config)
         return Written(f"{Path(path).name} is committed, but {error}")
     # Another rank may commit it later.
     return _unknown(error) if at_work or rank else error

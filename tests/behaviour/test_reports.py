@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.checkpointers import handle as handles
+from aiockpt.checkpointers import writer
 from aiockpt.checkpointers.config import (
     CheckpointerConfig,
     CheckpointProcessConfig,
@@ -298,29 +300,45 @@ def test_a_hook_that_raises_in_the_foreground(place, events) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.allow_error_logs
-@pytest.mark.parametrize("at", ["pre", "post"])
-async def test_a_thread_that_hangs(place, gate, events, caplog, at: str) -> None:
-    """It cannot be ended: what is not committed yet may still be."""
+@pytest.mark.parametrize("at", ["pre", "post", "retention"])
+async def test_a_thread_that_hangs(
+    place, gate, events, caplog, monkeypatch, at: str
+) -> None:
+    """It cannot be ended: what is not committed yet may still be.
+
+    What is known to be committed stays known, however long retention takes.
+    """
+    if at == "retention":
+
+        def remove_old(*args: Any) -> None:
+            pass_gate(gate.path)
+            writer.remove_old(*args)
+
+        monkeypatch.setattr(handles, "remove_old", remove_old)
+        monkeypatch.setattr(handles, "_DISK_ANSWER_S", 0.3)
     limits = CheckpointProcessConfig(subprocess_shutdown_timeout_secs=0.3)
     config = replace(CONFIG, use_process=False, process_config=limits)
     made = aiockpt.make_async_checkpointer(config, commit_hook=Troubled())
     assert await (await made.save(state(1), place / "step-1")).written()
-    options = does(at, "hang", gate.path)
+    options = does("pre" if at == "pre" else "post", "hang", gate.path)
     handle = await made.save(state(2), place / "step-2", **options)
     while not os.path.exists(f"{gate.path}.reached"):  # noqa: ASYNC110, ASYNC240
         await asyncio.sleep(0.01)
     await made.close()
     said = await outcome(handle)
-    if at == "post":
+    if at == "retention":
+        assert said == "written True"
+    elif at == "post":
         check_committed(made, handle, said, events, caplog, place)
     else:
         assert isinstance(handle.error, WorkerError)
         assert handle.error.may_be_committed
         assert "step-2 may not be saved" in events[-1].detail
         assert not [each for each in caplog.messages if "is not saved" in each]
-    before = threading.active_count()
-    gate.open()
-    wait_until(lambda: threading.active_count() < before, "the end of the thread")
+    hang = 2 if at == "retention" else 1
+    after = threading.active_count() - hang
+    gate.open(hang)
+    wait_until(lambda: threading.active_count() <= after, "the end of the threads")
     assert load(place / "step-2")["v"] == 2
 
 
