@@ -22,6 +22,7 @@ from aiockpt.checkpointers.writer import Writers
 from aiockpt.errors import LocalProtocolError
 from aiockpt.runtime.children import Child
 from aiockpt.runtime.ipc import pack, unpack
+from aiockpt.runtime.system import is_programs
 from aiockpt.storage.interface import register_store, registered_stores
 
 logger = logging.getLogger("aiockpt")
@@ -84,12 +85,14 @@ class InitFunctions:
     def _pickled(self, spawning: _Spawning) -> bytes:
         context.set_spawning_popen(spawning)  # type: ignore[arg-type]
         try:
-            return bytes(ForkingPickler.dumps((*self._content, _stores())))
-        except Exception as error:
-            raise LocalProtocolError(
-                "an init function of the checkpoint process, or an argument of it, "
-                f"cannot be pickled: {error}"
-            ) from error
+            stores = _stores()
+            try:
+                return bytes(ForkingPickler.dumps((*self._content, stores)))
+            except Exception as error:
+                raise LocalProtocolError(
+                    "an init function of the checkpoint process, or an argument of it, "
+                    f"cannot be pickled: {error}"
+                ) from error
         finally:
             context.set_spawning_popen(None)
 
@@ -128,9 +131,10 @@ def _stores() -> dict[str, bytes | None]:
     for address, store in registered_stores().items():
         try:
             found[address] = bytes(ForkingPickler.dumps(store))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # noqa: BLE001 - obstore's panics are no others
+        except BaseException as error:
+            # A panic of obstore is no Exception.
+            if is_programs(error) or isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             logger.debug("the store of %s is left out: %s", address, error)
     return found
 

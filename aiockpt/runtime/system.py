@@ -34,7 +34,10 @@ _MAX_FRACTION: Final = 0.9
 _DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 _MAX_FILES: Final = 65_536  # descriptors; more would help nobody
 _HOSTS: Final = (*_DESCRIPTORS, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
-_LIBRARIES: Final = {*sys.stdlib_module_names, "aiockpt", "msgspec", "numpy", "torch"}
+_LIBRARIES: Final = {
+    *(*sys.stdlib_module_names, "aiockpt", "msgspec", "numpy", "torch"),
+    *("obstore", "pyo3_runtime"),  # the latter has obstore's panics
+}
 _CALLERS: Final = "_aiockpt_callers"
 
 # Scanning fewer objects is faster than asking whether anything is frozen.
