@@ -45,7 +45,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.ipc import encode, is_ours, pack, receive, unpack
-from aiockpt.storage.directory import expanded, is_address
+from aiockpt.storage.directory import absolute, expanded
 from aiockpt.storage.files import named
 from aiockpt.storage.write import WritableSnapshot
 from aiockpt.transport import Timeout, seconds
@@ -453,7 +453,7 @@ def _private_directory(path: str) -> Iterator[int]:
 
 
 def _socket_name(directory: str, rank: int) -> str:
-    place = directory if is_address(directory) else os.path.realpath(directory)
+    place = absolute(directory, follow_links=True)
     where = f"{place}\0{rank}".encode(errors="surrogateescape")
     return f"{hashlib.sha256(where).hexdigest()[:32]}.sock"
 

@@ -32,7 +32,7 @@ from aiockpt.storage.checkpoint_file import (
 )
 from aiockpt.storage.dcp import METADATA
 from aiockpt.storage.dcp_sources import dcp_sources
-from aiockpt.storage.directory import StrPath, rank_file, text_of
+from aiockpt.storage.directory import StrPath, expanded, rank_file, text_of
 from aiockpt.storage.interface import Storage, storage_at
 from aiockpt.storage.read import (
     FileSource,
@@ -244,7 +244,7 @@ def _opened_ranks(
         expected = checkpoint.files[path.name].snapshot
         actual = source.segment.manifest.snapshot_id
         if actual != expected:
-            raise IntegrityError(expected=expected, actual=actual, url=str(path))
+            raise IntegrityError(expected=expected, actual=actual, url=expanded(path))
     return sources
 
 

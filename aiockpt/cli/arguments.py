@@ -100,6 +100,11 @@ def _stored_path(text: str) -> Path:
     return _path(text, stored=True)
 
 
+def _stored_text(text: str) -> str:
+    """Parse a path, or an address; `Path` would drop one of the address's slashes."""
+    return expanded(_stored_path(text))
+
+
 def _refuse_url(text: str) -> None:
     """Complain about a URL, without repeating it: it holds a token."""
     if is_url(text):
@@ -216,7 +221,7 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
         "part",
     },
     "directory DIR": {"type": _stored_path},
-    "source FROM": {"type": _stored_path},
+    "source FROM": {"type": _stored_text},
     "target TO": {"type": _converted},
     "--step N": {"type": _step},
     "--rank N": {"type": _step},

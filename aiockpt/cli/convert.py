@@ -150,7 +150,7 @@ def _to_file(arguments: argparse.Namespace) -> None:
         place = target.with_suffix("")
         if os.path.lexists(place):
             place = target.with_name(f"{place.name}-checkpoint")
-        command = ["aiockpt", "convert", str(source), str(place), *_again(arguments)]
+        command = ["aiockpt", "convert", source, str(place), *_again(arguments)]
         how = f"to convert it to a checkpoint directory: {command_line(*command)}"
         raise StateDictError(f"{source}: {error}; {how}") from error
 
@@ -174,7 +174,7 @@ def _rank_values(arguments: argparse.Namespace) -> RankValues:
 
 
 def _load(arguments: argparse.Namespace) -> Any:
-    source: Path = arguments.source
+    source: str = arguments.source
     with _joining(source):
         # Strict only says that every selected path must be there.
         return CheckpointReader(_ALONE).read(
@@ -187,16 +187,16 @@ def _load(arguments: argparse.Namespace) -> Any:
         )[0]
 
 
-def _is_cut(source: Path) -> bool:
+def _is_cut(source: str) -> bool:
     """Say whether a checkpoint may have tensors that are put together from parts."""
     found = find_checkpoint(source)
-    if is_dcp(source) or (found is not None and found.world_size > 1):
+    if is_dcp(Path(source)) or (found is not None and found.world_size > 1):
         return True
     return holds_shards(source if found is None else found.file_of(0))
 
 
 @contextmanager
-def _joining(source: Path) -> Iterator[None]:
+def _joining(source: str) -> Iterator[None]:
     """Say which options help where the files of several ranks cannot be joined."""
     try:
         with pointing_below(source), for_a_command("convert"):

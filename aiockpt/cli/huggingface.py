@@ -90,7 +90,7 @@ def export(arguments: argparse.Namespace, rank_values: RankValues) -> None:
         RankValuesError: the ranks saved different values.
         StateDictError: a value is no tensor, or has no name in such a directory.
     """
-    source: Path = arguments.source
+    source: str = arguments.source
     place = _free_place(arguments.target, overwrite=arguments.overwrite)
     rank: int | None = arguments.rank
     reading = Reading(
@@ -109,7 +109,7 @@ def export(arguments: argparse.Namespace, rank_values: RankValues) -> None:
             rank_values=rank_values,
             distributed="full" if rank is None else "local",
             select=arguments.select,
-            name=str(source),
+            name=source,
         )
         sources, united = unite_all(found, policy, reading)
         tensors = tensors_of(
@@ -129,7 +129,7 @@ def export(arguments: argparse.Namespace, rank_values: RankValues) -> None:
                     write_plain(place / name, file.fileno(), some, fill)
             if len(files) > 1:
                 _write_new(made / _INDEX, _index_of(files))
-            _bring_along(source, place, made, arguments.dtype)
+            _bring_along(Path(source), place, made, arguments.dtype)
 
 
 def _free_place(target: Path, *, overwrite: bool) -> Path:

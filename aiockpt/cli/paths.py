@@ -20,7 +20,7 @@ from aiockpt.format.paths import PICKLE
 from aiockpt.format.references import registered
 from aiockpt.format.tree import UnknownLeafError
 from aiockpt.runtime.words import command_line
-from aiockpt.storage.directory import Checkpoint, expanded
+from aiockpt.storage.directory import Checkpoint, StrPath, expanded
 from aiockpt.storage.interface import storage_at
 
 
@@ -38,7 +38,7 @@ def checkpoint_or_file(path: Path) -> Checkpoint | Path:
 
 
 @contextmanager
-def pointing_below(path: Path) -> Iterator[None]:
+def pointing_below(path: StrPath) -> Iterator[None]:
     """Name a checkpoint in the directory where the directory itself is none."""
     try:
         yield
@@ -75,7 +75,7 @@ def for_a_command(verb: str) -> Iterator[None]:
         raise
 
 
-def holds_shards(file: Path) -> bool:
+def holds_shards(file: StrPath) -> bool:
     """Say whether a file has parts of distributed tensors.
 
     Raises:
@@ -105,6 +105,6 @@ def one_file(path: Path, rank: int | None) -> Path:
         return found
     if rank is None and found.world_size > 1:
         raise UsageError(
-            f"{found.world_size} ranks wrote {path}: choose one with --rank"
+            f"{found.world_size} ranks wrote {expanded(path)}: choose one with --rank"
         )
     return found.file_of(rank or 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from aiockpt.cli.arguments import FLOATS
@@ -110,7 +109,7 @@ def has_code(dtype: str, shape: Sequence[int]) -> bool:
 
 
 def tensors_of(
-    source: Path,
+    source: str,
     sources: Sequence[LoadSource],
     united: United,
     *,
@@ -143,7 +142,7 @@ def tensors_of(
     selection = Selection(select)
     leaves = [*_leaves(united.tree, (), "", selection, chosen=selection.everything)]
     if lost := selection.unmet():
-        raise MissingKeysError(str(source), lost)
+        raise MissingKeysError(source, lost)
     others = [path for path, _, node in leaves if tag_of(node) != "tensor"]
     if others or not leaves:
         _refuse_values(source, united.tree, others)
@@ -196,7 +195,7 @@ def _leaves(
         yield path, steps, node
 
 
-def _refuse_values(source: Path, tree: Node, others: Sequence[str]) -> None:
+def _refuse_values(source: str, tree: Node, others: Sequence[str]) -> None:
     """Refuse what is no tensor, and say what could be written.
 
     Raises:
@@ -230,7 +229,7 @@ def _parts_of_tensors(node: Node, path: str) -> Iterator[str]:
 
 
 def _name_of(
-    source: Path, path: str, steps: Iterable[object], rename: Mapping[str, str]
+    source: str, path: str, steps: Iterable[object], rename: Mapping[str, str]
 ) -> tuple[str, str | None]:
     """Return the name of a tensor, and the prefix that was replaced in it.
 

@@ -231,15 +231,17 @@ def split_address(address: str) -> tuple[str, str]:
     return f"{scheme}://{bucket}", key
 
 
-def absolute(path: StrPath) -> str:
-    """Return an absolute path, without following links, or a normalized address.
+def absolute(path: StrPath, *, follow_links: bool = False) -> str:
+    """Return an absolute path, or a normalized address.
 
     Raises:
         StorageError: see `expanded`.
         OSError: the path is relative, and the working directory is gone.
     """
     text = expanded(path)
-    return text if is_address(text) else os.path.abspath(text)
+    if is_address(text):
+        return text
+    return os.path.realpath(text) if follow_links else os.path.abspath(text)
 
 
 def local_path(path: StrPath) -> Path:

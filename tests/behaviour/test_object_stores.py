@@ -146,6 +146,21 @@ def test_a_store_that_does_not_pickle(bucket: str, store: Any) -> None:
     assert keys(store) == []
 
 
+def test_an_error_of_the_program_while_a_store_is_pickled(bucket: str) -> None:
+    """It is the program's, such as that of a signal's handler."""
+
+    class PreemptedError(Exception):
+        """The program's own."""
+
+    class Interrupted:
+        def __reduce__(self) -> str:
+            raise PreemptedError
+
+    aiockpt.register_store(bucket, Interrupted())
+    with pytest.raises(PreemptedError):
+        aiockpt.make_background_checkpointer()
+
+
 class TestSaves:
     """A save is there as a whole, or not at all."""
 
@@ -761,4 +776,11 @@ class TestCommands:
         )
         assert torch.equal(aiockpt.load(tmp_path / "m.safetensors")["w"], state["w"])
         assert main(["convert", f"{bucket}/step-1", f"{bucket}/m.safetensors"]) == 2
+        save(f"{bucket}/step-2", {"w": None})
         capsys.readouterr()
+        for how in (["m.safetensors"], ["m", "--hf"]):
+            command = ["convert", f"{bucket}/step-2", str(tmp_path / "new" / how[0])]
+            assert main([*command, *how[1:]]) == 1
+            assert bucket.partition("//")[0] + "/" + bucket[9:] not in (
+                capsys.readouterr().err
+            )
