@@ -178,7 +178,9 @@ def _naming(address: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # obstore has no other name for it
             raise
-        detail = "obstore does not work with this endpoint, or with these credentials"
+        detail = (
+            "obstore does not work with this endpoint, or with the store's credentials"
+        )
         raise StorageError(address, detail) from None
 
 
