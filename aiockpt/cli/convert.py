@@ -1,9 +1,10 @@
 """``aiockpt convert``: a checkpoint as another kind of file, exactly or not at all.
 
 The files of several ranks are joined: the result has full tensors. What was written is
-read back and compared before it gets its name. A plain safetensors file has no place
-for strides, ties and flags, so it gets the values: each name with its dtype, its
-logical shape and its elements. `huggingface.py` writes a Hugging Face directory.
+read back and compared: a file before it gets its name, a checkpoint directory after its
+commit. A plain safetensors file has no place for strides, ties and flags, so it gets
+the values: each name with its dtype, its logical shape and its elements.
+`huggingface.py` writes a Hugging Face directory.
 """
 
 from __future__ import annotations

@@ -573,8 +573,8 @@ def _translated(request: Request, error: Exception) -> AiockptError | None:
     match error:
         case aiohttp.ClientConnectorCertificateError():
             return RemoteProtocolError(
-                f"{peer} shows a certificate that is not trusted here ({why}); pass an "
-                "ssl_context that trusts it"
+                f"{peer} shows a certificate that is not trusted here ({why}); trust "
+                "it by Auth(client_ssl_context=...), or by --cafile"
             )
         case aiohttp.ClientConnectorError():
             if getattr(error.os_error, "reason", "") in _NO_TLS:

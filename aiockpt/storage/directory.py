@@ -377,8 +377,9 @@ def checkpoints_in(directory: Path) -> list[Checkpoint]:
     Raises:
         StorageError: the directory cannot be read.
     """
-    found = map(_readable, _names_in(directory))
-    return sorted((each for each in found if each), key=commit_order)
+    readable = map(_readable, _names_in(directory))
+    found = {each.path: each for each in readable if each}  # a link may name one again
+    return sorted(found.values(), key=commit_order)
 
 
 def commit_order(checkpoint: Checkpoint) -> tuple[int, float, int, str]:

@@ -64,6 +64,7 @@ class TestWhole:
         assert names(path) == [FILE, MARKER]
         (tmp_path / "best").symlink_to(path)
         assert load(tmp_path / "best") == {"a": 1}
+        assert list_checkpoints(tmp_path) == [found]
 
     @pytest.mark.parametrize("lost", [MARKER, FILE, "some bytes"])
     def test_without_its_marker_or_a_file_it_is_not(self, tmp_path, path, lost) -> None:
