@@ -696,8 +696,9 @@ class TestTemplates:
             tmp_path / "s", world_of(there), lambda rank: state_of(there, WHOLE)
         )
         for here in self.MESHES:
-            for rank in range(world_of(here)):
-                with as_rank(rank, world_of(here)):
+            world = world_of(here)
+            for rank in {0, world // 2, world - 1}:
+                with as_rank(rank, world):
                     into = state_of(here, 0 * WHOLE)
                     (own_one,) = into["a"]
                     aiockpt.load(path, into=into)
@@ -1446,8 +1447,11 @@ class TestDamage:
         with pytest.raises(CheckpointNotFoundError, match="missing"):
             aiockpt.load(path)
 
-    def test_flipped_bits(self, tmp_path: Path) -> None:
-        """None of a thousand flips changes a result; a note says what was modified."""
+    @pytest.mark.parametrize(
+        "trials", [200, pytest.param(1000, marks=pytest.mark.nightly)]
+    )
+    def test_flipped_bits(self, tmp_path: Path, trials: int) -> None:
+        """No flip changes a result; a note says what was modified."""
         big = torch.arange(60_000.0).view(200, 300)  # two chunks in each file
 
         def state_of(rank: int) -> Any:
@@ -1457,7 +1461,7 @@ class TestDamage:
         files = sorted(path.glob("*.safetensors"))
         rng = random.Random(5)
         notes: Counter[str] = Counter()
-        for trial in range(1000):
+        for trial in range(trials):
             file = rng.choice(files)
             offset, bit = rng.randrange(file.stat().st_size), 1 << rng.randrange(8)
             into = {"w": torch.zeros(200, 300), "b": torch.zeros(500).long()}
@@ -1472,9 +1476,9 @@ class TestDamage:
             if note != "the template was modified":
                 assert not into["w"].any()
                 assert not into["b"].any()
-        assert notes[""] == 500, notes  # there was no template
-        assert notes["the template was modified"] > 50, notes
-        assert notes["the template was not modified"] > 10, notes
+        assert notes[""] == trials / 2, notes  # there was no template
+        assert notes["the template was modified"] > trials / 20, notes
+        assert notes["the template was not modified"] > trials / 100, notes
         assert notes.total() == sum(notes[each] for each in NOTES)
 
 

@@ -467,7 +467,9 @@ class TestInTheWay:
         assert load(target)["a"].sum() == 3
         assert names(tmp_path) == ["m.pt", "o-1", "s-1"]
 
-    @pytest.mark.parametrize("call", ["fsync", "renameat2"])
+    @pytest.mark.parametrize(
+        "call", [pytest.param("fsync", marks=pytest.mark.nightly), "renameat2"]
+    )
     def test_its_own_death(
         self, cli: Commands, tmp_path: Path, source: Path, call: str
     ) -> None:

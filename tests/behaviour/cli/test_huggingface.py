@@ -459,7 +459,9 @@ class TestFiles:
             cli.error("convert", one, name, "--hf", "--overwrite")
             assert os.path.lexists(name)
 
-    @pytest.mark.parametrize("option", ["--overwrite", ""])
+    @pytest.mark.parametrize(
+        "option", ["--overwrite", pytest.param("", marks=pytest.mark.nightly)]
+    )
     def test_a_file_system_that_cannot_exchange_names(
         self, cli: Commands, tmp_path: Path, option: str
     ) -> None:
@@ -503,7 +505,10 @@ class TestFiles:
         error = cli.error("convert", source, tmp_path / "o", "--hf", "--step=1", code=2)
         assert "--step is for checkpoint directories" in error
 
-    @pytest.mark.parametrize(("call", "number"), [("fsync", 2), ("renameat2", 1)])
+    @pytest.mark.parametrize(
+        ("call", "number"),
+        [("fsync", 2), pytest.param("renameat2", 1, marks=pytest.mark.nightly)],
+    )
     def test_its_own_death(
         self, cli: Commands, tmp_path: Path, call: str, number: int
     ) -> None:
