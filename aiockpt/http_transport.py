@@ -599,13 +599,14 @@ class HTTPTransport(CheckpointTransport[T]):
             TransferTimeoutError: the deadline passed.
             StepNotFoundError: the sender has replaced ``step`` and does not keep it.
             PeerFailedError: the sender's :meth:`send_checkpoint` failed.
-            TemplateMismatchError: ``into`` does not fit the checkpoint.
+            TemplateMismatchError: ``into`` does not fit the checkpoint, or lacks a path
+                of ``select``.
             UnsupportedLeafError: a tensor of ``into`` cannot be filled; or ``have``
                 has a leaf of a type that no checkpoint can hold.
             LocalProtocolError: ``have=True`` without a template; or joined metadata
                 together with ``swarm``.
             RankValuesError: the senders of joined metadata have different values.
-            MissingKeysError: the checkpoint, or ``into``, lacks a path of ``select``.
+            MissingKeysError: the checkpoint lacks a path of ``select``.
             DeviceMeshError: a distributed tensor has no place among the ranks here.
             StagingError: a copy failed, or this host lacks memory.
             TransportError, ProtocolError, AuthenticationError: see the error tree.
