@@ -99,7 +99,14 @@ def save(state: dict[str, Any], directory: Path, **options: Any) -> None:
 
 @pytest.mark.timeout(SECONDS + 30)
 @pytest.mark.parametrize(
-    ("layout", "world"), [("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 4)]
+    ("layout", "world"),
+    [
+        pytest.param("fsdp", 1, marks=pytest.mark.nightly),
+        pytest.param("fsdp", 2, marks=pytest.mark.nightly),
+        ("fsdp", 3),
+        ("hsdp", 4),
+        ("tp", 4),
+    ],
 )
 def test_ranks(tmp_path: Path, layout: str, world: int) -> None:
     """Every element and value is where it is said to be, as torch loads it."""
