@@ -55,6 +55,13 @@ RUN_EXAMPLE = "tests/docs/test_examples.py::test_example_runs"
 TORCHFT = ("tests/torchft", f"{RUN_EXAMPLE}[torchft_ddp]")
 FROM_PRETRAINED = "tests/behaviour/cli/test_huggingface.py::TestTransformers"
 OBJECTS_KILLED = "tests/objects/test_killed.py"
+# What the programs of docs/integrations train with; exact, as their hooks change.
+TRAINERS = (
+    *("lightning==2.6.6", "accelerate==1.15.0", "transformers==5.23.0"),
+    *("peft==0.21.2", "nbclient==0.11.0", "ipykernel==7.4.0"),
+    *("einops", "spmd_types==0.2.3", "torchdata", "tyro"),  # torchtitan's
+)
+TORCHTITAN = ("--no-deps", "torchtitan==0.3.0")  # without its data sets and loggers
 VLLM = ("tests/vllm", f"{RUN_EXAMPLE}[ray_fleet]", FROM_PRETRAINED)
 
 
@@ -361,6 +368,15 @@ def vllm(session: nox.Session) -> None:
 
 
 @nox.session(python=WHOLE)
+def integrations(session: nox.Session) -> None:
+    """Kill and resume runs of Lightning, accelerate and Trainer; run a notebook."""
+    install(session, "test", "test-torch")
+    session.install(*PINNED, TORCH, *TRAINERS)
+    session.install(*TORCHTITAN)
+    session.run("pytest", *(session.posargs or ["tests/integrations"]), env=ONE_THREAD)
+
+
+@nox.session(python=WHOLE)
 def objects(session: nox.Session) -> None:
     """Save to a real object store on this machine, through faults of its network."""
     install_objects(session)
@@ -416,7 +432,7 @@ CHECK = (
 )
 NIGHTLY = (
     *("oldest", "coverage", "faults", "soak", "thorough", "fuzz", "torchft_nightly"),
-    *("vllm", "objects", "objects_killed"),
+    *("vllm", "objects", "objects_killed", "integrations"),
 )
 MEASURED = ("http", "saving")
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 HAS_TORCH = find_spec("torch") is not None
 HAS_TORCHFT = HAS_TORCH and find_spec("torchft") is not None
 HAS_VLLM = HAS_TORCH and find_spec("vllm") is not None
+HAS_TRAINERS = HAS_TORCH and find_spec("lightning") is not None
 HAS_STORE = HAS_TORCH and find_spec("obstore") is not None and WEED.exists()
 HAS_UVLOOP = find_spec("uvloop") is not None
 
@@ -100,6 +101,8 @@ def pytest_report_header() -> list[str]:
         lines.append("torchft is not installed: tests/torchft runs in `nox -s torchft`")
     if not HAS_VLLM:
         lines.append("vLLM is not installed: tests/vllm runs in `nox -s vllm`")
+    if not HAS_TRAINERS:
+        lines.append("Lightning is not installed: see `nox -s integrations`")
     if not HAS_STORE:
         lines.append("SeaweedFS is not installed: see `nox -s objects`")
     return lines
@@ -120,8 +123,9 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out what cannot be imported without torch, torchft, vLLM or SeaweedFS."""
+    """Leave out what cannot be imported without torch, torchft or another package."""
     absent = {
+        "integrations": not HAS_TRAINERS,
         "objects": not HAS_STORE,
         "torchft": not HAS_TORCHFT,
         "vllm": not HAS_VLLM,

@@ -14,10 +14,6 @@ from sybil import Document
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*/**/*.md"))]
 LEFT_OUT = "# ..."
-NOT_YET: set[str] = {
-    "without-an-event-loop.md",
-}
-"""Pages with blocks that neither run nor are excerpts, until they are renewed."""
 
 
 def blocks(text: str) -> list[str]:
@@ -100,4 +96,4 @@ def test_every_other_program_runs(page: Path) -> None:
     run = [dedent(str(each.parsed)) for each in module.programs(Document(text, "page"))]
     assert run == [each for each in blocks(text) if not each.startswith("# from ")]
     holes = re.findall(r"skip: \w+|literalinclude", text)
-    assert bool(holes) == (page.name in NOT_YET)
+    assert holes == []

@@ -1,0 +1,24 @@
+"""What Lightning may remove, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+import aiockpt
+from aiockpt.errors import StorageError
+from tests.integrations.lightning_job import BackgroundIO
+
+
+@pytest.mark.allow_error_logs  # the save that fails
+def test_an_older_checkpoint_goes_after_the_commit_of_a_newer_one(tmp_path) -> None:
+    """If the newer one is not committed, the older one stays."""
+    io, old = BackgroundIO(), tmp_path / "old.ckpt"
+    io.save_checkpoint({"global_step": 1}, old)
+    io.finish()
+    (tmp_path / "file").touch()
+    io.save_checkpoint({"global_step": 2}, tmp_path / "file/new.ckpt")
+    io.remove_checkpoint(old)  # Lightning's next call
+    with pytest.raises(StorageError):
+        io.finish()
+    assert aiockpt.load(old) == {"global_step": 1}
+    io.checkpointer.close()

@@ -1,0 +1,86 @@
+"""torchtitan's parts are saved and loaded by a manager of ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    ParamGroupConfig,
+)
+
+from tests.integrations.torchtitan_manager import BackgroundManager
+
+
+class Steps:
+    """Stands for the trainer, which has a state of its own."""
+
+    step = 0
+
+    def state_dict(self):
+        return {"step": self.step}
+
+    def load_state_dict(self, state):
+        self.step = state["step"]
+
+
+class Run:
+    """A sharded model, and what torchtitan makes for it."""
+
+    def __init__(self, place) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(8, 8)
+        fully_shard(self.model)
+        groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW")]
+        config = OptimizersContainer.Config(
+            param_groups=groups, implementation="for-loop"
+        )
+        self.optimizers = config.build(model_parts=[self.model])
+        self.schedulers = LRSchedulersContainer(self.optimizers, lambda _: 1.0)
+        self.trainer = Steps()
+        config = BackgroundManager.Config(enable=True, folder=str(place), interval=2)
+        self.manager = config.build(
+            dataloader=None,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            states={"train_state": self.trainer},
+        )
+
+    def train(self, last: int) -> None:
+        while self.trainer.step < last:
+            torch.manual_seed(self.trainer.step)
+            self.model(torch.randn(4, 8)).square().mean().backward()
+            self.optimizers.step()
+            self.optimizers.zero_grad()
+            self.schedulers.step()
+            self.trainer.step += 1
+            self.manager.save(self.trainer.step)
+        self.manager.close()
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.allow_leaks("threads", "fds")  # gloo's
+@pytest.mark.filterwarnings("ignore:To get the last learning rate:UserWarning")
+@pytest.mark.timeout(240)
+def test_a_run_goes_on(group, tmp_path) -> None:
+    """The weights are those of an undisturbed run, bit for bit."""
+    undisturbed, first = Run(tmp_path / "undisturbed"), Run(tmp_path / "run")
+    assert not first.manager.load()
+    undisturbed.train(5)
+    first.train(3)
+    second = Run(tmp_path / "run")
+    assert second.manager.load()
+    assert second.trainer.step == 2
+    second.train(5)
+    one, other = (run.model.weight.to_local() for run in (undisturbed, second))
+    assert torch.equal(one, other)

@@ -1,0 +1,85 @@
+"""A checkpoint manager for torchtitan that saves in the background."""
+
+import os
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torchtitan.components.checkpointer.base import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    BaseCheckpointManager,
+    ModelWrapper,
+)
+
+import aiockpt
+from aiockpt.checkpointers import CheckpointWriterConfig
+
+
+class BackgroundManager(BaseCheckpointManager):
+    """Each rank saves its shards; any mesh loads them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        """What torchtitan's other managers take, too."""
+
+    def __init__(
+        self,
+        config,
+        *,
+        dataloader,
+        model_parts,
+        optimizers,
+        lr_schedulers,
+        states,
+        sd_adapter=None,
+        base_folder="",
+    ):
+        self.enable, self.interval = config.enable, config.interval
+        self.save_future = self.handle = None
+        self.folder = os.path.join(base_folder, config.folder)
+        self.states = states | {
+            MODEL: ModelWrapper(model_parts),
+            OPTIMIZER: optimizers,
+            DATALOADER: dataloader,
+            LR_SCHEDULER: lr_schedulers,
+        }
+        keep = CheckpointWriterConfig(keep_last=config.keep_latest_k or None)
+        self.checkpointer = aiockpt.make_background_checkpointer(
+            aiockpt.CheckpointerConfig(writer_config=keep)
+        )
+
+    def _state(self):
+        return {name: each.state_dict() for name, each in self.states.items() if each}
+
+    def _save(self, curr_step, last_step=False):
+        if curr_step % self.interval and not last_step:
+            return False
+        if self.handle:
+            self.handle.result()  # raises if the save before has failed
+        path = f"{self.folder}/step-{curr_step}"
+        self.handle = self.checkpointer.save(self._state(), path)
+        return True
+
+    def _load(self, step=-1):
+        found = [aiockpt.latest(self.folder)]
+        dist.broadcast_object_list(found)  # all ranks take the one that rank 0 sees
+        if found[0] is None:
+            return False
+        state = aiockpt.load(found[0], into=self._state(), rank_values="keep")
+        for name, each in self.states.items():
+            if each:
+                each.load_state_dict(state[name])
+        return True
+
+    def _maybe_wait_for_staging(self):
+        pass  # `save` has returned when the copy is made
+
+    def _wait_for_saving(self):
+        self.handle.result()
+
+    def _close(self):
+        if self.handle:
+            self.handle.result()
+        self.checkpointer.close()
