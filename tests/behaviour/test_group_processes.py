@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,11 +24,10 @@ if TYPE_CHECKING:
     from aiockpt import Progress
 
 # What a peer does comes to the loop by way of the threads that wait for it, which the
-# other tests of this directory do on both loops.
-LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
-
+# other tests of this directory do on both loops. uvloop starts its own processes, which
+# are no forks: see tests/support/forkserver.py.
 pytestmark = [
-    pytest.mark.asyncio(loop_factories=[LOOP]),
+    pytest.mark.asyncio(loop_factories=["asyncio"]),
     pytest.mark.timeout(120),
     pytest.mark.usefixtures("no_blocking", "only_waits_left"),
 ]
