@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from tests.support.transports import in_the_middle, pair, receive, weights
 from tests.support.waiting import eventually, is_running, wait_until
 
 # What happens to processes is the same on both loops; each takes seconds.
-LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
+LOOP = "asyncio"  # uvloop's processes would be no forks of one with torch
 
 pytestmark = [pytest.mark.asyncio(loop_factories=[LOOP]), pytest.mark.timeout(900)]
 

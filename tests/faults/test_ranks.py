@@ -20,7 +20,6 @@ from contextlib import (
     suppress,
 )
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ from tests.support.saving import LONG, SHORT, Dying, Job, job, load, names, use_
 from tests.support.waiting import eventually
 
 # What happens to processes is the same on both loops; each takes seconds.
-LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
+LOOP = "asyncio"  # uvloop's processes would be no forks of one with torch
 
 pytestmark = pytest.mark.timeout(900)
 

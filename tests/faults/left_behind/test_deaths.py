@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.support.ranks import ranks
 from tests.support.transports import weights
 
 # The kernel tells of a death, whatever the loop is.
-LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
+LOOP = "asyncio"  # uvloop's processes would be no forks of one with torch
 
 pytestmark = pytest.mark.timeout(120)
 

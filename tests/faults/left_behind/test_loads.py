@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests.support.proofs import Cell, each_cell
 from tests.support.ranks import process
 from tests.support.transports import MIB, arenas, port_of, transport, weights
 
-LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
+LOOP = "asyncio"  # uvloop's processes would be no forks of one with torch
 
 pytestmark = [pytest.mark.asyncio(loop_factories=[LOOP]), pytest.mark.timeout(120)]
 

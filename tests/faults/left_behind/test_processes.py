@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from tests.support.trainer import trainer
 from tests.support.transports import weights
 from tests.support.waiting import eventually, is_running, reaped
 
-LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
+LOOP = "asyncio"  # uvloop's processes would be no forks of one with torch
 
 pytestmark = [pytest.mark.asyncio(loop_factories=[LOOP]), pytest.mark.timeout(120)]
 

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from tests.support.trainer import Kept, kept
 from tests.support.transports import arenas, weights
 from tests.support.waiting import eventually, state_of
 
-LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
+LOOP = "asyncio"  # uvloop's processes would be no forks of one with torch
 
 pytestmark = [pytest.mark.asyncio(loop_factories=[LOOP]), pytest.mark.timeout(180)]
 
