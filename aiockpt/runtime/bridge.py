@@ -20,7 +20,7 @@ import logging
 import sys
 import threading
 from concurrent.futures import Future as Future  # noqa: PLC0414 - for other modules
-from concurrent.futures import InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar, TypeVarTuple
 from weakref import WeakSet
@@ -28,7 +28,7 @@ from weakref import WeakSet
 import anyio
 
 from aiockpt.errors import ClosedError, StagingError
-from aiockpt.format.limits import IS_CANCELLED
+from aiockpt.format.limits import IS_CANCELLED, WorkCancelledError, raise_if_cancelled
 from aiockpt.runtime.system import usable_cores
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _NO_THREAD: Final = "can't start new thread"
 _MAX_COPY_THREADS: Final = 4  # more hardly copy memory faster
+_ASKED_EVERY_S: Final = 0.2  # whether the caller is cancelled
+_TO_END_S: Final = 0.7  # for a call that nobody waits for any more
 
 _SLEEPS_BY_ITSELF: Final = sys.version_info >= (3, 14)  # such a thread sleeps by itself
 
@@ -402,6 +404,46 @@ def run_in_thread(name: str, fn: Callable[[*Args], T], *args: *Args) -> T:
         call.clear()  # or an error would refer to itself, through this frame
 
 
+def run_interruptibly(name: str, fn: Callable[[], T], left: threading.Event) -> T:
+    """Return or raise what ``fn()`` does in a new thread, for a caller that may block.
+
+    If a signal's handler raises, or the caller is cancelled (see `IS_CANCELLED`), the
+    call may ask for that, and has a second to end. After that, the thread is left
+    behind, and its result is dropped.
+
+    Args:
+        name: The thread's name.
+        fn: The call.
+        left: Set when the thread is left behind. Then all calls with this event end.
+
+    Raises:
+        WorkCancelledError: the caller is cancelled, or ``left`` is set.
+    """
+    call, ended = _Call.of(fn), Future[None]()
+    try:
+        thread = start_daemon(name, _end_into, call, ended)
+    except StagingError:  # the system refuses threads
+        return fn()
+    try:
+        try:
+            while wait([ended], _ASKED_EVERY_S).not_done:
+                raise_if_cancelled()
+                if left.is_set():
+                    raise WorkCancelledError("another call was interrupted")
+        except BaseException:
+            call.called_off = True
+            if not left.is_set():
+                wait([ended], _TO_END_S)
+            raise
+        return call.result()
+    finally:
+        if ended.cancel():
+            left.set()
+            leave_behind(thread)
+        else:
+            call.clear()
+
+
 class SerialThread:
     """One thread that makes calls in order, for a caller that may block."""
 
@@ -441,9 +483,11 @@ def share_out(
     waiting, errors = iter(items), list[BaseException]()
     most = at_once or min(_MAX_COPY_THREADS, usable_cores())
     threads = list[threading.Thread]()
-    called_off = threading.Event()
+    called_off, interrupted = threading.Event(), threading.Event()
+    outer = IS_CANCELLED.get() or bool  # which is False
 
     def run() -> None:
+        IS_CANCELLED.set(lambda: interrupted.is_set() or outer())
         try:
             for item in waiting:
                 if called_off.is_set():
@@ -460,13 +504,14 @@ def share_out(
         called_off.set()  # for a thread that has just begun, and is not in the list
         errors.append(interrupt)
     if not threads and not errors:
-        run()
+        contextvars.copy_context().run(run)
     for thread in threads:
         while thread.is_alive():
             try:
                 thread.join()
             except BaseException as interrupt:  # noqa: BLE001 - raised below
                 errors.append(interrupt)
+                interrupted.set()
     try:
         if errors:
             raise errors[0]

@@ -266,9 +266,11 @@ def storage_at(path: StrPath) -> Storage:
     """
     text = expanded(path)
     if is_address(text):
-        from aiockpt.storage.objects import object_storage  # obstore may be missing
+        from aiockpt.storage.bucket import Bucket  # obstore may be missing
+        from aiockpt.storage.objects import ObjectStorage
 
-        return object_storage(text, _stores)
+        root, key = split_address(text)
+        return ObjectStorage(Bucket(root, _stores), key)
     return FileStorage(resolve_path(path))
 
 

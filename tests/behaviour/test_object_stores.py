@@ -9,6 +9,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -30,6 +31,7 @@ from aiockpt.transfer.remarks import Remarks
 obstore = pytest.importorskip("obstore")
 obstore.put(obstore.store.MemoryStore(), "warm", b"")  # its threads stay
 objects = pytest.importorskip("aiockpt.storage.objects")
+requests = pytest.importorskip("aiockpt.storage.bucket")
 
 MIB = 1 << 20
 FILE = "checkpoint_0.safetensors"
@@ -229,7 +231,7 @@ class TestSaves:
                 put(store, key, data, **how)
             return done
 
-        monkeypatch.setattr(objects.obstore, "put", lose)
+        monkeypatch.setattr(obstore, "put", lose)
         save(f"{bucket}/s", {"a": 1})
         assert aiockpt.load(f"{bucket}/s") == {"a": 1}
 
@@ -242,7 +244,7 @@ class TestSaves:
                 state["w"][0] = 1
             return put(store, key, data, **how)
 
-        monkeypatch.setattr(objects.obstore, "put", change)
+        monkeypatch.setattr(obstore, "put", change)
         with pytest.raises(StagingError, match="was changed while it was saved"):
             save(f"{bucket}/step-1", state)
         assert keys(store) == []
@@ -256,7 +258,7 @@ class TestSaves:
                 raise NotImplementedError
             return put(store, key, data, **how)
 
-        monkeypatch.setattr(objects.obstore, "put", plain)
+        monkeypatch.setattr(obstore, "put", plain)
         with pytest.raises(StorageError, match="no conditional puts"):
             save(f"{bucket}/s", {"a": 1})
 
@@ -273,17 +275,17 @@ class TestSaves:
 
         def with_itself(store: Any, prefix: Any = None, **how: Any) -> Any:
             itself = [{"path": prefix, "size": 0}] if prefix == "s" else []
-            return [itself, *found(store, prefix, **how)]
+            return iter([itself, *found(store, prefix, **how)])
 
         with monkeypatch.context() as patch:
-            patch.setattr(objects.obstore, "list", with_itself)
+            patch.setattr(obstore, "list", with_itself)
             objects.Upload(storage_at(f"{bucket}/s"), 0)
 
     def test_what_a_put_replaces(self) -> None:
         """Google's store asks for its number, the others for the entity tag."""
         for meta in ({"e_tag": "a", "version": "7"}, {"e_tag": "a", "version": None}):
             expected = {name: value for name, value in meta.items() if value}
-            assert objects._Content("", meta, b"").version == expected
+            assert requests.StoredContent(meta, b"").version == expected
 
     @pytest.mark.parametrize("name", ["run/.aiockpt", "run/.aiockpt/s-1"])
     def test_the_place_of_the_notes(self, bucket: str, name: str) -> None:
@@ -371,7 +373,7 @@ class TestRanks:
             notes.extend([key] if ".aiockpt" in key else ())
             return put(store, key, data, **how)
 
-        monkeypatch.setattr(objects.obstore, "put", count)
+        monkeypatch.setattr(obstore, "put", count)
         save(f"{bucket}/s", {"w": torch.ones(6 * MIB)})
         assert len(notes) >= 4
         assert torch.equal(aiockpt.load(f"{bucket}/s")["w"], torch.ones(6 * MIB))
@@ -397,11 +399,11 @@ class TestRemovals:
 
         def between(place: Any, key: str, data: Any, **how: Any) -> Any:
             if key.endswith(MARKER):
-                monkeypatch.setattr(objects.obstore, "put", put)
+                monkeypatch.setattr(obstore, "put", put)
                 save(f"{bucket}/run/s-1", {"a": 2})
             return put(place, key, data, **how)
 
-        monkeypatch.setattr(objects.obstore, "put", between)
+        monkeypatch.setattr(obstore, "put", between)
         run: Any = storage_at(f"{bucket}/run")
         assert not run.retire(found)
         assert aiockpt.load(f"{bucket}/run/s-1") == {"a": 2}
@@ -420,7 +422,7 @@ class TestRemovals:
 
         run: Any = storage_at(f"{bucket}/run")
         with monkeypatch.context() as patch:
-            patch.setattr(objects.obstore, "delete", die)
+            patch.setattr(obstore, "delete", die)
             with pytest.raises(KeyboardInterrupt):
                 run.retire(found)
         assert aiockpt.list_checkpoints(f"{bucket}/run") == []
@@ -532,7 +534,7 @@ class TestSerials:
                 return call(*args, **how)
 
             call = partial(counted, getattr(obstore, verb))
-            monkeypatch.setattr(objects.obstore, verb, call)
+            monkeypatch.setattr(obstore, verb, call)
         sums = []
         for step in range(20):
             count.clear()
@@ -627,7 +629,7 @@ class TestLoads:
                 raise obstore.exceptions.GenericError("busy - 503 Slow Down")
             return get(store, key, **how)
 
-        monkeypatch.setattr(objects.obstore, "get", fail)
+        monkeypatch.setattr(obstore, "get", fail)
         for call in (
             lambda: aiockpt.latest(f"{bucket}/run"),
             lambda: find_checkpoint(f"{bucket}/run/s-2"),
@@ -656,19 +658,39 @@ class TestLoads:
             ("Generic GCS error: unknown variant `secret`", "unknown variant"),
         ],
     )
-    def test_what_the_store_says(self, said: str, shown: str) -> None:
+    def test_what_the_store_says(
+        self, bucket, store, monkeypatch, said: str, shown: str
+    ) -> None:
         """The error has its code, and nothing that may be a secret."""
         shows = pytest.raises(StorageError, match=re.escape(shown))
-        with shows as caught, objects._naming("s3://b"):
-            raise obstore.exceptions.GenericError(said)
+        failure = obstore.exceptions.GenericError(said)
+        monkeypatch.setattr(obstore, "head", Mock(side_effect=failure))
+        with shows as caught:
+            requests.Bucket(bucket, {bucket: store}).head("key")
         assert "secret" not in str(caught.value)
 
-    def test_a_panic(self) -> None:
+    def test_an_upload_that_was_aborted(self, bucket, store, monkeypatch) -> None:
+        """The error says by whom, and that saving again helps."""
+        monkeypatch.setattr(obstore, "put", Mock(side_effect=FileNotFoundError))
+        with pytest.raises(StorageError, match=r"was aborted.*save again"):
+            requests.Bucket(bucket, {bucket: store}).put_parts("key", [], MIB)
+
+    def test_a_store_that_nobody_reaches(self, bucket, store, monkeypatch) -> None:
+        """The error says what may be wrong."""
+        failure = obstore.exceptions.GenericError(
+            "GET http://s - error sending request"
+        )
+        monkeypatch.setattr(obstore, "head", Mock(side_effect=failure))
+        with pytest.raises(StorageError, match="check the endpoint"):
+            requests.Bucket(bucket, {bucket: store}).head("key")
+
+    def test_a_panic(self, bucket: str, store: Any, monkeypatch) -> None:
         """It is a typed error, too."""
         panic = type("PanicException", (BaseException,), {})
         shows = pytest.raises(StorageError, match="does not work with")
-        with shows, objects._naming("s3://b"):
-            raise panic
+        monkeypatch.setattr(obstore, "head", Mock(side_effect=panic))
+        with shows:
+            requests.Bucket(bucket, {bucket: store}).head("key")
 
     def test_a_name_that_no_store_takes(self, bucket: str) -> None:
         """It is a typed error."""

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +19,7 @@ import torch
 import aiockpt
 from aiockpt import make_sync_checkpointer
 from aiockpt.errors import AiockptError, IntegrityError, StorageError
-from aiockpt.storage import interface, objects
+from aiockpt.storage import bucket, interface
 from aiockpt.testing import (
     CutAfter,
     Fault,
@@ -29,6 +31,7 @@ from aiockpt.testing import (
 )
 from tests.objects.conftest import Place, Proxied
 from tests.support.commandline import beside
+from tests.support.object_saver import COMMAND
 from tests.support.objectstore import Cut, Reply, Request
 
 MIB = 1 << 20
@@ -95,13 +98,13 @@ def test_a_store_that_is_busy_for_seconds(
     for name, value in place.server.environment(port=proxy.port).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(interface, "_stores", {})
-    objects._store_at.cache_clear()
+    bucket._store_at.cache_clear()
     path = f"s3://{place.server.bucket}/{place.prefix}/run/step-1"
     try:
         save(path, state(1))
         assert_same(aiockpt.load(path), state(1))
     finally:
-        objects._store_at.cache_clear()
+        bucket._store_at.cache_clear()
     assert time.monotonic() > until
 
 
@@ -268,3 +271,27 @@ def test_a_checkpoint_that_was_half_deleted(place: Place) -> None:
         aiockpt.load(place("run/step-1"))
     save(place("run/step-1"), state(2))
     assert_same(aiockpt.load(place("run/step-1")), state(2))
+
+
+@pytest.mark.parametrize("verb", ["load", "list", "save"])
+def test_an_interrupt_while_the_store_is_silent(place: Place, verb: str) -> None:
+    """It ends the wait, and the process."""
+    path = place("run/step-1")
+    save(path, state(mib=12))
+    silent = StallAfter(3 * MIB if verb == "load" else 0)
+    proxy = FaultProxy("127.0.0.1", place.server.port, otherwise=silent)
+    with beside(proxy):
+        root, environment = place.child(proxy.port)
+        path = f"{root}/{place.prefix}/run/step-1"
+        with subprocess.Popen(
+            [*COMMAND, "interrupted", verb, path],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begins\n"
+            time.sleep(2)
+            process.send_signal(signal.SIGINT)
+            waited, _ = process.communicate(timeout=60)
+    assert float(waited) < 4

@@ -6,11 +6,14 @@ import asyncio
 import gc
 import logging
 import random
+import signal
 import threading
 import time
 import traceback
 import weakref
+from contextlib import nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -18,7 +21,18 @@ import pytest
 import uvloop
 
 from aiockpt.errors import ClosedError
-from aiockpt.runtime.bridge import Bridge, BridgeStatistics, share_out
+from aiockpt.format.limits import (
+    IS_CANCELLED,
+    WorkCancelledError,
+    raise_if_cancelled,
+)
+from aiockpt.runtime.bridge import (
+    Bridge,
+    BridgeStatistics,
+    run_interruptibly,
+    share_out,
+)
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.every_loop
 
@@ -603,3 +617,58 @@ def test_an_interrupt_waits_for_shared_work(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(KeyboardInterrupt):
         share_out(work, range(100))
     assert sorted(done) == [*range(100)]
+
+
+class TestRunInterruptibly:
+    """A wait that ends, although its call does not."""
+
+    def test_its_result_and_its_error(self) -> None:
+        """They are the call's own."""
+        left = threading.Event()
+        assert run_interruptibly("call", lambda: 3, left) == 3
+        with pytest.raises(ZeroDivisionError):
+            run_interruptibly("call", lambda: 1 // 0, left)
+        assert not left.is_set()
+
+    @pytest.mark.parametrize("ends", [True, False])
+    def test_an_interrupt(self, *, ends: bool) -> None:
+        """The call is told, and left behind if it does not end soon."""
+        left, released = threading.Event(), threading.Event()
+        before = threading.active_count()
+
+        def call() -> None:
+            signal.raise_signal(signal.SIGUSR1)
+            while not released.wait(0.01):
+                if ends:
+                    raise_if_cancelled()
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        previous = signal.signal(signal.SIGUSR1, interrupt)
+        began = time.monotonic()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                run_interruptibly("call", call, left)
+            assert left.is_set() is not ends
+            with nullcontext() if ends else pytest.raises(WorkCancelledError):
+                run_interruptibly("call", partial(time.sleep, 0.5), left)
+            assert time.monotonic() - began < LONG
+        finally:
+            signal.signal(signal.SIGUSR1, previous)
+            released.set()
+        wait_until(lambda: threading.active_count() <= before, "the end of the threads")
+
+    def test_a_cancellation_of_shared_work(self) -> None:
+        """It reaches the threads that share the work."""
+        left, released = threading.Event(), threading.Event()
+        token = IS_CANCELLED.set(lambda: True)
+        try:
+            with pytest.raises(WorkCancelledError):
+                share_out(
+                    lambda _: run_interruptibly("call", released.wait, left), [1, 2]
+                )
+        finally:
+            IS_CANCELLED.reset(token)
+            released.set()
+        assert left.is_set()

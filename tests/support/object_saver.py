@@ -6,7 +6,9 @@ The environment says where the store is, and who asks.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,25 @@ def save(path: str, value: str, keep_last: str) -> None:
     save_filled(path, filled(int(value), parts=PARTS), int(keep_last))
 
 
+def interrupted(verb: str, path: str) -> None:
+    """Begin, and print how long an interrupt has taken to end it."""
+    signal.signal(signal.SIGINT, _interrupt)
+    print("begins", flush=True)
+    try:
+        if verb == "load":
+            aiockpt.load(path)
+        elif verb == "list":
+            aiockpt.list_checkpoints(os.path.dirname(path))
+        else:
+            save(path, "2", "0")
+    except KeyboardInterrupt as error:
+        print(time.monotonic() - error.args[0], flush=True)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt(time.monotonic())
+
+
 def prepared(pid_file: str) -> None:
     """Have this checkpoint process upload small parts; say which process it is."""
     from aiockpt.storage import objects
@@ -159,7 +180,8 @@ def load_memory(path: str, mib: str) -> None:
 
 
 PROGRAMS = {
-    each.__name__: each for each in (save, save_in_process, ranks, memory, load_memory)
+    each.__name__: each
+    for each in (save, save_in_process, interrupted, ranks, memory, load_memory)
 }
 COMMAND = [sys.executable, str(Path(__file__))]
 """What runs a program: its name and its arguments follow."""
