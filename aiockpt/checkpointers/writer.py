@@ -422,6 +422,7 @@ class _Save:
             if not rank or draft.is_committed():
                 return self._not_confirmed(error)
             if isinstance(error, PeerFailedError) and not error.rank:
+                draft.discard()
                 raise self._not_committed(error) from error
             raise self._not_known(error) from error
         return ""

@@ -28,6 +28,7 @@ from aiockpt.checkpointers.config import BarrierConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.errors import PeerFailedError, StorageError, TransportError
+from aiockpt.storage.commit import Draft
 from aiockpt.storage.interface import find_checkpoint, latest
 from tests.support.ports import free_port
 from tests.support.proofs import proves
@@ -698,3 +699,23 @@ class TestConfig:
         for rank, size in [(-1, 2), (2, 2), (0, 0)]:
             with pytest.raises(ValueError, match="global_rank must be from 0"):
                 RankInfo(rank, size)
+
+
+def test_a_commit_that_fails_leaves_no_file(tmp_path, monkeypatch) -> None:
+    """Each rank removes its own."""
+
+    def fails(*_: Any) -> list[Path]:
+        raise StorageError("there", "no room")
+
+    monkeypatch.setattr(Draft, "commit", fails)
+    port = free_port()
+
+    def save(rank: int) -> None:
+        made = CheckpointWriter(config(), RankInfo(rank, 2), barrier(rank, 2, port))
+        with closing(made), pytest.raises(StorageError):
+            made.write(tmp_path / "step-1", {"a": rank})
+
+    with ThreadPoolExecutor(2) as pool:
+        for saved in [pool.submit(save, rank) for rank in range(2)]:
+            saved.result(LONG)
+    assert names(tmp_path) == []
