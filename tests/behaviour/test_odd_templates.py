@@ -23,6 +23,7 @@ from aiockpt.errors import (
     IntegrityError,
     MissingKeysError,
     RemoteProtocolError,
+    StorageError,
     TemplateMismatchError,
     UnsupportedLeafError,
 )
@@ -366,6 +367,12 @@ def test_a_tensor_without_an_encoding_costs_who_asks(
     some: dict[str, Any] = {f"w{n}": torch.full((2,), float(n)) for n in range(many)}
     state: dict[str, Any] = {"v": {**some, "odd": odd}, "t": (odd, torch.ones(2))}
     torch.save(state, path)
+    if refused := torch.serialization.get_unsafe_globals_in_checkpoint(path):
+        # torch 2.15 does not load a nested tensor without running pickled code.
+        assert (name, refused) == ("nested", ["torch._utils._rebuild_nested_tensor"])
+        with pytest.raises(StorageError, match="_rebuild_nested_tensor, which only"):
+            aiockpt.load(path, select=["v.w0"])
+        return
     assert len(aiockpt.load(path, select=["v.w0"])["v"]) == 1
     into = {"v": {"w0": torch.ones(2)}}
     assert not aiockpt.load(path, into)["v"]["w0"].any()
