@@ -558,8 +558,8 @@ def _why_not(joined: _Joined, url: str) -> str | None:
     if urlsplit(url).path == http.MEMBER_PATH:
         return None
     return (
-        f"it serves at {url}, and members serve at {http.MEMBER_PATH}; mount it there, "
-        "and pass a host without a path as advertise="
+        f"it serves at {url}, and members serve at {http.MEMBER_PATH}: mount it there, "
+        "or pass advertise= without another path"
     )
 
 
