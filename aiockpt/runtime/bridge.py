@@ -420,16 +420,17 @@ def run_interruptibly(name: str, fn: Callable[[], T], left: threading.Event) -> 
         WorkCancelledError: the caller is cancelled, or ``left`` is set.
     """
     call, ended = _Call.of(fn), Future[None]()
-    try:
-        thread = start_daemon(name, _end_into, call, ended)
-    except StagingError:  # the system refuses threads
-        return fn()
+    thread: threading.Thread | None = None
     try:
         try:
+            thread = start_daemon(name, _end_into, call, ended)
             while wait([ended], _ASKED_EVERY_S).not_done:
                 raise_if_cancelled()
                 if left.is_set():
                     raise WorkCancelledError("another call was interrupted")
+        except StagingError:  # the system refuses threads
+            ended.set_result(None)
+            return fn()
         except BaseException:
             call.called_off = True
             if not left.is_set():
@@ -439,7 +440,8 @@ def run_interruptibly(name: str, fn: Callable[[], T], left: threading.Event) -> 
     finally:
         if ended.cancel():
             left.set()
-            leave_behind(thread)
+            if thread is not None:  # or an interrupt came while it was started
+                leave_behind(thread)
         else:
             call.clear()
 

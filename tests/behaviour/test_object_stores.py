@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,12 @@ def store() -> Any:
 
 
 @pytest.fixture
-def bucket(store: Any) -> str:
-    """Return the address of the store."""
+def bucket(store: Any) -> Iterator[str]:
+    """Yield the address of the store."""
     address = f"memory://{secrets.token_hex(4)}"
     aiockpt.register_store(address, store)
-    return address
+    yield address
+    aiockpt.register_store(address, None)  # checkpointers of other tests pickle it
 
 
 def save(path: str, state: object, hook: WriterHook | None = None, **how: Any) -> None:

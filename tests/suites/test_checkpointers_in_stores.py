@@ -45,7 +45,7 @@ class _InMemory:
 
     def occupy(self, path: Path) -> None:
         place: Any = storage_at(path)
-        obstore.put(place.store, place.key, b"precious")
+        place.bucket.put(place.key, b"precious")
 
 
 class TestSyncCheckpointer(_InMemory, CheckpointerConformance[SyncCheckpointer]):
