@@ -118,9 +118,11 @@ class CheckpointReader:
         """Return the state dict, and the requested keys that the checkpoint lacks.
 
         Args:
-            path: One of: a checkpoint's directory; a safetensors file of any tool, or a
-                directory of such files; a file of ``torch.save``; a directory with the
-                files of torch's experimental checkpointer; the URL of a peer, such as
+            path: One of: a checkpoint's directory, or its address in an object store,
+                such as ``s3://bucket/run/step-100``; a safetensors file of any tool, or
+                a directory of such files; a file of ``torch.save``; a directory of
+                ``torch.distributed.checkpoint`` or of torch's experimental
+                checkpointer; the URL of a peer, such as
                 ``http://host:port/checkpoint/100``, or its ``metadata()``.
             state_dict: Another name of ``into``.
             into: A template; only its keys are read. Its tensors are filled in place.
