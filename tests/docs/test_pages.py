@@ -120,7 +120,7 @@ def test_every_public_coroutine_has_a_row_in_the_table_of_failures() -> None:
 def test_each_kind_of_threat_has_a_row() -> None:
     """Spoofing, tampering, repudiation, disclosure, denial of service, elevation."""
     page = (DOCS / "explanation" / "security.md").read_text()
-    table = page.partition("(security-threats)=")[2]
+    table = page.partition("## The threats, one by one")[2]
     assert set(re.findall(r"^\| ([A-Z])\d+ \|", table, re.MULTILINE)) == set("STRIDE")
 
 
@@ -129,3 +129,35 @@ def test_a_vulnerability_is_reported_in_private() -> None:
     text = (ROOT / "SECURITY.md").read_text()
     assert "private security advisories" in text
     assert "docs/explanation/security.md" in text
+
+
+def without_programs(page: Path) -> str:
+    """Return the text of a page outside of its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what a repository calls the headings of a page in a link."""
+    found = re.findall(r"^#+ (.+)$", without_programs(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", name).lower().replace(" ", "-") for name in found}
+
+
+def test_links_work_in_the_repository() -> None:
+    """They have a text, and lead to a file and a heading, not to a label of Sphinx."""
+    count = 0
+    broken: list[str] = []
+    for page in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]:
+        text = without_programs(page)
+        for name, link in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", text):
+            if "://" in link:
+                continue
+            count += 1
+            path, _, anchor = link.partition("#")
+            file = page.parent / path if path else page
+            is_there = file.exists() and (
+                not anchor or file.suffix != ".md" or anchor in anchors(file)
+            )
+            if not (name and is_there):
+                broken.append(f"{page.relative_to(ROOT)}: [{name}]({link})")
+    assert count > 100
+    assert broken == []

@@ -154,7 +154,7 @@ def _invariants() -> dict[str, str]:
 
 def _threats() -> dict[str, str]:
     text = (DOCS / "explanation" / "security.md").read_text()
-    table = text.partition("(security-threats)=")[2]
+    table = text.partition("## The threats, one by one")[2]
     cells = re.findall(r"^\| ([STRIDE]\d+) \| (.*?) \|", table, re.MULTILINE)
     return {f"threat {number}": threat for number, threat in cells}
 
