@@ -11,10 +11,12 @@ from accelerate.utils import broadcast_object_list
 import aiockpt
 
 EPOCHS = 3
+KILL_AT = int(sys.argv[1])
 WHOLE = ["model", "optimizer", "scheduler"]  # equal on all ranks
 
 accelerator = Accelerator(
-    cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
+    cpu=True,  # for the test; leave it out on a GPU
+    dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
 )
 torch.manual_seed(accelerator.process_index)
 data = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
@@ -27,12 +29,13 @@ loader = torch.utils.data.DataLoader(
     data, batch_size=4, shuffle=True, generator=torch.Generator()
 )
 model, optimizer, loader, scheduler = accelerator.prepare(net, adam, loader, linear)
+unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
 
 
 def training_state(step):
     state = {"random": torch.get_rng_state(), "step": step}
     if accelerator.is_main_process:  # once, not once a rank
-        state["model"] = accelerator.unwrap_model(model).state_dict()
+        state["model"] = unwrapped.state_dict()
         state["optimizer"] = optimizer.state_dict()
         state["scheduler"] = scheduler.state_dict()
     return state
@@ -44,14 +47,14 @@ def resume():
     if found[0] is None:
         return 0
     state = aiockpt.load(found[0], select=[*WHOLE, "random", "step"])
-    accelerator.unwrap_model(model).load_state_dict(state["model"])
+    unwrapped.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     torch.set_rng_state(state["random"])
     return state["step"]
 
 
-def train(checkpointer, kill_at):
+def train(checkpointer):
     step, handle = resume(), None
     for epoch in range(step // len(loader), EPOCHS):
         loader.set_epoch(epoch)
@@ -67,12 +70,12 @@ def train(checkpointer, kill_at):
                 if handle:
                     handle.result()  # raises if the save before has failed
                 handle = checkpointer.save(training_state(step), f"run/step-{step}")
-            if step == kill_at:
+            if step == KILL_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
     checkpointer.save(training_state(step), f"run/step-{step}").result()
 
 
 if __name__ == "__main__":
     with aiockpt.make_background_checkpointer() as checkpointer:
-        train(checkpointer, kill_at=int(sys.argv[1]))
+        train(checkpointer)
     accelerator.end_training()

@@ -16,7 +16,7 @@ from aiockpt.checkpointers import RankInfo
 
 
 class BackgroundIO(CheckpointIO):
-    """Saves Lightning's checkpoints; training waits only for the copy."""
+    """Saves Lightning's checkpoints in the background."""
 
     def __init__(self):
         self.checkpointer = self.handle = None
@@ -57,6 +57,7 @@ class Publish(lightning.Callback):
     def on_fit_start(self, trainer, module):
         if trainer.is_global_zero:
             self.transport = aiockpt.make_background_transport()
+            Path("metadata").touch(mode=0o600)  # it will contain the token
             Path("metadata").write_text(self.transport.metadata())
 
     def on_train_epoch_end(self, trainer, module):
@@ -66,7 +67,7 @@ class Publish(lightning.Callback):
             )
 
     def teardown(self, trainer, module, stage):
-        if trainer.is_global_zero:
+        if stage == "fit" and trainer.is_global_zero:
             self.transport.shutdown()
 
 

@@ -49,7 +49,7 @@ def train(checkpointer):
     torch.manual_seed(dist.get_rank())
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.AdamW(model.parameters())
-    step, over = resume(model, optimizer), False
+    step, over, handle = resume(model, optimizer), False, None
     while step < LAST and not over:
         model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
@@ -59,7 +59,8 @@ def train(checkpointer):
         if over or step % 100 == 0 or step == LAST:
             state = training_state(model, optimizer, step)
             handle = checkpointer.save(state, f"run/step-{step}")
-    handle.result()  # committed by all ranks, or this raises the reason
+    if handle:
+        handle.result()  # committed by all ranks, or this raises the reason
     return 0 if step == LAST else AGAIN
 
 

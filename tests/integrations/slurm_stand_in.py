@@ -33,10 +33,10 @@ def descendants() -> set[int]:
 def srun(*command: str) -> int:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     ranks = int(os.environ["SLURM_NTASKS"])
-    tasks = [
-        subprocess.Popen(command, env={**os.environ, "SLURM_PROCID": str(rank)})
-        for rank in range(ranks)
-    ]
+    tasks = []
+    for rank in map(str, range(ranks)):
+        own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+        tasks.append(subprocess.Popen(command, env={**os.environ, **own}))
     if name := os.environ.get("STAND_IN_SIGNAL"):
         while not Path(os.environ["STAND_IN_FILE"]).exists():
             assert tasks[0].poll() is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 import aiockpt
 from aiockpt.errors import StorageError
-from tests.integrations.lightning_job import BackgroundIO
+from tests.integrations.lightning_job import BackgroundIO, Publish
 
 
 @pytest.mark.allow_error_logs  # the save that fails
@@ -22,3 +24,8 @@ def test_an_older_checkpoint_goes_after_the_commit_of_a_newer_one(tmp_path) -> N
         io.finish()
     assert aiockpt.load(old) == {"global_step": 1}
     io.checkpointer.close()
+
+
+def test_a_stage_without_training_publishes_nothing() -> None:
+    """Lightning ends `validate` and `test` in the same way as `fit`."""
+    Publish().teardown(SimpleNamespace(is_global_zero=True), None, "validate")

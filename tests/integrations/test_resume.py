@@ -88,6 +88,7 @@ def test_a_killed_run_goes_on_within_its_epoch(program, ranks, tmp_path) -> None
     assert run(killed, program, "13", ranks=ranks) != 0
     wait_for(killed, step=10)
     assert run(killed, program, str(NEVER), ranks=ranks) == 0
+    assert run(killed, program, str(NEVER), ranks=ranks) == 0  # nothing is left to do
     assert differences(states(undisturbed), states(killed)) == []
 
 

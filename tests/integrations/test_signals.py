@@ -62,6 +62,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     place = tmp_path_factory.mktemp("jobs") / "undisturbed"
     put_up(place)
     assert not run(place)
+    assert not run(place)  # a job that has ended may be started again
     return states(place)
 
 

@@ -82,5 +82,10 @@ def test_a_run_goes_on(group, tmp_path) -> None:
     assert second.manager.load()
     assert second.trainer.step == 2
     second.train(5)
+    assert second.manager.load(step=2)
+    assert second.trainer.step == 2
+    assert second.manager.load()
+    assert second.trainer.step == 4
+    second.train(5)
     one, other = (run.model.weight.to_local() for run in (undisturbed, second))
     assert torch.equal(one, other)

@@ -63,7 +63,8 @@ class BackgroundManager(BaseCheckpointManager):
         return True
 
     def _load(self, step=-1):
-        found = [aiockpt.latest(self.folder)]
+        newest = aiockpt.latest(self.folder)
+        found = [newest if step < 0 else f"{self.folder}/step-{step}"]
         dist.broadcast_object_list(found)  # all ranks take the one that rank 0 sees
         if found[0] is None:
             return False

@@ -86,10 +86,12 @@ def main():
         report_to="none",
         disable_tqdm=True,
     )
-    trainer = BackgroundTrainer(model, args, train_dataset=data, callbacks=[KillAt()])
+    trainer = BackgroundTrainer(model, args, train_dataset=data)
+    trainer.add_callback(KillAt())
     with aiockpt.make_background_checkpointer() as checkpointer:
         trainer.train_on(checkpointer)
-        trainer.handle.result()
+        if trainer.handle:  # None if nothing was left to do
+            trainer.handle.result()
 
 
 if __name__ == "__main__":
