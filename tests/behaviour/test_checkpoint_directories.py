@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from aiockpt import latest, list_checkpoints
 from aiockpt.errors import CheckpointNotFoundError, StorageError
 from aiockpt.storage import commit, retention
 from aiockpt.storage import files as _files
@@ -23,7 +24,7 @@ from aiockpt.storage.directory import (
     checkpoint_at,
     step_of,
 )
-from aiockpt.storage.interface import find_checkpoint, latest, list_checkpoints
+from aiockpt.storage.interface import find_checkpoint
 from aiockpt.storage.retention import retire, sweep
 from tests.support.proofs import proves
 from tests.support.saving import load, names, save, save_by_two, sync_checkpointer

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt.checkpointers.config import (
+from aiockpt.checkpointers import (
+    CheckpointProcess,
     CheckpointProcessConfig,
+    DefaultStager,
     RankInfo,
 )
 from aiockpt.checkpointers.messages import Write
-from aiockpt.checkpointers.process import CheckpointProcess
-from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.errors import (
     ClosedError,
     LocalProtocolError,

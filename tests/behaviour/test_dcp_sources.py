@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
 
+from aiockpt import Limits
 from aiockpt.errors import LimitExceededError, StorageError
-from aiockpt.format.limits import FILE_LIMITS, Limits
+from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import Manifest
 from aiockpt.state.catalogue import Catalogue
 from aiockpt.state.leaves import DTYPES

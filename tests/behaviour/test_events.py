@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from aiockpt.events import LogLimit, Meter, Progress, TransferEvent, add_hook, emit
+from aiockpt import Progress, TransferEvent, add_hook
+from aiockpt.events import LogLimit, Meter, emit
 
 pytestmark = pytest.mark.torch_free
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from aiockpt.testing.faults import (
+from aiockpt.testing import (
     Answer,
     BlackHole,
     CutAfter,

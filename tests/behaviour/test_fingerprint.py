@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aiockpt
-from aiockpt import Fingerprint
+from aiockpt import Fingerprint, Limits
 from aiockpt.errors import (
     FingerprintMismatchError,
     IntegrityError,
@@ -24,7 +24,7 @@ from aiockpt.errors import (
     UnsupportedLeafError,
 )
 from aiockpt.format.fingerprint import NOTHING, ReplicaPart, TensorSums
-from aiockpt.format.limits import FILE_LIMITS, Limits
+from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.memory.multilinear import HeldTensor, word_sums
 from aiockpt.state import mesh
 from aiockpt.state.sharding import Split, StridedSplit

@@ -26,6 +26,8 @@ from aiockpt import (
     AuthenticationError,
     StepNotFoundError,
     TemplateMismatchError,
+    TransferEvent,
+    add_hook,
     join_metadata,
 )
 from aiockpt.errors import (
@@ -37,17 +39,16 @@ from aiockpt.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http import follow
 from aiockpt.testing import (
     Answer,
     CutAfter,
+    Drip,
     FaultProxy,
     Refuse,
     StallAfter,
     wall_clock_jumped,
 )
-from aiockpt.testing.faults import Drip
 from aiockpt.transfer.reuse import Reuse
 from tests.support.commandline import aiockpt_command
 from tests.support.ports import free_port

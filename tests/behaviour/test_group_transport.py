@@ -17,6 +17,7 @@ from aiockpt import (
     StepNotFoundError,
     TemplateMismatchError,
     TransferEvent,
+    add_hook,
 )
 from aiockpt.errors import (
     ClosedError,
@@ -29,7 +30,6 @@ from aiockpt.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from aiockpt.events import add_hook
 from aiockpt.memory.arena import Arena
 from aiockpt.pg.conversation import FRAME_BYTES, ControlMessage, Kind
 from aiockpt.pg.messages import _FORWARD, MESSAGE_BYTES, RankChannel

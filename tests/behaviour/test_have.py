@@ -12,10 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt import Progress, make_sync_checkpointer
+from aiockpt import Progress, TransferEvent, add_hook, make_sync_checkpointer
 from aiockpt.checkpointers import CheckpointReader, RankInfo
 from aiockpt.errors import LocalProtocolError, UnsupportedLeafError
-from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import assert_same
 from tests.support.accelerators import FakeAccelerator
 from tests.support.proofs import proves

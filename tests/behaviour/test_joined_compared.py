@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from aiockpt import Limits
 from aiockpt.errors import RankValuesError
-from aiockpt.format.limits import Limits
 from aiockpt.http import joined as joined_source
 from aiockpt.testing import CutAfter, assert_same
 from tests.support.joined import (

@@ -23,8 +23,8 @@ from aiockpt.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from aiockpt.testing import CutAfter, Fault, FaultProxy, assert_same
-from aiockpt.testing.faults import Drip, Pipe
+from aiockpt.testing import CutAfter, Drip, Fault, FaultProxy, assert_same
+from aiockpt.testing.faults import Pipe
 from tests.support.faultpeers import At
 from tests.support.joined import (
     KINDS,

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import aiockpt
+from aiockpt import TransferEvent, add_hook
 from aiockpt.errors import (
     CheckpointNotFoundError,
     IntegrityError,
@@ -22,7 +23,6 @@ from aiockpt.errors import (
     StateDictError,
     TemplateMismatchError,
 )
-from aiockpt.events import TransferEvent, add_hook
 from tests.support.memory import forget_the_peak, resident
 from tests.support.mesh_ranks import as_rank, assembled, distributed
 from tests.support.saving import flip

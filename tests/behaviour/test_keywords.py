@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt import TransferEvent, add_hook
 from aiockpt.checkpointers import (
     AsyncCheckpointer,
     CheckpointProcess,
@@ -20,7 +21,6 @@ from aiockpt.checkpointers import (
     SyncCheckpointer,
     WriterHook,
 )
-from aiockpt.events import TransferEvent, add_hook
 
 ALONE = RankInfo(0, 1)
 IN_A_THREAD = aiockpt.CheckpointerConfig(use_process=False)

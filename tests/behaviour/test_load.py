@@ -25,11 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 
-from aiockpt import CheckpointerConfig, Progress, make_async_checkpointer
+from aiockpt import CheckpointerConfig, Limits, Progress, make_async_checkpointer
+from aiockpt.checkpointers import CheckpointReader, RankInfo, reader
 from aiockpt.checkpointers import peer as peers
-from aiockpt.checkpointers import reader
-from aiockpt.checkpointers.config import RankInfo
-from aiockpt.checkpointers.reader import CheckpointReader, device_of
+from aiockpt.checkpointers.reader import device_of
 from aiockpt.errors import (
     AiockptError,
     AuthenticationError,
@@ -44,7 +43,6 @@ from aiockpt.errors import (
     TemplateMismatchError,
     TransferTimeoutError,
 )
-from aiockpt.format.limits import Limits
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.storage import directory

@@ -12,9 +12,8 @@ from typing import NoReturn
 
 import pytest
 
-from aiockpt import Progress
+from aiockpt import Progress, TransferEvent, add_hook
 from aiockpt.errors import RemoteProtocolError, StagingError
-from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http.protocol import Origin
 from aiockpt.testing import Answer, assert_same
 from tests.support.faultpeers import TOKEN, noise, sender

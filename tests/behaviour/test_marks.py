@@ -24,15 +24,16 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.checkpointers.async_checkpointer import (
-    AsyncCheckpointer,
-    BackgroundCheckpointer,
+from aiockpt import AsyncCheckpointer, BackgroundCheckpointer
+from aiockpt.checkpointers import (
+    CheckpointReader,
+    CheckpointStager,
+    CheckpointStagerConfig,
+    CheckpointWriter,
+    DefaultStager,
 )
-from aiockpt.checkpointers.config import CheckpointStagerConfig
-from aiockpt.checkpointers.reader import CheckpointReader
-from aiockpt.checkpointers.stager import CheckpointStager, DefaultStager
 from aiockpt.checkpointers.thread import CheckpointThread
-from aiockpt.checkpointers.writer import CheckpointWriter, Writers
+from aiockpt.checkpointers.writer import Writers
 from aiockpt.memory import device as devices
 from aiockpt.memory.arena import Arena, ArenaPool
 from aiockpt.memory.device import Accelerator, Marks, OneQueue, port_for

@@ -17,8 +17,12 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
-from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
+from aiockpt.checkpointers import (
+    CheckpointWriter,
+    CheckpointWriterConfig,
+    RankInfo,
+    WriterHook,
+)
 from aiockpt.cli import main
 from aiockpt.errors import CheckpointNotFoundError, StagingError, StorageError
 from aiockpt.format.limits import FILE_LIMITS

@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree
 
 import aiockpt
-from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt.checkpointers import CheckpointReader
 from aiockpt.errors import (
     IntegrityError,
     MissingKeysError,

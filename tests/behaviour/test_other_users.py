@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.checkpointers.factories import make_async_checkpointer
+from aiockpt import make_async_checkpointer
 from aiockpt.errors import StorageError
 from aiockpt.storage import commit
 from tests.support.ranks import SUPPORT

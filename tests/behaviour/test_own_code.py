@@ -23,12 +23,12 @@ from aiockpt.checkpointers import (
     CheckpointWriterConfig,
     DefaultStager,
     RankInfo,
+    WritableSnapshot,
 )
 from aiockpt.checkpointers.recovery import _rebuilt
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.state import nodes
 from aiockpt.storage import commit
-from aiockpt.storage.write import WritableSnapshot
 from aiockpt.testing import assert_same
 
 Pair = namedtuple("Pair", "x w")

@@ -15,9 +15,10 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from aiockpt.checkpointers.base import CheckpointerStatistics, LoadStatistics
+from aiockpt import TransferEvent
+from aiockpt.checkpointers import CheckpointerStatistics, LoadStatistics
 from aiockpt.errors import MissingExtraError
-from aiockpt.events import TransferEvent, emit
+from aiockpt.events import emit
 from aiockpt.http_transport import TransportStatistics
 from aiockpt.prometheus import _CHECKPOINTER, _TRANSPORT, Exporter, setup
 from aiockpt.runtime.bridge import BridgeStatistics

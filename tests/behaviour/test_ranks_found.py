@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - the backend
 
 import aiockpt
+from aiockpt import list_checkpoints
 from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
-from aiockpt.storage.interface import list_checkpoints
 from tests.support.saving import OwnFormat, names, save_by_two
 from tests.support.waiting import eventually
 

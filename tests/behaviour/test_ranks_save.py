@@ -19,17 +19,20 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from aiockpt.checkpointers.barriers import (
-    Meeting,
+from aiockpt import latest
+from aiockpt.checkpointers import (
+    BarrierConfig,
+    CheckpointReader,
+    CheckpointWriter,
+    RankInfo,
     TCPStoreBarrier,
+    WriterHook,
     create_barrier_from_config,
 )
-from aiockpt.checkpointers.config import BarrierConfig, RankInfo
-from aiockpt.checkpointers.reader import CheckpointReader
-from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
+from aiockpt.checkpointers.barriers import Meeting
 from aiockpt.errors import PeerFailedError, StorageError, TransportError
 from aiockpt.storage.commit import Draft
-from aiockpt.storage.interface import find_checkpoint, latest
+from aiockpt.storage.interface import find_checkpoint
 from tests.support.ports import free_port
 from tests.support.proofs import proves
 from tests.support.ranks import SUPPORT, process

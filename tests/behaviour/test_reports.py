@@ -15,18 +15,16 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.checkpointers import handle as handles
-from aiockpt.checkpointers import writer
-from aiockpt.checkpointers.config import (
-    CheckpointerConfig,
+from aiockpt import CheckpointerConfig, TransferEvent, add_hook, list_checkpoints
+from aiockpt.checkpointers import (
     CheckpointProcessConfig,
     CheckpointWriterConfig,
+    WriterHook,
+    writer,
 )
-from aiockpt.checkpointers.writer import WriterHook
+from aiockpt.checkpointers import handle as handles
 from aiockpt.errors import StorageError, WorkerError
-from aiockpt.events import TransferEvent, add_hook
 from aiockpt.storage import commit, files
-from aiockpt.storage.interface import list_checkpoints
 from tests.support.saving import Gate, load, pass_gate, sync_checkpointer
 from tests.support.waiting import wait_until
 

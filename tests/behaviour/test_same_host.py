@@ -22,9 +22,8 @@ import torch
 from aiohttp import ClientSession, web
 
 import aiockpt.http
-from aiockpt import Limits
+from aiockpt import Limits, TransferEvent, add_hook
 from aiockpt.errors import LimitExceededError, StagingError, UnavailableError
-from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkHasher
 from aiockpt.http.protocol import OFFER_HEADER, PROBE_HEADER, parse_metadata
 from aiockpt.local import attach as attaching

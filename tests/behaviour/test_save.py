@@ -15,20 +15,30 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aiockpt import CheckpointerConfig, make_async_checkpointer, make_sync_checkpointer
-from aiockpt.checkpointers.reader import CheckpointReader
-from aiockpt.checkpointers.sync import SyncCheckpointer
-from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
+from aiockpt import (
+    CheckpointerConfig,
+    Limits,
+    Progress,
+    SyncCheckpointer,
+    TransferEvent,
+    add_hook,
+    latest,
+    make_async_checkpointer,
+    make_sync_checkpointer,
+)
+from aiockpt.checkpointers import (
+    CheckpointReader,
+    CheckpointWriter,
+    WritableSnapshot,
+    WriterHook,
+)
 from aiockpt.errors import StorageError
-from aiockpt.events import Progress, TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkHasher
-from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import ArenaPool
 from aiockpt.storage import commit
 from aiockpt.storage.checkpoint_file import opened, read_header, verify_chunks
-from aiockpt.storage.interface import latest
-from aiockpt.storage.write import BLOCK, WritableSnapshot, write_file
+from aiockpt.storage.write import BLOCK, write_file
 from aiockpt.testing import assert_same
 from aiockpt.transfer.live import LiveState
 from tests.support.accelerators import FakeAccelerator

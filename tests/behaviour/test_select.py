@@ -14,13 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt import Limits, register_leaf
+from aiockpt import Limits, TransferEvent, add_hook, register_leaf
 from aiockpt.errors import (
     LimitExceededError,
     MissingKeysError,
     RemoteProtocolError,
 )
-from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkGrid, chunks_over
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.state import load_plan

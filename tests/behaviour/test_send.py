@@ -13,14 +13,13 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 import pytest
 import torch
 
-from aiockpt import AuthenticationError, StepNotFoundError
+from aiockpt import AuthenticationError, StepNotFoundError, TransferEvent, add_hook
 from aiockpt.errors import (
     ClosedError,
     LocalProtocolError,
     PeerFailedError,
     UnsupportedLeafError,
 )
-from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import assert_same
 from tests.support.ports import free_port
 from tests.support.proofs import proves

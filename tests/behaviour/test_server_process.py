@@ -29,6 +29,7 @@ from aiohttp import web
 from aiockpt import (
     StepNotFoundError,
     TransferEvent,
+    add_hook,
     make_async_checkpointer,
 )
 from aiockpt.errors import (
@@ -38,7 +39,6 @@ from aiockpt.errors import (
     TransferTimeoutError,
     WorkerError,
 )
-from aiockpt.events import add_hook
 from aiockpt.http import setup
 from aiockpt.memory.arena import CAN_LEND
 from aiockpt.testing import assert_same, interruptions

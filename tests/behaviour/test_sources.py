@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import IntegrityError, Progress
+from aiockpt import IntegrityError, Progress, TransferEvent, add_hook
 from aiockpt.errors import LocalProtocolError, MissingKeysError, TransferTimeoutError
-from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import StallAfter, assert_same, interrupted
 from tests.support.proofs import proves
 from tests.support.rangepeer import Lies

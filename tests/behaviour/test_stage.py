@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiockpt.checkpointers.config import CheckpointStagerConfig
-from aiockpt.checkpointers.stager import DefaultStager
+from aiockpt.checkpointers import CheckpointStagerConfig, DefaultStager
 from aiockpt.errors import ClosedError, StagingError, UnsupportedLeafError
 from aiockpt.format.chunks import digest
 from aiockpt.format.limits import IS_CANCELLED

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aiockpt.checkpointers.config import RankInfo
-from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt import Limits
+from aiockpt.checkpointers import CheckpointReader, RankInfo
 from aiockpt.errors import (
     CheckpointNotFoundError,
     IntegrityError,
@@ -22,7 +22,6 @@ from aiockpt.errors import (
     StorageError,
     WorldSizeMismatchError,
 )
-from aiockpt.format.limits import Limits
 from aiockpt.state.flatten import describe
 from aiockpt.storage.directory import MARKER
 from aiockpt.storage.statefile import read_state_file

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree
 
 import aiockpt
-from aiockpt import StorageError
+from aiockpt import Limits, StorageError
 from aiockpt.checkpointers import make_background_checkpointer
 from aiockpt.errors import (
     LimitExceededError,
@@ -19,7 +19,7 @@ from aiockpt.errors import (
 )
 from aiockpt.format.chunks import digest
 from aiockpt.format.header import build_manifest, decode_header
-from aiockpt.format.limits import FILE_LIMITS, Limits
+from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.registry import REGISTRY
 from aiockpt.format.tree import decode_tree
 from aiockpt.state.flatten import describe

@@ -21,8 +21,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.checkpointers.config import RankInfo
-from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
+from aiockpt.checkpointers import CheckpointWriter, RankInfo, WriterHook
 from aiockpt.errors import StorageError
 from aiockpt.storage import commit, interface, retention
 from aiockpt.storage.directory import part_of

@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
-from aiockpt.checkpointers.config import CheckpointStagerConfig
-from aiockpt.checkpointers.reader import CheckpointReader
-from aiockpt.checkpointers.stager import DefaultStager
+from aiockpt import AsyncCheckpointer
+from aiockpt.checkpointers import (
+    CheckpointReader,
+    CheckpointStagerConfig,
+    CheckpointWriter,
+    DefaultStager,
+)
 from aiockpt.checkpointers.thread import CheckpointThread
-from aiockpt.checkpointers.writer import CheckpointWriter, Writers
+from aiockpt.checkpointers.writer import Writers
 from aiockpt.errors import LocalProtocolError
 from aiockpt.memory.arena import Arena
 from aiockpt.testing import assert_same

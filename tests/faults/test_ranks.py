@@ -27,18 +27,18 @@ import pytest
 import torch.distributed as dist
 
 import aiockpt
-from aiockpt import StorageError
+from aiockpt import StorageError, list_checkpoints
 from aiockpt.checkpointers import (
     BarrierConfig,
+    CheckpointProcess,
     CheckpointProcessConfig,
+    CheckpointReader,
     CheckpointWriterConfig,
     RankInfo,
     SyncCheckpointer,
 )
-from aiockpt.checkpointers.process import CheckpointProcess
-from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.errors import UnsupportedLeafError
-from aiockpt.storage.interface import find_checkpoint, list_checkpoints
+from aiockpt.storage.interface import find_checkpoint
 from tests.support.commandline import ENVIRONMENT
 from tests.support.matrix import Record
 from tests.support.ports import free_port

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.checkpointers.writer import WriterHook
+from aiockpt.checkpointers import WriterHook
 from aiockpt.errors import AiockptError, StorageError
 from aiockpt.storage.interface import find_checkpoint
 from tests.support.matrix import Record

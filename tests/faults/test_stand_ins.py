@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from aiockpt.errors import TransferTimeoutError, TransportError
-from aiockpt.testing import CutAfter, Fault, assert_same
-from aiockpt.testing.faults import Answer
+from aiockpt.testing import Answer, CutAfter, Fault, assert_same
 from aiockpt.vllm import HostMirror
 from tests.support.matrix import Record
 from tests.support.proofs import proves

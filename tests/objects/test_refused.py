@@ -14,9 +14,13 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt import make_background_checkpointer, make_sync_checkpointer
+from aiockpt import (
+    TransferEvent,
+    add_hook,
+    make_background_checkpointer,
+    make_sync_checkpointer,
+)
 from aiockpt.errors import AiockptError
-from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import assert_same
 from tests.objects.conftest import Place, Proxied
 from tests.support.commandline import Commands, aiockpt_command

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from aiohttp import ClientSession, web
 
-from aiockpt import Limits
+from aiockpt import Limits, TransferEvent, add_hook
 from aiockpt.errors import (
     AiockptError,
     AuthenticationError,
@@ -21,7 +21,6 @@ from aiockpt.errors import (
     RemoteProtocolError,
     StepNotFoundError,
 )
-from aiockpt.events import TransferEvent, add_hook
 from tests.support.proofs import proves
 from tests.support.rangepeer import (
     STEP,

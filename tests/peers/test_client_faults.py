@@ -17,7 +17,7 @@ from aiockpt.errors import (
     TransferInterruptedError,
     TransferStalledError,
 )
-from aiockpt.testing.faults import (
+from aiockpt.testing import (
     Answer,
     CutAfter,
     Drip,

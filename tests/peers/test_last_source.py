@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from aiohttp import web
 
-from aiockpt.events import TransferEvent, add_hook
+from aiockpt import TransferEvent, add_hook
 from tests.support.rangepeer import (
     FAR,
     Client,

@@ -14,7 +14,7 @@ from aiockpt.errors import (
     StepNotFoundError,
 )
 from aiockpt.http.protocol import Origin
-from aiockpt.testing.faults import CutAfter, Drip, StallAfter
+from aiockpt.testing import CutAfter, Drip, StallAfter
 from tests.support.proofs import proves
 from tests.support.rangepeer import (
     CHUNK,

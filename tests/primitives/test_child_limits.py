@@ -14,9 +14,12 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
-from aiockpt.checkpointers.process import CheckpointProcess
-from aiockpt.checkpointers.stager import DefaultStager
+from aiockpt.checkpointers import (
+    CheckpointProcess,
+    CheckpointProcessConfig,
+    DefaultStager,
+    RankInfo,
+)
 from aiockpt.errors import StagingError, WorkerError
 from aiockpt.testing import assert_same
 from tests.support.saving import submit

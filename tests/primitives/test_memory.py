@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.format.limits import Limits
+from aiockpt import Limits
 from aiockpt.memory import arena as memory
 from aiockpt.memory.arena import (
     CAN_LEND,

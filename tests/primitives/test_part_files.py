@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from aiockpt import Limits
 from aiockpt.errors import StorageError
-from aiockpt.format.limits import Limits
 from aiockpt.storage import checkpoint_file
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.partfile import PartFile, check_target

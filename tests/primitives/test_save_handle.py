@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt.checkpointers import DefaultStager, SaveHandle, Written
-from aiockpt.checkpointers.config import CheckpointStagerConfig
+from aiockpt import Progress
+from aiockpt.checkpointers import (
+    CheckpointStagerConfig,
+    DefaultStager,
+    SaveHandle,
+    Written,
+)
 from aiockpt.checkpointers.thread import CheckpointThread
 from aiockpt.checkpointers.writer import Writers
 from aiockpt.errors import StorageError
-from aiockpt.events import Progress
 from tests.support.saving import ALONE, Gate, GatedWriter, has_begun
 from tests.support.waiting import PATIENCE
 

@@ -10,22 +10,22 @@ from contextlib import contextmanager
 import pytest
 from aiohttp import web
 
+from aiockpt import TransferEvent, add_hook
 from aiockpt.errors import (
     PeerUnreachableError,
     RemoteProtocolError,
     TransferStalledError,
 )
-from aiockpt.events import TransferEvent, add_hook
-from aiockpt.testing.faults import (
+from aiockpt.testing import (
     BlackHole,
     CutAfter,
     Drip,
     Fault,
     FaultProxy,
     FlipBit,
-    Pipe,
     StallAfter,
 )
+from aiockpt.testing.faults import Pipe
 from tests.support.proofs import proves
 from tests.support.rangepeer import Memory, RangePeer, fetch, noise, receiver, serving
 from tests.support.servers import settle

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiockpt import Limits
 from aiockpt.format import dtypes
 from aiockpt.format.chunks import ChunkGrid, digest
 from aiockpt.format.entries import Entries, Entry
 from aiockpt.format.header import build_manifest, decode_header, header_length
-from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, TensorSpec
 from aiockpt.format.validate import views_fault
 from tests.support.headers import Row, entries_of

@@ -12,11 +12,12 @@ import torch
 from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from aiockpt import register_leaf
 from aiockpt.errors import StateDictError, UnsupportedLeafError
 from aiockpt.format.entries import Entry
 from aiockpt.format.manifest import COMPACTED
 from aiockpt.format.references import tensor_leaves
-from aiockpt.state.flatten import Description, describe, register_leaf
+from aiockpt.state.flatten import Description, describe
 from tests.support.states import LIMITS, State, states
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiockpt import Limits
 from aiockpt.format.header import decode_header, header_length
-from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.state.equality import elements
 from aiockpt.testing import assert_same

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiockpt import Limits
 from aiockpt.errors import RemoteProtocolError, UnsupportedLeafError
-from aiockpt.format.limits import Limits
 from aiockpt.format.registry import REGISTRY, Registry
 from aiockpt.format.standard import MAX_DECIMAL_TEXT
 from aiockpt.format.tree import decode_tree, encode_tree
-from aiockpt.state.equality import assert_same
+from aiockpt.testing import assert_same
 
 if TYPE_CHECKING:
     from aiockpt.format.paths import Node

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from aiockpt import register_leaf
 from aiockpt.errors import (
     RemoteProtocolError,
     TemplateMismatchError,
@@ -19,7 +20,6 @@ from aiockpt.errors import (
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.copies import CopyPlan
 from aiockpt.state.equality import elements
-from aiockpt.state.flatten import register_leaf
 from aiockpt.state.load_plan import Matching, Template
 from aiockpt.state.match import RECEIVE
 from aiockpt.state.segment import Segment

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiockpt import Limits
 from aiockpt.errors import LimitExceededError, UnsupportedLeafError
-from aiockpt.format.limits import Limits
 from aiockpt.format.registry import REGISTRY, Registry
 from aiockpt.format.tree import BLOB_BYTES, decode_tree, encode_tree
 

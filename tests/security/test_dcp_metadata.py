@@ -20,8 +20,9 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from aiockpt import Limits
 from aiockpt.errors import LimitExceededError, StorageError
-from aiockpt.format.limits import FILE_LIMITS, Limits
+from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.storage.checkpoint_file import opened
 from aiockpt.storage.dcp import (
     METADATA,

@@ -9,8 +9,8 @@ import pytest
 
 import aiockpt
 from aiockpt.errors import RemoteProtocolError
-from aiockpt.testing import FaultProxy, assert_same
-from aiockpt.testing.faults import Fault, Pipe
+from aiockpt.testing import Fault, FaultProxy, assert_same
+from aiockpt.testing.faults import Pipe
 from tests.support.hostile import CONTINUE, HINTS, flooding, stalls
 from tests.support.proofs import proves
 from tests.support.transports import pair, proxied, through, transport, weights

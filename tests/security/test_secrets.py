@@ -19,9 +19,8 @@ import pytest
 import trustme
 
 import aiockpt
-from aiockpt import AuthenticationError, make_token
+from aiockpt import AuthenticationError, add_hook, make_token
 from aiockpt.errors import ForgedManifestError
-from aiockpt.events import add_hook
 from aiockpt.http.audit import Access
 from aiockpt.testing import Answer, assert_same
 from tests.support.proofs import proves

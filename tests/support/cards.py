@@ -16,7 +16,7 @@ from typing import Any, ParamSpec
 import pytest
 import torch
 
-from aiockpt.checkpointers.stager import DefaultStager
+from aiockpt.checkpointers import DefaultStager
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.device import PortFor, port_for
 from aiockpt.transfer.stager import Stager

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import pytest
 
 from aiockpt.cli import main
-from aiockpt.testing.faults import Fault, Pipe
+from aiockpt.testing import Fault
+from aiockpt.testing.faults import Pipe
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from aiockpt.format.limits import Limits
+from aiockpt import Limits
 from aiockpt.runtime.words import printable
 from aiockpt.storage.dcp import METADATA
 from aiockpt.storage.dcp_sources import dcp_sources

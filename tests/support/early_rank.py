@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import aiockpt
-from aiockpt.checkpointers.config import CheckpointWriterConfig
+from aiockpt.checkpointers import CheckpointWriterConfig
 
 
 def make(kind: str) -> Any:

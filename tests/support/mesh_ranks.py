@@ -54,7 +54,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import aiockpt
 from aiockpt import errors
-from aiockpt.checkpointers.config import RankInfo
+from aiockpt.checkpointers import RankInfo
 from tests.support.ports import free_port
 from tests.support.ranks import rank_of
 

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from aiockpt import Limits, make_token
 from aiockpt.errors import AiockptError
 from aiockpt.format.header import decode_header
-from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.http import problems
 from aiockpt.http import protocol as http
 from aiockpt.http.protocol import parse_address
-from aiockpt.http.tokens import make_token, read_token
+from aiockpt.http.tokens import read_token
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from aiockpt.testing.leaves import LEAVES
 from tests.support.auditing import Guard

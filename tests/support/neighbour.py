@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from aiockpt import HTTPTransport, Server
-from aiockpt.events import TransferEvent, add_hook
+from aiockpt import HTTPTransport, Server, TransferEvent, add_hook
 from aiockpt.local import lender
 from aiockpt.runtime.same_host import identity
 

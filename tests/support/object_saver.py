@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import aiockpt
-from aiockpt.checkpointers.config import CheckpointWriterConfig
+from aiockpt.checkpointers import CheckpointWriterConfig
 from tests.support.memory import forget_the_peak, resident
 from tests.support.ports import free_port
 from tests.support.ranks import rank_of
@@ -31,7 +31,7 @@ ROWS = 4096
 PART = 5 << 20
 """Bytes in a part of what is uploaded in the tests of deaths: S3 allows no fewer."""
 
-PARTS = 4
+PARTS = 7
 
 
 def filled(value: int, parts: int = 1) -> dict[str, Any]:

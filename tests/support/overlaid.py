@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
-from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.checkpointers import CheckpointWriter, CheckpointWriterConfig, RankInfo
 from aiockpt.storage.directory import MARKER, step_of
 from tests.support.torn import Bytes, value_at
 

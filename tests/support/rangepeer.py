@@ -16,16 +16,14 @@ from typing import Any, TypeAlias
 
 from aiohttp import ClientSession, web
 
+from aiockpt import Auth, Limits, Receive, TransferEvent, add_hook
 from aiockpt.errors import AiockptError
-from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.chunks import digest
 from aiockpt.format.header import build_manifest
-from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http import body_reader, manifests
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.download import Download
-from aiockpt.http.options import Auth, Receive
 from aiockpt.http.peers import Peer, Peers
 from aiockpt.http.problems import PeerBusy, to_problem
 from aiockpt.http.protocol import Origin
@@ -33,7 +31,8 @@ from aiockpt.http.retry import OnRetry
 from aiockpt.http.sockets import IO_THREADS
 from aiockpt.memory.arena import Memory as PlainMemory
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.testing.faults import Fault, FaultProxy, Pipe
+from aiockpt.testing import Fault, FaultProxy
+from aiockpt.testing.faults import Pipe
 from aiockpt.transfer.source import OnProgress, PlainDestination
 from tests.support import servers
 from tests.support.headers import entries_of

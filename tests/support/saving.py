@@ -18,13 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from aiockpt.checkpointers.barriers import Meeting, TCPStoreBarrier
-from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
-from aiockpt.checkpointers.handle import BackgroundWriter, SaveHandle
-from aiockpt.checkpointers.reader import CheckpointReader
-from aiockpt.checkpointers.sync import SyncCheckpointer
-from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
-from aiockpt.format.limits import Limits
+from aiockpt import Limits, SyncCheckpointer
+from aiockpt.checkpointers import (
+    BackgroundWriter,
+    CheckpointReader,
+    CheckpointWriter,
+    CheckpointWriterConfig,
+    RankInfo,
+    SaveHandle,
+    TCPStoreBarrier,
+    WriterHook,
+)
+from aiockpt.checkpointers.barriers import Meeting
 from aiockpt.storage.commit import Draft
 from aiockpt.storage.directory import StrPath, checkpoint_at
 from tests.support.accelerators import FakeAccelerator
@@ -193,7 +198,7 @@ def _stay(started: threading.Event) -> None:
 
 def die_between_meetings(mark: str) -> None:
     """Have this process killed in step 2, before its second meeting; once."""
-    from aiockpt.checkpointers.barriers import TCPStoreBarrier
+    from aiockpt.checkpointers import TCPStoreBarrier
 
     meet = TCPStoreBarrier.meet
 

@@ -39,18 +39,17 @@ import torch
 import torch.distributed as dist
 
 import aiockpt
-from aiockpt.checkpointers.barriers import (
-    Meeting,
-    TCPStoreBarrier,
-    create_barrier_from_config,
-)
-from aiockpt.checkpointers.config import (
+from aiockpt import TransferEvent, add_hook
+from aiockpt.checkpointers import (
     BarrierConfig,
+    CheckpointWriter,
     CheckpointWriterConfig,
     RankInfo,
+    TCPStoreBarrier,
+    WriterHook,
+    create_barrier_from_config,
 )
-from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
-from aiockpt.events import TransferEvent, add_hook
+from aiockpt.checkpointers.barriers import Meeting
 from tests.support.saving import Wrapped, die_between_meetings
 
 TIMEOUTS = {1: 60.0, 2: 2.0}

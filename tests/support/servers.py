@@ -21,12 +21,12 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
+from aiockpt import Server
 from aiockpt.format.chunks import ChunkGrid, digest
 from aiockpt.format.header import build_manifest
 from aiockpt.http.extension import ServiceExtension
 from aiockpt.http.handlers import ServerConfig
 from aiockpt.http.listen import advertised_address, open_sockets
-from aiockpt.http.options import Server
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge

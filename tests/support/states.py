@@ -22,9 +22,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from aiockpt import Limits
 from aiockpt.format.chunks import digest
 from aiockpt.format.header import build_manifest, decode_header, header_length
-from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, TensorSpec
 from aiockpt.format.paths import Node
 from aiockpt.memory.arena import Arena

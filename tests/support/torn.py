@@ -14,16 +14,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
-from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt import Limits, list_checkpoints
+from aiockpt.checkpointers import CheckpointWriter, CheckpointWriterConfig, RankInfo
 from aiockpt.errors import StorageError
 from aiockpt.format.chunks import digest
 from aiockpt.format.header import build_manifest
-from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.storage.checkpoint_file import opened, read_header, verify_chunks
 from aiockpt.storage.directory import checkpoint_at
-from aiockpt.storage.interface import find_checkpoint, list_checkpoints
+from aiockpt.storage.interface import find_checkpoint
 from tests.support.headers import entries_of
 from tests.support.shortages import SystemCallFault, system_call_faults
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import aiockpt
-from aiockpt.checkpointers.config import CheckpointerConfig, CheckpointWriterConfig
+from aiockpt import CheckpointerConfig
+from aiockpt.checkpointers import CheckpointWriterConfig
 from aiockpt.cli import main
 
 NOBODY = 65534

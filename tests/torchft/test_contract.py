@@ -41,8 +41,7 @@ from aiockpt.errors import (
 from aiockpt.memory.device import Event
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import ready_for_threads
-from aiockpt.testing import FaultProxy, Refuse, StallAfter, assert_same
-from aiockpt.testing.faults import Fault
+from aiockpt.testing import Fault, FaultProxy, Refuse, StallAfter, assert_same
 from aiockpt.torchft import HTTPTransport, PGTransport, adapt
 from aiockpt.torchft.http import HTTPOptions
 from tests.support.accelerators import FakeAccelerator

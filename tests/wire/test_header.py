@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiockpt import Limits
 from aiockpt.errors import (
     LimitExceededError,
     LocalProtocolError,
@@ -43,7 +44,6 @@ from aiockpt.format.header import (
 )
 from aiockpt.format.limits import (
     IS_CANCELLED,
-    Limits,
     WorkCancelledError,
     enforce,
     enforce_values,

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiockpt import Limits
 from aiockpt.errors import (
     IntegrityError,
     LimitExceededError,
@@ -24,7 +25,6 @@ from aiockpt.errors import (
     RemoteProtocolError,
 )
 from aiockpt.format.header import CHECK_SLICE, PREFIX, decode_header
-from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from tests.support.headers import forged, forged_manifest, prefixed
 from tests.support.proofs import proves

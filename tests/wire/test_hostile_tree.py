@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiockpt import Limits
 from aiockpt.errors import (
     LimitExceededError,
     ProtocolError,
     RemoteProtocolError,
 )
-from aiockpt.format.limits import IS_CANCELLED, Limits, WorkCancelledError
+from aiockpt.format.limits import IS_CANCELLED, WorkCancelledError
 from aiockpt.format.references import registered, tensor_leaves
 from aiockpt.format.registry import REGISTRY, Registry
 from aiockpt.format.tree import decode_tree

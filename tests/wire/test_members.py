@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aiockpt.http.options import Swarm
+from aiockpt import Swarm
 from aiockpt.http.tokens import swarm_token
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.secrets import Token

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from aiockpt import Limits
 from aiockpt.format.chunks import digest
 from aiockpt.format.header import build_manifest, decode_header
-from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, TensorSpec
 from tests.support.headers import entries_of
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from aiohttp import http_parser
 
+from aiockpt import make_token
 from aiockpt.errors import ClosedError, LocalProtocolError
-from aiockpt.http.tokens import make_token
 from tests.support.proofs import proves
 from tests.support.servers import CONFIG, TOKEN, Memory, serving, settle
 

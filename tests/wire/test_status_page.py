@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from aiockpt.http.options import Swarm
+from aiockpt import Swarm
 from tests.support.proofs import proves
 from tests.support.servers import TOKEN, Answer, Memory, Site, serving
 from tests.wire.test_members import CHUNKS, SAID, A, B, ask, memory, post

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiockpt import make_token
 from aiockpt.errors import AuthenticationError, ForgedManifestError
 from aiockpt.http.protocol import format_metadata, parse_metadata
 from aiockpt.http.tokens import (
@@ -16,7 +17,6 @@ from aiockpt.http.tokens import (
     Grant,
     check_manifest_mac,
     format_mac,
-    make_token,
     manifest_mac,
     read_token,
 )

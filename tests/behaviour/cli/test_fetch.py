@@ -17,15 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aiockpt.testing.faults import (
-    Answer,
-    CutAfter,
-    Drip,
-    Fault,
-    FaultProxy,
-    Pipe,
-    StallAfter,
-)
+from aiockpt.testing import Answer, CutAfter, Drip, Fault, FaultProxy, StallAfter
+from aiockpt.testing.faults import Pipe
 from tests.support.commandline import (
     CHUNK,
     PATIENCE,

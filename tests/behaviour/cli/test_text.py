@@ -7,6 +7,7 @@ import io
 
 import pytest
 
+from aiockpt import Progress
 from aiockpt.cli.arguments import address, size
 from aiockpt.cli.inspect import outline
 from aiockpt.cli.text import (
@@ -16,7 +17,6 @@ from aiockpt.cli.text import (
     format_table,
     render,
 )
-from aiockpt.events import Progress
 from aiockpt.format.paths import Node
 from aiockpt.runtime.words import printable
 

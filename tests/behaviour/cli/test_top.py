@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from aiockpt import Swarm
 from aiockpt.http import status
-from aiockpt.http.options import Swarm
 from tests.support.commandline import (
     ENVIRONMENT,
     PATIENCE,
