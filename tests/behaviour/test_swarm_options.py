@@ -8,19 +8,25 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from math import inf, nan
 from typing import Any
 
-import aiohttp
 import pytest
-import torch
 
 from aiockpt import Swarm, TransferEvent
-from aiockpt.runtime.same_host import format_mark, identity
 from aiockpt.testing import Drip, assert_same
 from tests.support.servers import certified, settle
+from tests.support.swarms import (
+    NBYTES,
+    SLOW,
+    STATE,
+    all_of,
+    members_of,
+    places,
+    sending,
+    sent,
+    slow,
+)
 from tests.support.transports import (
-    CHUNK,
     MIB,
     Transport,
-    chunked,
     proxied,
     through,
     told,
@@ -30,11 +36,6 @@ from tests.support.transports import (
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
-CHUNKS = 48
-STATE = chunked(CHUNKS)
-NBYTES = CHUNKS * CHUNK
-RATE = 400_000  # bytes per second of each connection to the sender
-
 
 @asynccontextmanager
 async def swarming(
@@ -43,30 +44,15 @@ async def swarming(
     """Give a sender with slow connections, receivers that join, and the metadata."""
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        sender = await enter(transport(**options))
+        sender = await enter(sending(**options))
         joining: dict[str, Any] = {"swarm": True, "same_host": False}
         members = [await enter(transport(**{**joining, **each})) for each in receivers]
-        proxy = await enter(proxied(sender, otherwise=Drip(RATE, burst=8192)))
-        yield sender, members, through(proxy, sender)
+        yield sender, members, await enter(slow(sender))
 
 
 def details(events: list[TransferEvent], stop: str) -> list[str]:
     """Return what the events of one kind say."""
     return [each.detail or "" for each in events if each.stop == stop]
-
-
-def sent(*transports: Transport) -> int:
-    """Return how many bytes these have sent."""
-    return sum(each.statistics().bytes_sent for each in transports)
-
-
-async def all_of(
-    members: list[Transport], metadata: str, step: int = 1, **options: Any
-) -> list[Any]:
-    """Receive with all of them at once."""
-    return await asyncio.gather(
-        *(each.recv_checkpoint(0, metadata, step, **options) for each in members)
-    )
 
 
 @pytest.mark.parametrize(
@@ -96,113 +82,40 @@ async def test_bad_values(
         Swarm(**option)
 
 
-async def test_a_receiver_may_linger_until_it_receives_again() -> None:
-    """The receiver lingers until its next receive or its shutdown."""
-    forever = {"swarm": Swarm(linger=inf)}
-    async with swarming(forever, forever) as (sender, members, url):
-        await sender.send_checkpoint([], 1, STATE)
-        for _ in range(2):
-            await all_of(members, url)
-            for each in members:
-                (member,) = each._host.members
-                assert member.is_lingering
+@pytest.mark.parametrize("other", ["TLS", "plain"])
+async def test_members_of_a_sender_with_tls_need_tls(other: str) -> None:
+    """Members with certificates that all trust serve each other.
 
-
-# -------------------------------------------------------------------------- TLS
-
-
-async def test_members_serve_each_other_over_tls() -> None:
-    """If each of them has a certificate, and trusts the others'."""
+    One without receives all the same, and says why nobody can receive from it.
+    """
     server, client = certified()
     both = {"ssl_context": server, "client_ssl_context": client}
+    second = both if other == "TLS" else {"client_ssl_context": client}
     async with (
         told() as events,
-        swarming(both, both, ssl_context=server) as (sender, members, url),
+        swarming(both, second, ssl_context=server) as (_, members, url),
     ):
-        await sender.send_checkpoint([], 1, STATE)
-        for state in await all_of(members, url):
-            assert_same(state, STATE)
-        assert sent(*members) > 0
-        assert sent(sender) < 2 * NBYTES
-        said = details(events, "swarm")
-        for each in members:
-            assert f"serves the swarm at {each.address()}" in said
-            assert each.address().startswith("https:")
+        await all_of(members, url)
+        serving = [each.address() for each in members]
+        assert serving[0].startswith("https:")
+        if other == "TLS":
+            assert sent(*members) > 0
+        else:
+            assert [each.statistics().requests for each in members] == [0, 0]
+            del serving[1]
+        assert sorted(places(events)) == sorted(serving)
+    why = "in no swarm: the source speaks TLS, and this receiver does not"
+    assert details(events, "swarm").count(why) == (other == "plain")
     assert not details(events, "drop")
 
 
-async def test_a_member_without_tls_joins_no_swarm_of_a_sender_with_tls() -> None:
-    """It receives all the same, and says why nobody can receive from it."""
-    server, client = certified()
-    both = {"ssl_context": server, "client_ssl_context": client}
-    plain = {"client_ssl_context": client}
-    async with (
-        told() as events,
-        swarming(both, plain, ssl_context=server) as (sender, members, url),
-    ):
-        await sender.send_checkpoint([], 1, STATE)
-        for state in await all_of(members, url):
-            assert_same(state, STATE)
-        assert [each.statistics().requests for each in members] == [0, 0]
-        said = details(events, "swarm")
-        assert f"serves the swarm at {members[0].address()}" in said
-    assert "in no swarm: the source speaks TLS, and this receiver does not" in said
-    assert len(said) == 2
-
-
-# ------------------------------------------------------------------------ zones
-
-
-async def test_members_hear_of_those_in_their_zone_first() -> None:
-    """A zone reaches the sender, which counts it when it names members."""
-    rack: dict[str, Any] = {"swarm": Swarm(zone="rack"), "same_host": False}
-    async with (
-        transport() as sender,
-        transport(**rack) as one,
-        transport(**rack) as other,
-        proxied(sender, otherwise=Drip(RATE, burst=8192)) as proxy,
-        aiohttp.ClientSession() as session,
-    ):
-        await sender.send_checkpoint([], 1, STATE)
-        base, _, token = sender.metadata().partition("#")
-        session.headers["Authorization"] = f"Bearer {token}"
-        async with session.head(f"{base}1/metadata") as answer:
-            snapshot_id = answer.headers["ETag"].strip('"')
-        mark = format_mark(identity() or b"", snapshot_id)
-
-        async def announce(number: int, zone: str) -> list[str]:
-            async with session.post(
-                f"{base}1/members",
-                headers={"Aiockpt-Lease": f"{number:032x}; ttl=60"},
-                json={
-                    "url": f"http://127.0.0.1:{number}/",
-                    "zone": zone,
-                    "host": mark,
-                },
-            ) as answer:
-                named = (await answer.json()).get("members", [])
-            return [each["zone"] for each in named]
-
-        tasks = [
-            asyncio.create_task(each.recv_checkpoint(0, through(proxy, sender), 1))
-            for each in (one, other)
-        ]
-        zones: list[str] = []
-        async with asyncio.timeout(20):
-            while zones != ["rack", "rack"]:
-                async with session.get(base) as answer:
-                    swarm = (await answer.json())["status"]["swarm"]
-                zones = [each["zone"] for each in swarm["members"]]
-        # Those that come later were named less often, so they would be preferred.
-        for number in range(1, 61):
-            await announce(number, "elsewhere")
-        named = await announce(61, "rack")
-        assert sorted(named) == [*["elsewhere"] * 10, "rack", "rack"]
-        for task in tasks:
-            assert_same(await task, STATE)
-
-
-# ------------------------------------------------------------ kinds of receives
+async def test_a_zone_reaches_the_sender() -> None:
+    """The sender counts it when it names members, and its status shows it."""
+    zoned = [{"swarm": Swarm(zone=zone, linger=60)} for zone in ("rack", "other")]
+    async with swarming(*zoned) as (sender, members, url):
+        await all_of(members, url)
+        zones = [each["zone"] for each in await members_of(sender)]
+    assert sorted(zones) == ["other", "rack"]
 
 
 async def test_deltas_come_from_the_sender() -> None:
@@ -213,12 +126,10 @@ async def test_deltas_come_from_the_sender() -> None:
     async with (
         told() as events,
         swarming({}, {}, {}, keep_base=True) as (sender, (*members, whole), url),
-        proxied(sender, otherwise=Drip(RATE // 20, burst=1024)) as slower,
+        proxied(sender, otherwise=Drip(SLOW // 20, burst=1024)) as slower,
     ):
         await sender.send_checkpoint([], 1, weights_of(0))
-        held = await all_of(members, url)
-        for state in held:
-            assert_same(state, weights_of(0))
+        held = await all_of(members, url, state=weights_of(0))
         assert sent(*members) > 0
         await sender.send_checkpoint([], 2, weights_of(1))
         before = sent(sender)
@@ -233,25 +144,22 @@ async def test_deltas_come_from_the_sender() -> None:
             assert_same(state, weights_of(1))
         assert sent(sender) - before < 1.2 * 4 * MIB
         assert sent(whole) == 0
-    assert sum("serves the swarm" in each for each in details(events, "swarm")) >= 4
+    assert len(places(events)) >= 4
     assert not details(events, "drop")
 
 
 async def test_members_prepare_a_checkpoint() -> None:
     """They serve what they hold beside their templates, until they have it all."""
     async with swarming({}, {}, {}) as (sender, members, url):
-        await sender.send_checkpoint([], 1, STATE)
+        into = [{key: STATE[key] * 0 for key in STATE} for _ in members]
         prepared = await asyncio.gather(
-            *(each.prepare(url, 1, into={**_zeros(STATE), "n": 0}) for each in members)
+            *(
+                each.prepare(url, 1, into=template)
+                for each, template in zip(members, into, strict=True)
+            )
         )
         assert sent(*members) > 0
-        assert sent(sender) < 2.5 * NBYTES
+        assert sent(sender) < 3 * NBYTES
         await settle(lambda: not any(each.statistics().readers for each in members))
         for each in prepared:
             assert_same(each.apply(), STATE)
-
-
-def _zeros(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: torch.zeros_like(torch.as_tensor(each)) for name, each in state.items()
-    }

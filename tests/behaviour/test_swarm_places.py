@@ -13,42 +13,27 @@ import aiohttp
 import pytest
 
 from aiockpt import Swarm
-from aiockpt.testing import Drip, FaultProxy, assert_same
+from aiockpt.testing import Drip, FaultProxy
 from tests.support.proofs import proves
 from tests.support.servers import own_address, reverse_proxy, settle
-from tests.support.transports import Transport, chunked, told, transport
+from tests.support.swarms import SLOW, all_of, places, sending, sent, slow
+from tests.support.transports import Transport, told, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
-COUNT = 48
-STATE = chunked(COUNT)
-RATE = 400_000  # bytes per second of each connection to the source
 JOINING: dict[str, Any] = {"swarm": Swarm(linger=60), "same_host": False}
-
-
-def relayed(members: list[Transport]) -> int:
-    """Return how many bytes the members have sent."""
-    return sum(each.statistics().bytes_sent for each in members)
-
-
-async def all_of(members: list[Transport], url: str) -> None:
-    """Receive with all of them at once, and compare."""
-    got = await asyncio.gather(*(each.recv_checkpoint(0, url, 1) for each in members))
-    for state in got:
-        assert_same(state, STATE)
 
 
 @asynccontextmanager
 async def behind(sender: Transport) -> AsyncIterator[str]:
     """Give the metadata of a sender behind a slow reverse proxy of another host."""
-    await sender.send_checkpoint([], 1, STATE)
     base, _, token = sender.metadata().partition("#")
     async with reverse_proxy(base, local="127.0.0.9") as proxy:
         _, _, place = proxy.url.partition("//127.0.0.1:")
         port, _, path = place.partition("/")
-        fault = Drip(RATE, burst=8192)
-        async with FaultProxy("127.0.0.1", int(port), otherwise=fault) as slow:
-            yield f"http://127.0.0.1:{slow.port}/{path}#{token}"
+        fault = Drip(SLOW, burst=8192)
+        async with FaultProxy("127.0.0.1", int(port), otherwise=fault) as slower:
+            yield f"http://127.0.0.1:{slower.port}/{path}#{token}"
 
 
 async def test_behind_a_proxy_both_ends_say_what_a_swarm_needs() -> None:
@@ -59,13 +44,13 @@ async def test_behind_a_proxy_both_ends_say_what_a_swarm_needs() -> None:
     async with (
         told() as events,
         aiohttp.ClientSession() as session,
-        transport() as sender,
+        sending() as sender,
         transport(session=session, **JOINING) as one,
         transport(**JOINING) as two,
         behind(sender) as url,
     ):
         await all_of([one, two], url)
-        assert relayed([one, two]) == 0
+        assert sent(one, two) == 0
     said = [each for each in events if each.stop == "swarm"]
     warnings = [each.detail for each in said if each.level == logging.WARNING]
     assert len([each for each in warnings if each.startswith("hides a member")]) == 1
@@ -83,13 +68,13 @@ async def test_behind_a_proxy_listed_members_serve_each_other() -> None:
     here = own_address()
     async with (
         told() as events,
-        transport(peers=[here]) as sender,
+        sending(peers=[here]) as sender,
         transport(host=here, **JOINING) as one,
         transport(host=here, **JOINING) as two,
         behind(sender) as url,
     ):
         await all_of([one, two], url)
-        assert relayed([one, two]) > 0
+        assert sent(one, two) > 0
     assert not [each for each in events if each.level >= logging.WARNING]
 
 
@@ -101,19 +86,14 @@ async def test_through_a_tunnel_nobody_is_told_of_another_hosts_loopback(
     monkeypatch.setattr("aiockpt.swarm.membership.identity", lambda: next(identities))
     async with (
         told() as events,
-        transport() as sender,
+        sending() as sender,
         transport(**JOINING) as one,
         transport(**JOINING) as two,
+        slow(sender) as url,
     ):
-        await sender.send_checkpoint([], 1, STATE)
-        port = sender.address().rpartition(":")[2].partition("/")[0]
-        fault = Drip(RATE, burst=8192)
-        async with FaultProxy("127.0.0.1", int(port), otherwise=fault) as slow:
-            url = sender.metadata().replace(f":{port}/", f":{slow.port}/")
-            await all_of([one, two], url)
-        assert relayed([one, two]) == 0
-    said = [each.detail for each in events if "serves the swarm" in each.detail]
-    assert len(said) == 2
+        await all_of([one, two], url)
+        assert sent(one, two) == 0
+    assert len(places(events)) == 2
     assert not [each for each in events if each.level >= logging.WARNING]
 
 
@@ -121,13 +101,13 @@ async def test_a_receiver_at_another_path_joins_no_swarm() -> None:
     """It says why; a member must not choose the path that others ask for."""
     async with (
         told() as events,
-        transport() as sender,
+        sending() as sender,
         transport(**JOINING) as one,
         transport(advertise="http://127.0.0.1:9/a/b/", **JOINING) as two,
         behind(sender) as url,
     ):
         await all_of([one, two], url)
-        assert relayed([one, two]) == 0
+        assert sent(one, two) == 0
     (why,) = [each.detail for each in events if "in no swarm" in each.detail]
     assert "it serves at http://127.0.0.1:9/a/b/" in why
     assert "members serve at /checkpoint/" in why
@@ -142,38 +122,31 @@ async def test_a_grant_that_lapses_loses_the_token_of_the_swarm(
     monkeypatch.setattr("aiockpt.swarm.tracker.heartbeat", lambda _: 0.5)
     monkeypatch.setattr("aiockpt.swarm.membership._MIN_LEASE_S", 0.3)
     async with (
-        transport() as sender,
+        sending() as sender,
         transport(**JOINING) as one,
         transport(**JOINING) as two,
         aiohttp.ClientSession() as session,
+        slow(sender) as url,
     ):
-        await sender.send_checkpoint([], 1, STATE)
-        port = sender.address().rpartition(":")[2].partition("/")[0]
-        fault = Drip(RATE, burst=8192)
-        async with FaultProxy("127.0.0.1", int(port), otherwise=fault) as slow:
-            url = sender.metadata().replace(f":{port}/", f":{slow.port}/")
-            await all_of([one, two], url)
-            base, _, token = sender.grant("spy", lifetime=1.0).partition("#")
+        await all_of([one, two], url)
+        base, _, token = sender.grant("spy", lifetime=5.0).partition("#")
 
-            async def ask(address: str, token: str, **more: str) -> tuple[int, str]:
-                headers = {"Authorization": f"Bearer {token}", **more}
-                async with session.get(f"{address}1/metadata", headers=headers) as got:
-                    return got.status, got.headers.get("Aiockpt-Swarm", "")
+        async def ask(address: str, token: str, **more: str) -> tuple[int, str]:
+            headers = {"Authorization": f"Bearer {token}", **more}
+            async with session.get(f"{address}1/metadata", headers=headers) as got:
+                return got.status, got.headers.get("Aiockpt-Swarm", "")
 
-            lease = {"Aiockpt-Lease": f"{7:032x}; ttl=60", "Aiockpt-Swarm": "join"}
-            status, of_swarm = await ask(base, token, **lease)
-            assert (status, len(of_swarm)) == (HTTPStatus.OK, 43)
+        lease = {"Aiockpt-Lease": f"{7:032x}; ttl=60", "Aiockpt-Swarm": "join"}
+        status, of_swarm = await ask(base, token, **lease)
+        assert (status, len(of_swarm)) == (HTTPStatus.OK, 43)
+        for each in (one, two):
+            assert (await ask(each.address(), of_swarm))[0] == HTTPStatus.OK
+        async with asyncio.timeout(60):
             for each in (one, two):
-                status, _ = await ask(each.address(), of_swarm)
-                assert status == HTTPStatus.OK
-            async with asyncio.timeout(60):
-                for each in (one, two):
-                    while status != HTTPStatus.UNAUTHORIZED:
-                        await asyncio.sleep(0.1)
-                        status, _ = await ask(each.address(), of_swarm)
-                    status = 0
-            assert (await ask(base, token))[0] == HTTPStatus.UNAUTHORIZED
-            before = relayed([one, two])
-            async with transport(**JOINING) as late:
-                await all_of([late], url)
-            await settle(lambda: relayed([one, two]) > before)
+                while (await ask(each.address(), of_swarm))[0] != 401:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+        assert (await ask(base, token))[0] == HTTPStatus.UNAUTHORIZED
+        before = sent(one, two)
+        async with transport(**JOINING) as late:
+            await all_of([late], url)
+        await settle(lambda: sent(one, two) > before)

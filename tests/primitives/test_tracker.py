@@ -66,6 +66,15 @@ async def test_members_are_named_to_each_other() -> None:
     assert len(tracker) == 1
 
 
+async def test_members_of_the_same_zone_are_named_first() -> None:
+    """Those of other zones have their part, too."""
+    tracker = Tracker(8)
+    for number in range(60):
+        announce(tracker, number, zone="rack" if number < 2 else "elsewhere")
+    named = announce(tracker, 60, zone="rack").members
+    assert sorted(each.zone for each in named) == [*["elsewhere"] * 10, *["rack"] * 2]
+
+
 @pytest.mark.parametrize("gone", [0, 1199])
 async def test_a_member_that_is_silent_is_forgotten(
     monkeypatch: pytest.MonkeyPatch, gone: int

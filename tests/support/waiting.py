@@ -61,12 +61,33 @@ def ignored(pid: int) -> set[signal.Signals]:
     return {each for each in signal.Signals if mask >> (each - 1) & 1}
 
 
-def has_torch(pid: int) -> bool:
-    """Tell whether a process has loaded torch."""
-    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
-
-
 def reaped(pid: int) -> None:
     """Reap a child that was abandoned: who does that dies, as a rule."""
     with suppress(ChildProcessError):
         os.waitpid(pid, 0)
+
+
+def servers_of(port: int) -> set[int]:
+    """Return the other processes that can accept connections at a port."""
+    sockets = set[str]()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                sockets.add(f"socket:[{fields[9]}]")
+    found = set[int]()
+    for place in Path("/proc").glob("[0-9]*/fd"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if sockets & {os.readlink(each) for each in place.iterdir()}:
+                found.add(int(place.parent.name))
+    return found - {os.getpid()}
+
+
+def maps(pid: int, what: str) -> bool:
+    """Tell whether a process has mapped something of this name."""
+    return what in Path(f"/proc/{pid}/maps").read_text()
+
+
+def has_torch(pid: int) -> bool:
+    """Tell whether a process has loaded torch."""
+    return maps(pid, "libtorch")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -24,6 +26,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 SWARM = Swarm(slots=2)
 A, B, C = (f"{digit * 32}; ttl=60" for digit in "abc")
 CHUNKS = 10
+SO_MAX_PACING_RATE, UNLIMITED = 47, -1
 
 
 def memory() -> Memory:
@@ -367,6 +370,48 @@ async def test_one_host_leaves_streams_for_others() -> None:
         found = Counter([await watch("127.0.0.1") for _ in range(40)])
         assert found == {200: 32, 503: 8}
         assert await watch("127.0.0.2") == 200
+
+
+async def test_a_member_that_asks_for_a_long_range_needs_no_slot() -> None:
+    """It would keep one for long; short ranges wait for those that have one."""
+    leases = [f"{digit * 32}; ttl=60" for digit in "abc"]
+    short = {"Range": "bytes=0-119999", "Prefer": "wait=0"}
+    large = Memory(2 << 20)
+    async with serving(large, swarm=Swarm(slots=1)) as site, AsyncExitStack() as stack:
+        for port, each in enumerate(leases, 1):
+            said = {"url": f"http://127.0.0.1:{port}/checkpoint/"}
+            assert (await post(site, each, said)).status == 200
+
+        async def get(lease: str, **headers: str) -> int:
+            peer = await stack.enter_async_context(site.peer(receive_buffer=4096))
+            headers["Aiockpt-Lease"] = lease
+            await peer.request("/checkpoint/7/full", **headers)
+            return (await peer.head()).status
+
+        # A source has two slots for each of a member.
+        assert [await get(each, **short) for each in leases] == [206, 206, 503]
+        assert await get(leases[2], Prefer="wait=0") == 200
+
+
+@pytest.mark.every_loop
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces connections")
+async def test_the_rate_limits_only_what_a_member_sends() -> None:
+    """Later requests on the same connection are not limited."""
+    relay = Relay(memory().manifest, {}, Slots(2, rate=40e6))
+    relay.tokens = [Token("of-members")]
+    async with serving(memory(), swarm=SWARM) as site, site.peer() as peer:
+        with closing(Arena(CHUNKS * (64 << 10))) as relay.memory:
+            for chunk in range(CHUNKS):
+                relay.add(chunk)
+            site.store.serve_relay(relay)
+            found = []
+            for token in (TOKEN, "of-members", TOKEN):
+                wanted = {"Authorization": f"Bearer {token}", "Range": "bytes=0-99999"}
+                assert (await peer.ask("/checkpoint/7/full", **wanted)).status == 206
+                sock = site.connections[0].transport.get_extra_info("socket")
+                found.append(sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE))
+            assert found == [UNLIMITED, 20_000_000, UNLIMITED]
+            await site.store.end_relay(relay)
 
 
 async def test_a_complete_server_has_everything() -> None:
