@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from aiockpt import (
-    AsyncCheckpointer,
-    BackgroundCheckpointer,
-    CheckpointerConfig,
-    SyncCheckpointer,
-    make_async_checkpointer,
-    make_background_checkpointer,
-    make_sync_checkpointer,
-    register_store,
-)
+from aiockpt import register_store
 from aiockpt.storage.interface import storage_at
-from aiockpt.testing import CheckpointerConformance
+from tests.suites import test_checkpointers as on_disk
 
 obstore = pytest.importorskip("obstore")
 obstore.put(obstore.store.MemoryStore(), "warm", b"")  # its threads stay
 
 pytestmark = pytest.mark.asyncio
-
-IN_A_THREAD = CheckpointerConfig(use_process=False)
 
 
 class _InMemory:
@@ -48,34 +36,15 @@ class _InMemory:
         place.bucket.put(place.key, b"precious")
 
 
-class TestSyncCheckpointer(_InMemory, CheckpointerConformance[SyncCheckpointer]):
+class TestSyncCheckpointer(_InMemory, on_disk.TestSyncCheckpointer):
     """It saves without an event loop, in the foreground."""
 
-    @asynccontextmanager
-    async def checkpointer(self):
-        with make_sync_checkpointer() as made:
-            yield made
 
-
-class TestAsyncCheckpointer(_InMemory, CheckpointerConformance[AsyncCheckpointer]):
+class TestAsyncCheckpointer(_InMemory, on_disk.TestAsyncCheckpointerInAThread):
     """It runs on the event loop, and a thread writes."""
-
-    config: ClassVar = IN_A_THREAD
-
-    @asynccontextmanager
-    async def checkpointer(self):
-        async with make_async_checkpointer(self.config) as made:
-            yield made
 
 
 class TestBackgroundCheckpointer(
-    _InMemory, CheckpointerConformance[BackgroundCheckpointer]
+    _InMemory, on_disk.TestBackgroundCheckpointerInAThread
 ):
     """It needs no event loop, and a thread writes."""
-
-    config: ClassVar = IN_A_THREAD
-
-    @asynccontextmanager
-    async def checkpointer(self):
-        with make_background_checkpointer(self.config) as made:
-            yield made

@@ -1,4 +1,4 @@
-"""HTTPTransport passes the public suites, on every event loop; users can run them."""
+"""HTTPTransport passes the public suites; users can run them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,28 @@ import torch._dynamo  # noqa: F401 - an optimizer imports it: early, so that lea
 
 from aiockpt import BackgroundTransport, HTTPTransport, Server
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.testing import TransportConformance
-from aiockpt.testing.conformance import Endings, Offers
+from aiockpt.testing.conformance import (
+    Endings,
+    Offers,
+    RoundTrips,
+    Selections,
+    Templates,
+)
 from tests.support.proofs import proves
 
 Transport = HTTPTransport[Any]
 
 
-@proves(
-    "cell HTTPTransport.disallow_checkpoint: cancel",
-    by="test_a_cancelled_disallow_can_be_repeated",
-)
-@proves(
-    "cell HTTPTransport.disallow_checkpoint: success",
-    by="test_nothing_is_served_after_disallow",
-)
+class Plain:
+    """Transports over loopback, in chunks small enough for many requests."""
+
+    @asynccontextmanager
+    async def transports(self, count: int) -> AsyncIterator[Sequence[Transport]]:
+        """Make each of them in the same way."""
+        async with AsyncExitStack() as stack:
+            yield [await stack.enter_async_context(made()) for _ in range(count)]
+
+
 @proves(
     "cell HTTPTransport.recv_checkpoint, into=: success",
     "cell HTTPTransport.recv_checkpoint, into=, direct=True: success",
@@ -46,6 +53,21 @@ Transport = HTTPTransport[Any]
 @proves(
     "cell HTTPTransport.recv_checkpoint: success", by="test_what_arrives_is_independent"
 )
+@pytest.mark.asyncio
+class TestHTTPTransport(
+    Plain, RoundTrips[Transport], Templates[Transport], Selections[Transport]
+):
+    """What arrives, and where, does not know the loop."""
+
+
+@proves(
+    "cell HTTPTransport.disallow_checkpoint: cancel",
+    by="test_a_cancelled_disallow_can_be_repeated",
+)
+@proves(
+    "cell HTTPTransport.disallow_checkpoint: success",
+    by="test_nothing_is_served_after_disallow",
+)
 @proves(
     "cell HTTPTransport.send_checkpoint: success",
     by="test_a_new_step_takes_the_place_of_the_old",
@@ -58,14 +80,8 @@ Transport = HTTPTransport[Any]
 @proves("invariant 4", by="test_a_receive_times_out_promptly")
 @pytest.mark.asyncio
 @pytest.mark.every_loop
-class TestHTTPTransport(TransportConformance[Transport]):
-    """The transport works over loopback, in chunks small enough for many requests."""
-
-    @asynccontextmanager
-    async def transports(self, count: int) -> AsyncIterator[Sequence[Transport]]:
-        """Make each of them in the same way."""
-        async with AsyncExitStack() as stack:
-            yield [await stack.enter_async_context(made()) for _ in range(count)]
+class TestEveryLoop(Plain, Endings[Transport], Offers[Transport]):
+    """How calls wait and end."""
 
 
 @proves(
@@ -108,7 +124,7 @@ class Awaited:
 
 
 @pytest.mark.asyncio
-class TestBackgroundTransport(TransportConformance[Any]):
+class TestBackgroundTransport(Endings[Any], Offers[Any], Selections[Any]):
     """The proxy does what the transport does; a thread stands for each caller."""
 
     # A thread cannot be cancelled. What Ctrl-C does is seen in

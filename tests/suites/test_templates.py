@@ -160,26 +160,22 @@ def overlaps() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     grid = torch.zeros(4, 4)
     return {
         "one tensor": (whole, whole),
-        "a view of it": (whole, whole.view(6)),
-        "another shape": (whole, whole.view(2, 3)),
         "some elements": (whole[:4], whole[2:]),
-        "a part": (whole, whole[2:4]),
         "turned": (grid, grid.t()),
     }
 
 
 @ANY
 @pytest.mark.parametrize("kind", overlaps())
-@pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
 async def test_two_tensors_for_one_memory_are_refused(
-    way: str, kind: str, tmp_path: Path, *, equal: bool
+    way: str, kind: str, tmp_path: Path
 ) -> None:
     """They are refused even if their values are equal."""
     one, other = overlaps()[kind]
     template: State = {"a": {"one": one}, "b": other, "c": torch.zeros(2)}
     sent: State = {
         "a": {"one": torch.ones(one.shape)},
-        "b": torch.full(other.shape, 1.0 if equal else 2.0),
+        "b": torch.ones(other.shape),
         "c": torch.ones(2),
     }
     with pytest.raises(TemplateMismatchError) as caught:
