@@ -22,7 +22,14 @@ import aiockpt
 from aiockpt import IntegrityError, TemplateMismatchError
 from aiockpt.errors import LocalProtocolError, PeerFailedError
 from aiockpt.testing import assert_same
-from tests.support.groups import both, flip_bits, moved, transports
+from tests.support.groups import (
+    Watched,
+    both,
+    flipped,
+    gloo_groups,
+    moved,
+    transports,
+)
 from tests.support.mesh_ranks import as_rank
 from tests.support.transports import weights
 
@@ -197,16 +204,17 @@ async def test_leaves_and_distributed_tensors_of_a_template() -> None:
         assert not leaf.tensor.any()
 
 
-async def test_a_failure_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_leaves_it_as_it_was() -> None:
     """Nothing is filled before everything is verified; the next receive is well."""
     state = {"a": torch.ones(300_000), "b": torch.ones(300_000)}
     own = {"a": torch.zeros(300_000)}
     filled = own["a"]
     options = {"state_dict": lambda: own}
-    async with transports(receiver=options) as (sender, receiver):
-        with monkeypatch.context() as patch:
-            flip_bits(patch)
-            sent, got = await both(sender, receiver, state)
+    ours, theirs = await gloo_groups(2)
+    groups = [group := Watched(ours, flipped), theirs]
+    async with transports(groups=groups, receiver=options) as (sender, receiver):
+        sent, got = await both(sender, receiver, state)
+        group.watch = None
         assert isinstance(sent, PeerFailedError)
         assert isinstance(got, IntegrityError)
         assert not filled.any()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -16,8 +18,6 @@ from aiockpt import (
     Progress,
     StepNotFoundError,
     TemplateMismatchError,
-    TransferEvent,
-    add_hook,
 )
 from aiockpt.errors import (
     ClosedError,
@@ -26,29 +26,24 @@ from aiockpt.errors import (
     PeerFailedError,
     ProcessGroupError,
     RemoteProtocolError,
-    StagingError,
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from aiockpt.memory.arena import Arena
-from aiockpt.pg.conversation import FRAME_BYTES, ControlMessage, Kind
-from aiockpt.pg.messages import _FORWARD, MESSAGE_BYTES, RankChannel
 from aiockpt.testing import assert_same
-from aiockpt.testing.conformance.transports import TURNS, cancelled_after, sample
 from tests.support.groups import (
-    Counted,
     Transport,
+    Watched,
     Wrapped,
     both,
-    flip_bits,
+    flipped,
     gloo_groups,
     moved,
+    of_data,
     transports,
-    watch_leaving,
 )
 from tests.support.proofs import proves
 from tests.support.servers import settle
-from tests.support.transports import weights
+from tests.support.transports import told, weights
 
 pytestmark = [
     pytest.mark.asyncio,
@@ -58,8 +53,19 @@ pytestmark = [
 # Nothing ends a wait for gloo but its deadline, which such tests put soon.
 LEFT = pytest.mark.allow_leaks("threads", "fds")
 SOON = 0.3
-PROMPT = 10.0  # half of the deadline
+PROMPT = 20.0  # less than the deadline
+MESSAGE_BYTES = 16 << 20
 BAD: dict[str, Any] = {"layers": [torch.ones(2), object()]}
+
+
+@asynccontextmanager
+async def watched(
+    count: int = 2,
+) -> AsyncIterator[tuple[list[Watched], list[Transport]]]:
+    """Make transports, and the groups that tell whether a call has begun."""
+    groups = [*map(Watched, await gloo_groups(count))]
+    async with transports(groups=groups) as made:
+        yield groups, made
 
 
 class Bomb:
@@ -102,7 +108,7 @@ async def test_what_is_unusual_is_no_error(timeout: float) -> None:
     async with transports(timeout=timeout) as (sender, receiver):
         for step in (True, torch.tensor(10**12)):
             assert await moved(sender, receiver, {}, step) == {}  # type: ignore[arg-type]
-        await sender.send_checkpoint([], 1, sample())
+        await sender.send_checkpoint([], 1, weights())
 
 
 DEEP: list[Any] = []
@@ -134,11 +140,8 @@ async def test_a_refusal_is_told_before_anything_moves(case: str) -> None:
     call = {key: value for key, value in given.items() if key in ("wanted", "into")}
     made = {key: value for key, value in given.items() if key not in call}
     groups = await gloo_groups(2)
-    counted = Counted(groups[0])
-    async with transports(groups=[counted, groups[1]], receiver=made) as (
-        first,
-        second,
-    ):
+    groups[0] = counted = Watched(groups[0])
+    async with transports(groups=groups, receiver=made) as (first, second):
         async with asyncio.timeout(PROMPT):
             sent, got = await both(first, second, weights(), 7, **call)
         assert type(got) is kind
@@ -147,7 +150,7 @@ async def test_a_refusal_is_told_before_anything_moves(case: str) -> None:
         assert kind.__name__ in sent.reason or "step 5" in sent.reason
         if isinstance(got, StepNotFoundError):
             assert (got.step, got.serving) == (5, 7)
-            assert counted.messages == [FRAME_BYTES] * 2  # the offer and the last word
+            assert len(counted.messages) == 2  # the offer and the last word
         if "into" in call:
             assert got.__notes__ == ["the template was not modified"]
         assert sum(counted.messages) < 8 << 10, "no byte of the data segment"
@@ -201,10 +204,10 @@ async def test_a_state_that_cannot_be_sent_is_told() -> None:
         for step in range(6, 30):  # a receiver of a later step does not hear of these
             await refused(sender, [1, 2], step)
         _, *got = await asyncio.gather(
-            sender.send_checkpoint([1, 2], 30, sample()),
+            sender.send_checkpoint([1, 2], 30, weights()),
             *(each.recv_checkpoint(0, "", 30) for each in (waiting, late)),
         )
-        assert_same(got, [sample(), sample()])
+        assert_same(got, [weights(), weights()])
 
 
 async def test_the_word_of_a_transport_outlives_it() -> None:
@@ -217,20 +220,20 @@ async def test_the_word_of_a_transport_outlives_it() -> None:
     async with transports(groups=groups) as (sender, receiver):
         with pytest.raises(PeerFailedError, match="layers"):
             await receiver.recv_checkpoint(0, "", 1)
-        assert_same(await moved(sender, receiver, sample()), sample())
+        assert_same(await moved(sender, receiver, weights()), weights())
 
 
 @LEFT
 async def test_the_wait_for_a_turn_ends_with_the_deadline() -> None:
     """The error is that of the state, which nobody could be told."""
-    async with transports() as (sender, _):
-        waiting = asyncio.create_task(sender.send_checkpoint([1], 1, sample(), 1))
-        await asyncio.sleep(0.1)
+    async with watched() as (groups, (sender, _)):
+        waiting = asyncio.create_task(sender.send_checkpoint([1], 1, weights()))
+        await settle(lambda: groups[0].posted)
         with pytest.raises(UnsupportedLeafError) as caught:
             await sender.send_checkpoint([1], 2, BAD, SOON)
         assert "could not be told" in "".join(caught.value.__notes__)
-        with pytest.raises(TransferTimeoutError):
-            await waiting
+        waiting.cancel()
+        await asyncio.wait({waiting})
 
 
 @proves("invariant 2")
@@ -253,75 +256,43 @@ async def test_nothing_is_executed(capsys: pytest.CaptureFixture) -> None:
     "cell PGTransport.recv_checkpoint, into=, direct=True: error",
     "invariant 1",
 )
-async def test_a_flipped_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flipped_bit_is_noticed() -> None:
     """The template is untouched, both ends hear of it, and the group goes on."""
-    async with transports() as (sender, receiver):
+    ours, theirs = await gloo_groups(2)
+    group = Watched(ours, flipped)
+    async with transports(groups=[group, theirs]) as (sender, receiver):
         into = weights(2.0)
-        with monkeypatch.context() as patch:
-            flip_bits(patch)
-            sent, got = await both(sender, receiver, weights(), into=into)
-            assert isinstance(got, IntegrityError)
-            assert isinstance(sent, PeerFailedError)
-            assert_same(into, weights(2.0))
-            _, got = await both(sender, receiver, weights(), into=into, direct=True)
-            assert isinstance(got, IntegrityError)
-            assert got.__notes__ == ["the template was modified"]
+        sent, got = await both(sender, receiver, weights(), into=into)
+        assert isinstance(got, IntegrityError)
+        assert isinstance(sent, PeerFailedError)
+        assert_same(into, weights(2.0))
+        _, got = await both(sender, receiver, weights(), into=into, direct=True)
+        assert isinstance(got, IntegrityError)
+        assert got.__notes__ == ["the template was modified"]
+        group.watch = None
         assert_same(await moved(sender, receiver, weights()), weights())
 
 
-async def test_a_state_that_changes_between_two_messages_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_state_that_changes_between_two_messages_is_noticed() -> None:
     """Each message matches its digest, but they are not of one step."""
     state = {name: torch.zeros(MESSAGE_BYTES // 4) for name in "abc"}
     left: list[int] = []
 
-    def change(_: RankChannel, message: torch.Tensor) -> None:
+    @of_data
+    def change(message: torch.Tensor) -> None:
         left.append(message.nbytes)
         if len(left) == 2:
             state["c"].add_(1)
 
-    async with transports() as (sender, receiver):
+    ours, theirs = await gloo_groups(2)
+    groups = [Watched(ours, change), theirs]
+    async with transports(groups=groups) as (sender, receiver):
         into = {name: torch.zeros_like(each) for name, each in state.items()}
-        with monkeypatch.context() as patch:
-            patch.setattr(RankChannel, "sent_ahead", 1)
-            watch_leaving(patch, change)
-            sent, got = await both(sender, receiver, state, into=into)
+        sent, got = await both(sender, receiver, state, into=into)
         assert isinstance(got, IntegrityError)
         assert isinstance(sent, PeerFailedError)
         assert not any(tensor.any() for tensor in into.values())
         assert_same(await moved(sender, receiver, state), state)
-
-
-@pytest.mark.parametrize("fault", ["staging", "header"])
-async def test_a_failure_that_nobody_has_thought_of_is_told(
-    monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    """No memory to stage in, or for a header; the group is well afterwards."""
-    encode = ControlMessage.encode
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    def lie(frame: ControlMessage) -> bytearray:
-        offer = frame.kind is Kind.OFFER
-        return encode(ControlMessage(frame.kind, frame.step, 2**62) if offer else frame)
-
-    async with transports(limits=Limits(max_header_bytes=2**63)) as (sender, receiver):
-        with monkeypatch.context() as patch:
-            if fault == "staging":
-                patch.setattr(Arena, "__init__", fail)
-            else:
-                patch.setattr(ControlMessage, "encode", lie)
-            sent, got = await both(sender, receiver, weights())
-        if fault == "staging":
-            assert isinstance(sent, StagingError)
-            assert isinstance(got, PeerFailedError)
-            assert "Cannot allocate" in got.reason
-        else:
-            assert isinstance(got, LimitExceededError)
-            assert isinstance(sent, PeerFailedError)
-        assert_same(await moved(sender, receiver, weights()), weights())
 
 
 async def test_values_cost_what_they_must() -> None:
@@ -336,22 +307,21 @@ async def test_values_cost_what_they_must() -> None:
         (small, 16 << 20, 30),
     ):
         ours, theirs = await gloo_groups(2)
-        counted = Counted(ours)
+        counted = Watched(ours)
         async with transports(groups=[counted, theirs]) as (sender, receiver):
             assert_same(await moved(sender, receiver, state), state)
         assert sum(counted.messages) < nbytes
         assert len(counted.messages) < count
 
 
-async def test_a_large_tensor_is_sent_from_its_memory_and_verified_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_large_tensor_is_sent_from_its_memory_and_verified_meanwhile() -> None:
     """A chunk is verified before the last of a few messages is sent."""
     seen, deadline = threading.Event(), 20.0
     left: list[int] = []
     told: list[bool] = []
 
-    def hold_the_last_one(_: RankChannel, message: torch.Tensor) -> None:
+    @of_data
+    def hold_the_last_one(message: torch.Tensor) -> None:
         left.append(message.data_ptr())
         if len(left) == 4:
             told.append(seen.wait(deadline))
@@ -360,10 +330,11 @@ async def test_a_large_tensor_is_sent_from_its_memory_and_verified_meanwhile(
         if progress.chunks_done:
             seen.set()
 
-    watch_leaving(monkeypatch, hold_the_last_one)
     state = {"w": torch.ones(4 * MESSAGE_BYTES, dtype=torch.uint8)}
     into = {"w": torch.zeros_like(state["w"])}
     options: dict[str, Any] = {"timeout": 3 * deadline, "chunk_bytes": MESSAGE_BYTES}
+    ours, theirs = await gloo_groups(2)
+    options["groups"] = [Watched(ours, hold_the_last_one), theirs]
     async with transports(**options) as (sender, receiver):
         await moved(
             sender, receiver, state, into=into, direct=True, progress=on_progress
@@ -377,14 +348,14 @@ async def test_both_directions_at_once() -> None:
     """Two ranks may send to each other at the same time, and again behind that."""
     async with transports() as (left, right):
         calls = [
-            *(left.send_checkpoint([1], step, sample(step)) for step in (1, 2)),
-            *(right.send_checkpoint([0], step, sample(-step)) for step in (1, 2)),
+            *(left.send_checkpoint([1], step, weights(step)) for step in (1, 2)),
+            *(right.send_checkpoint([0], step, weights(-step)) for step in (1, 2)),
             *(right.recv_checkpoint(0, "", step) for step in (1, 2)),
             *(left.recv_checkpoint(1, "", step) for step in (1, 2)),
         ]
         got = await asyncio.gather(*calls)
         for state, seed in zip(got[4:], (1, 2, -1, -2), strict=True):
-            assert_same(state, sample(seed))
+            assert_same(state, weights(seed))
 
 
 async def test_a_late_receiver_holds_up_no_other() -> None:
@@ -425,7 +396,7 @@ async def test_a_deadline_breaks_the_group_unless_nothing_has_moved() -> None:
     """Each later call says so, and what to do."""
     async with transports(timeout=SOON) as (sender, receiver):
         with pytest.raises(TransferTimeoutError):
-            await sender.send_checkpoint([1], 1, sample(), 0)
+            await sender.send_checkpoint([1], 1, weights(), 0)
         with pytest.raises(TransferTimeoutError):
             await receiver.recv_checkpoint(0, "", 1, 0)
         assert repr(sender) == "<PGTransport ranks=2>"
@@ -433,10 +404,10 @@ async def test_a_deadline_breaks_the_group_unless_nothing_has_moved() -> None:
             PROMPT
         ):  # the constructor's, where a call gives none
             with pytest.raises(TransferTimeoutError, match=r"timed out .* rank 1"):
-                await sender.send_checkpoint([1], 1, sample())
+                await sender.send_checkpoint([1], 1, weights())
         assert repr(sender) == "<PGTransport ranks=2 broken>"
         for call in (
-            sender.send_checkpoint([1], 1, sample()),
+            sender.send_checkpoint([1], 1, weights()),
             sender.recv_checkpoint(1, "", 1),
         ):
             with pytest.raises(ProcessGroupError, match="make a new group") as caught:
@@ -445,55 +416,24 @@ async def test_a_deadline_breaks_the_group_unless_nothing_has_moved() -> None:
 
 
 @LEFT
-async def test_a_deadline_is_for_all_waits_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_deadline_is_for_all_waits_together() -> None:
     """A sender that is slow at every message does not stretch it."""
     go = threading.Event()
-    watch_leaving(monkeypatch, lambda *_: go.wait(0.25))
-    state = {f"w{n}": torch.zeros(1 << 18) for n in range(40)}  # ten seconds
-    async with transports() as (sender, receiver):
+
+    @of_data
+    def slow(_: torch.Tensor) -> None:
+        go.wait(0.25)
+
+    state = {f"w{n}": torch.zeros(1 << 18) for n in range(120)}  # thirty seconds
+    ours, theirs = await gloo_groups(2)
+    async with transports(groups=[Watched(ours, slow), theirs]) as (sender, receiver):
         sending = asyncio.create_task(sender.send_checkpoint([1], 1, state))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PROMPT):
             with pytest.raises(TransferTimeoutError):
                 await receiver.recv_checkpoint(0, "", 1, 0.6)
         go.set()
         with pytest.raises(ProcessGroupError):
             await sending  # it is told, and does not wait for its own
-
-
-@proves("cell PGTransport.send_checkpoint: cancel")
-@LEFT
-@pytest.mark.parametrize("who", ["sender", "receiver"])
-async def test_a_cancel_anywhere_ends_both_ends_at_once(who: str) -> None:
-    """Either nothing happened, or both know that the group is broken."""
-    for turns in TURNS:
-        async with transports() as (sender, receiver):
-            send = sender.send_checkpoint([1], 1, sample())
-            receive = receiver.recv_checkpoint(0, "", 1)
-            cut, other = (send, receive) if who == "sender" else (receive, send)
-            staying = asyncio.create_task(other)
-            await cancelled_after(turns, cut)
-            await asyncio.sleep(0.05)
-            if "broken" not in repr(sender if who == "sender" else receiver):
-                staying.cancel()  # it waits for what has not begun, or has ended
-            async with asyncio.timeout(PROMPT):
-                await asyncio.wait({staying})
-            assert staying.cancelled() or isinstance(
-                staying.exception(), (ProcessGroupError, type(None))
-            )
-
-
-@LEFT
-async def test_a_cancelled_wait_is_told() -> None:
-    """The rank that is waited for need not wait for its own deadline."""
-    async with transports() as (sender, receiver):
-        receiving = asyncio.create_task(receiver.recv_checkpoint(0, "", 1))
-        await asyncio.sleep(0.1)
-        receiving.cancel()
-        await asyncio.wait({receiving})
-        with pytest.raises(ProcessGroupError, match="gave up: it was cut short"):
-            await sender.send_checkpoint([1], 1, sample())
 
 
 @LEFT
@@ -503,10 +443,10 @@ async def test_a_pair_is_told_that_another_rank_was_lost(
     broken: str, first: str
 ) -> None:
     """Both ends of a connection that works hear at once; neither waits in vain."""
-    async with transports(3) as (sender, receiver, _):
+    async with watched(3) as (groups, (sender, receiver, _)):
 
         async def send() -> None:
-            await sender.send_checkpoint([1], 1, sample())
+            await sender.send_checkpoint([1], 1, weights())
 
         async def receive() -> None:
             await receiver.recv_checkpoint(0, "", 1)
@@ -516,7 +456,7 @@ async def test_a_pair_is_told_that_another_rank_was_lost(
         else:
             lost, fails, waits = receiver.recv_checkpoint(2, "", 1), receive, send
         cut = asyncio.ensure_future(lost)
-        await asyncio.sleep(0.1)
+        await settle(lambda: groups[0].posted or groups[1].posted)
         cut.cancel()
         await asyncio.wait({cut})
         async with asyncio.timeout(PROMPT):
@@ -534,15 +474,15 @@ async def test_a_pair_is_told_that_another_rank_was_lost(
 @pytest.mark.parametrize("broken", ["sender", "receiver"])
 async def test_a_pair_is_told_though_the_broken_end_makes_no_call(broken: str) -> None:
     """It may have left for a new group by then; the other end waits already."""
-    async with transports(4) as (sender, receiver, *_):
+    async with watched(4) as (groups, (sender, receiver, *_)):
         if broken == "sender":
             lost = sender.send_checkpoint([2], 1, {})
             waits: Any = receiver.recv_checkpoint(0, "", 1)
         else:
             lost = receiver.recv_checkpoint(2, "", 1)
-            waits = sender.send_checkpoint([1], 1, sample())
+            waits = sender.send_checkpoint([1], 1, weights())
         waiting, cut = asyncio.ensure_future(waits), asyncio.ensure_future(lost)
-        await asyncio.sleep(0.1)
+        await settle(lambda: groups[0].posted and groups[1].posted)
         cut.cancel()
         async with asyncio.timeout(PROMPT):
             with pytest.raises(ProcessGroupError, match=r"gave up: .* was cut short"):
@@ -552,27 +492,27 @@ async def test_a_pair_is_told_though_the_broken_end_makes_no_call(broken: str) -
 @LEFT
 async def test_a_conversation_ends_well_beside_one_that_breaks_the_group() -> None:
     """It was under way; the peer is told after its end, before it begins another."""
-    async with transports(3) as (sender, receiver, _):
+    async with watched(3) as (groups, (sender, receiver, _)):
         receiving = asyncio.create_task(receiver.recv_checkpoint(0, "", 1))
         cut = asyncio.ensure_future(receiver.recv_checkpoint(2, "", 1))
-        await asyncio.sleep(0.1)
+        await settle(lambda: groups[1].posted >= 2)
         cut.cancel()
         await asyncio.wait({cut})
         async with asyncio.timeout(PROMPT):
-            await sender.send_checkpoint([1], 1, sample())
-            assert_same(await receiving, sample())
+            await sender.send_checkpoint([1], 1, weights())
+            assert_same(await receiving, weights())
             with pytest.raises(ProcessGroupError, match=r"gave up: .* was cut short"):
-                await sender.send_checkpoint([1], 2, sample())
+                await sender.send_checkpoint([1], 2, weights())
 
 
 @LEFT
 async def test_a_cancel_while_a_sender_is_refused_gives_the_turn_back() -> None:
     """The receive that waits for it hears at once that the group is broken."""
     sparse = {"w": torch.ones(4).to_sparse()}
-    async with transports() as (_, receiver):
+    async with watched() as (groups, (_, receiver)):
         refusing = asyncio.create_task(receiver.recv_checkpoint(0, "", 1, into=sparse))
         waiting = asyncio.create_task(receiver.recv_checkpoint(0, "", 2))
-        await asyncio.sleep(0.2)  # one waits for the sender, to tell it; one for a turn
+        await settle(lambda: groups[1].posted)  # it waits to tell the sender
         refusing.cancel()
         with pytest.raises(asyncio.CancelledError) as kept:  # with all of its frames
             await refusing
@@ -582,38 +522,17 @@ async def test_a_cancel_while_a_sender_is_refused_gives_the_turn_back() -> None:
     del kept
 
 
-async def test_a_first_word_that_fails_is_known_to_both_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The peer may have heard it, and may wait for the next one."""
-    send = RankChannel.send
-
-    def fail(channel: RankChannel, *arguments: Any) -> None:
-        send(channel, *arguments)
-        raise ProcessGroupError("on purpose", rank=channel.rank)
-
-    async with transports() as (sender, receiver):
-        sending = asyncio.create_task(sender.send_checkpoint([1], 1, weights()))
-        async with asyncio.timeout(PROMPT):
-            with monkeypatch.context() as patched:
-                patched.setattr(RankChannel, "send", fail)
-                with pytest.raises(ProcessGroupError):
-                    await receiver.recv_checkpoint(0, "", 1)
-            with pytest.raises(ProcessGroupError):
-                await sending
-
-
 @proves("cell PGTransport.shutdown: success")
 @LEFT
 async def test_shutdown_ends_calls_at_once() -> None:
     """A call under way does not keep it waiting."""
-    async with transports() as (sender, _):
+    async with watched() as (groups, (sender, _)):
         waiting = [
-            asyncio.create_task(sender.send_checkpoint([1], 1, sample(), 2)),
-            asyncio.create_task(sender.recv_checkpoint(1, "", 1, 2)),
+            asyncio.create_task(sender.send_checkpoint([1], 1, weights())),
+            asyncio.create_task(sender.recv_checkpoint(1, "", 1)),
         ]
-        await asyncio.sleep(0.1)
-        async with asyncio.timeout(1.5):
+        await settle(lambda: groups[0].posted >= 2)
+        async with asyncio.timeout(PROMPT):
             await sender.shutdown()
         for task in waiting:
             with pytest.raises(ClosedError):
@@ -629,10 +548,10 @@ async def test_the_threads_left_behind_end_with_the_deadline() -> None:
     before = set(threading.enumerate())
     async with transports() as (sender, _):
         with pytest.raises(TransferTimeoutError):
-            await sender.send_checkpoint([1], 1, sample(), SOON)
+            await sender.send_checkpoint([1], 1, weights(), SOON)
     left = set(threading.enumerate()) - before
     assert all(thread.daemon for thread in left)
-    await settle(lambda: not any(thread.is_alive() for thread in left), patience=2)
+    await settle(lambda: not any(thread.is_alive() for thread in left))
 
 
 @proves("cell PGTransport.disallow_checkpoint: success")
@@ -640,7 +559,7 @@ async def test_disallow_waits_for_a_send_that_is_under_way() -> None:
     """Once it returns, no byte of the state dict is read."""
     async with transports() as (sender, receiver):
         await sender.disallow_checkpoint()
-        sending = asyncio.create_task(sender.send_checkpoint([1], 1, sample()))
+        sending = asyncio.create_task(sender.send_checkpoint([1], 1, weights()))
         await asyncio.sleep(0.05)
         disallowing = asyncio.create_task(sender.disallow_checkpoint())
         await asyncio.sleep(0.05)
@@ -652,31 +571,33 @@ async def test_disallow_waits_for_a_send_that_is_under_way() -> None:
 
 async def test_events_have_the_ranks() -> None:
     """There is one at either end, with bytes and seconds."""
-    seen: list[TransferEvent] = []
-    remove = add_hook(seen.append)
-    async with transports() as (sender, receiver):
-        await moved(sender, receiver, sample())
-    remove()
+    async with told() as seen, transports() as (sender, receiver):
+        await moved(sender, receiver, weights())
     peers = {event.stop: event.peer for event in seen}
     assert peers == {"serve": "ranks 1", "recv": "rank 0"}
     assert all(event.nbytes and event.seconds for event in seen)
 
 
 @LEFT
-@pytest.mark.parametrize(
-    "said", [b"\0" * FRAME_BYTES, ControlMessage(Kind.DONE, 1).encode()]
-)
-async def test_a_peer_that_talks_nonsense_breaks_the_group(said: bytes) -> None:
+@pytest.mark.parametrize("nonsense", [True, False], ids=["zeros", "its last word"])
+async def test_a_peer_that_talks_nonsense_breaks_the_group(*, nonsense: bool) -> None:
     """The group is broken, because the next message cannot be known."""
-    theirs, ours = await gloo_groups(2)
-    async with Transport(ours, timeout=2) as receiver:
-        frame = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        work = theirs.send([frame], 1, _FORWARD)  # gloo forgets what nobody keeps
-        with pytest.raises(RemoteProtocolError):
-            await receiver.recv_checkpoint(0, "", 1)
+    said: list[torch.Tensor] = []
+
+    def lie(message: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(message) if nonsense else said[-1]
+
+    ours, theirs = await gloo_groups(2)
+    group = Watched(ours, lambda message: said.append(message.clone()))
+    async with transports(groups=[group, theirs], timeout=2) as (sender, receiver):
+        await moved(sender, receiver, {})
+        assert said[0].nbytes == said[-1].nbytes
+        group.watch = lie
+        sent, got = await both(sender, receiver, {})
+        assert isinstance(sent, ProcessGroupError | TransferTimeoutError)
+        assert isinstance(got, RemoteProtocolError)
         with pytest.raises(ProcessGroupError):
             await receiver.recv_checkpoint(0, "", 1)
-    del work
 
 
 async def configured(groups: list[Wrapped]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from functools import partial
@@ -16,11 +17,12 @@ from aiockpt import PGTransport
 from aiockpt.pg.messages import RankChannel
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     import pytest
 
 Transport = PGTransport[Any]
+Watch = Callable[[torch.Tensor], torch.Tensor | None]
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -74,7 +76,7 @@ async def transports(
     **options: Any,
 ) -> AsyncIterator[list[Transport]]:
     """Make the transports of all ranks; ``receiver`` has options of all but rank 0."""
-    options = {"timeout": 20, "chunk_bytes": 64 << 10, **options}
+    options = {"timeout": 30, "chunk_bytes": 64 << 10, **options}
     async with AsyncExitStack() as stack:
         made = []
         for rank, group in enumerate(groups or await gloo_groups(count)):
@@ -143,18 +145,50 @@ def watch_leaving(
     monkeypatch.setattr(kind, "_take", watched)
 
 
-class Counted:
-    """A group that counts the bytes of each message that it sends."""
+class Watched:
+    """A group that counts the bytes of each message that it sends.
 
-    def __init__(self, group: Any) -> None:
+    Attributes:
+        watch: It is called with each message before it is sent, and may return what is
+            sent instead.
+        messages: The sizes.
+        posted: How many sends and receives have begun.
+    """
+
+    def __init__(self, group: Any, watch: Watch | None = None) -> None:
         self.messages: list[int] = []
-        self.size, self.recv = group.size, group.recv
+        self.posted = 0
+        self.watch = watch
+        self.size = group.size
         self._group = group
+        self._kept: list[torch.Tensor] = []  # gloo keeps nothing
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         """Count, and pass on."""
-        self.messages.append(tensors[0].nbytes)
-        return self._group.send(tensors, rank, tag)
+        (message,) = tensors
+        self.posted += 1
+        self.messages.append(message.nbytes)
+        if self.watch is not None and (other := self.watch(message)) is not None:
+            self._kept.append(message := other)
+        return self._group.send([message], rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        """Count, and pass on."""
+        self.posted += 1
+        return self._group.recv(tensors, rank, tag)
+
+
+def of_data(watch: Watch) -> Watch:
+    """Have only messages of a data segment watched, which are larger than others."""
+    return lambda message: watch(message) if message.nbytes > 16 << 10 else None
+
+
+@of_data
+def flipped(message: torch.Tensor) -> torch.Tensor:
+    """Return a message of a data segment whose last bit has changed on its way."""
+    copy = message.clone()
+    copy[-1] ^= 128
+    return copy
 
 
 class WrappedWork(distributed.Work):
