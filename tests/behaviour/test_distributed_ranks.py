@@ -46,19 +46,9 @@ def joined(*jobs: Job) -> None:
             leader.communicate()
 
 
-def test_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
-    """2 x 2 ranks: model and optimizer, anew and in place, and training goes on."""
-    joined(started("fully_sharded_and_parallel", 4, tmp_path / "job"))
-
-
 def test_an_fsdp_model_is_trained_beside_a_prepared_checkpoint(tmp_path: Path) -> None:
     """Torch does not count what its optimizers write, so nothing of it is skipped."""
     joined(started("prepared_while_trained", 2, tmp_path / "job"))
-
-
-def test_what_a_rank_may_take_from_another(tmp_path: Path) -> None:
-    """Replicas and shards of a ShardedTensor, but no part of another place."""
-    joined(started("other_ranks", 2, tmp_path / "job"))
 
 
 def test_two_jobs(tmp_path: Path) -> None:

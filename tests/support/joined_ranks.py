@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import aiockpt
-from aiockpt import errors
 from tests.support.mesh_ranks import (
     Case,
     bits,
@@ -83,10 +82,6 @@ CASES = [
         for way in ("direct", "prepare", "follow", "have", "replicas")
     ),
     *(Case(OWN, 4, mesh, "recv") for mesh in ("fsdp", "tp")),
-    *(
-        Case(OWN, 2, "fsdp", way)
-        for way in ("values", "keep", "number", "no template", "None", "full")
-    ),
 ]
 
 
@@ -158,22 +153,11 @@ class Question:
     metadata: str
     template: Any
     whole: Any
-    rank: int
 
     async def recv(self, **options: Any) -> Any:
         """Receive; the options stand for those that are not given."""
         given = {"metadata": self.metadata, "into": self.template, **options}
         return await self.receiver.recv_checkpoint(step=STEP, **given)
-
-    async def refused(self, kind: Any, *words: str, **options: Any) -> Any:
-        """Return the error of a receive, which has all of these words."""
-        try:
-            await self.recv(**options)
-        except kind as error:
-            said = f"{error}"
-            assert all(word in said for word in words), said
-            return error
-        raise AssertionError(f"nothing was raised; {words} was expected")
 
 
 async def by_recv(ask: Question, **options: Any) -> None:
@@ -245,64 +229,6 @@ async def by_anew(ask: Question) -> None:
     assert not [each for each in tensors_in(found) if isinstance(each, DTensor)]
 
 
-async def by_values(ask: Question) -> None:
-    """What differs by rank is listed; the template stays as it is."""
-    error = await ask.refused(
-        errors.RankValuesError, "mine.rank", "mine.rng", "rank_values="
-    )
-    assert [*error.paths] == ["mine.rank", "mine.rng"], error.paths
-    assert ask.template["mine"]["rank"] == 0
-    assert not any(bits(local_of(each)).any() for each in tensors_in(ask.template))
-
-
-async def by_keep(ask: Question) -> None:
-    """The template's own values stand, and everything else comes."""
-    rng = torch.full((40,), 9, dtype=torch.uint8)
-    ask.template["mine"] = {"rank": -1, "rng": rng}
-    found = await ask.recv(rank_values="keep")
-    assert found["mine"]["rank"] == -1
-    assert found["mine"]["rng"] is rng
-    assert rng.eq(9).all()
-    del found["mine"]
-    check(found, ask.whole)
-
-
-async def by_number(ask: Question) -> None:
-    """One rank's are taken if that is said."""
-    found = await ask.recv(rank_values=2)
-    check(found, {**ask.whole, "mine": own(2)})
-
-
-async def by_no_template(ask: Question) -> None:
-    """Nothing says how this rank wants it: that is an error, with the way out."""
-    await ask.refused(aiockpt.AiockptError, "full=True", into=None, rank_values=0)
-
-
-async def by_none(ask: Question) -> None:
-    """The same for a tensor whose template is None; nothing else is changed."""
-    rows = ask.template["cut"]["rows"]
-    into = {"cut": {"rows": rows, "odd": None}}
-    select = ["cut.rows", "cut.odd"]
-    words = ("cut.odd", "full=True")
-    await ask.refused(aiockpt.AiockptError, *words, into=into, select=select)
-    assert not bits(rows.to_local()).any()
-    assert into == {"cut": {"rows": rows, "odd": None}}
-
-
-async def by_full(ask: Question) -> None:
-    """Full tensors come although there is a group; a template may still be given."""
-    whole = {**ask.whole, "mine": own(0)}
-    found = await ask.recv(into=None, full=True, rank_values=0)
-    check(found, whole)
-    assert {*found} == {*whole}
-    rows = ask.template["cut"]["rows"]
-    into = {"cut": {"rows": rows, "odd": None}}
-    found = await ask.recv(into=into, full=True, select=["cut.rows", "cut.odd"])
-    check(found, whole)
-    assert found["cut"]["rows"] is rows
-    assert type(found["cut"]["odd"]) is torch.Tensor
-
-
 WAYS: dict[str, Callable[[Question], Any]] = {
     "recv": by_recv,
     "direct": by_direct,
@@ -311,12 +237,6 @@ WAYS: dict[str, Callable[[Question], Any]] = {
     "follow": by_follow,
     "have": by_have,
     "anew": by_anew,
-    "values": by_values,
-    "keep": by_keep,
-    "number": by_number,
-    "no template": by_no_template,
-    "None": by_none,
-    "full": by_full,
 }
 
 
@@ -353,13 +273,12 @@ def receive(world: int, rank: int, directory: Path) -> dict[str, str]:
         if case.saved == OWN:
             template["mine"] = zeroed(own(0))
             template["sharded"] = of_sharded(case, template["cut"]["rows"].device_mesh)
-            if case.way == "recv":
-                whole["mine"] = own(rank)
+            whole["mine"] = own(rank)
         metadata = aiockpt.join_metadata(
             [place_of(directory, case.saved, each).read_text() for each in range(4)]
         )
         try:
-            asyncio.run(answer(case, metadata, template, whole, rank))
+            asyncio.run(answer(case, metadata, template, whole))
         except Exception:  # noqa: BLE001 - it is told
             said[case.name] = traceback.format_exc()
         else:
@@ -369,12 +288,10 @@ def receive(world: int, rank: int, directory: Path) -> dict[str, str]:
     return said
 
 
-async def answer(
-    case: Case, metadata: str, template: Any, whole: Any, rank: int
-) -> None:
+async def answer(case: Case, metadata: str, template: Any, whole: Any) -> None:
     """Receive in one of the ways, and compare every tensor."""
     async with transport(timeout=SECONDS / 2) as receiver:
-        await WAYS[case.way](Question(receiver, metadata, template, whole, rank))
+        await WAYS[case.way](Question(receiver, metadata, template, whole))
 
 
 # ------------------------------------------------------------------------------- main

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 import sys
 import time
 import warnings
@@ -19,7 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,18 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
 )
 
-from aiockpt import HTTPTransport, PGTransport, Progress, Server, TemplateMismatchError
-from aiockpt.errors import DeviceMeshError
+from aiockpt import HTTPTransport, PGTransport, Progress, Server
 from aiockpt.testing import assert_same
 from tests.support.groups import store_in
 from tests.support.ranks import rank_of
@@ -81,7 +70,7 @@ async def received(
 
 
 class Net(nn.Module):
-    """Two layers that tensor parallelism knows how to cut."""
+    """Layers of which ranks can have parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,13 +88,9 @@ def training(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimi
     """Return a sharded model and its optimizer."""
     torch.manual_seed(seed)
     net = Net()
-    if mesh.ndim == 2:
-        cuts = {"first": ColwiseParallel(), "second": RowwiseParallel()}
-        parallelize_module(net, mesh["tp"], cuts)
-    data = mesh["dp"] if mesh.ndim == 2 else mesh
     for layer in (net.first, net.second):
-        fully_shard(layer, mesh=data)
-    fully_shard(net, mesh=data)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
     return net, torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
 
 
@@ -128,69 +113,6 @@ def load(state: dict[str, Any], net: nn.Module, optimizer: Any) -> None:
     """Give a model and its optimizer what was received."""
     net.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-
-
-async def round_trip(mesh: DeviceMesh) -> None:
-    """Send a trained model, and go on with it as if nothing had happened."""
-    net, optimizer = training(mesh, seed=1)
-    step(net, optimizer)
-    sent = state_of(net, optimizer)
-    async with offered(sent) as peers:
-        state = await received(peers[RANK])
-    assert_same(state, sent)
-    for name, tensor in state["model"].items():
-        assert type(tensor) is DTensor, name
-        assert tensor.device_mesh == sent["model"][name].device_mesh, name
-        assert torch.equal(tensor.full_tensor(), sent["model"][name].full_tensor())
-    other, theirs = training(mesh, seed=2)
-    load(state, other, theirs)
-    assert step(other, theirs) == step(net, optimizer)
-    assert step(other, theirs) == step(net, optimizer)
-    await in_place(mesh, net, optimizer)
-
-
-def home(tensor: Any) -> int:
-    """Return where in memory the local part is."""
-    address: int = tensor._local_tensor.data_ptr()
-    return address
-
-
-async def in_place(mesh: DeviceMesh, net: nn.Module, optimizer: Any) -> None:
-    """Fill another model's own shards, its parameters and what its optimizer keeps."""
-    other, theirs = training(mesh, seed=3)
-    step(other, theirs)
-    sent, template = state_of(net, optimizer), state_of(other, theirs)
-    template["parameters"] = dict(other.named_parameters())
-    sent["parameters"] = dict(net.named_parameters())
-    homes = {name: home(each) for name, each in other.named_parameters()}
-    versions = {name: each._version for name, each in other.named_parameters()}
-    async with offered(sent) as peers:
-        state = await received(peers[RANK], into=template)
-    assert_same(state["parameters"], sent["parameters"])
-    for name, parameter in other.named_parameters():
-        assert state["parameters"][name] is parameter, name
-        assert home(parameter) == homes[name], name
-        assert parameter._version > versions[name], "autograd must know"
-    assert state["model"]["last.bias"] is template["model"]["last.bias"]
-    theirs.load_state_dict(state["optimizer"])
-    assert step(other, theirs) == step(net, optimizer)
-
-
-async def fully_sharded_and_parallel() -> None:
-    """FSDP over tensor parallelism, 2 x 2."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    await round_trip(mesh)
-    whole = torch.arange(16.0).view(4, 4)
-    sent = {
-        "tp": distribute_tensor(whole, mesh["tp"], [Shard(1)]),
-        "dp": distribute_tensor(whole, mesh["dp"], [Shard(0)]),
-        "same": distribute_tensor(whole, mesh, [Replicate(), Replicate()]),
-    }
-    async with offered(sent) as peers:
-        state = await received(peers[RANK])
-    for name, tensor in sent.items():
-        assert state[name].device_mesh == tensor.device_mesh
-        assert torch.equal(state[name].full_tensor(), whole)
 
 
 def trained(net: nn.Module, *, foreach: bool) -> None:
@@ -269,60 +191,6 @@ def chunked() -> Any:
     tensor = zeros(spec, 2 * WORLD, 3)
     tensor.local_shards()[0].tensor.fill_(RANK + 1)
     return tensor
-
-
-async def other_ranks() -> None:
-    """What a rank may take from another one, and what it may not."""
-    mesh = init_device_mesh("cpu", (WORLD,))
-    whole = torch.arange(6.0).view(3, 2)
-    sent = {"same": distribute_tensor(whole, mesh, [Replicate()])}
-    cut = {"cut": distribute_tensor(whole, mesh, [Shard(0)])}
-    own = {"cut": distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)])}
-    async with offered(sent) as peers:
-        assert torch.equal((await received(peers[RANK - 1]))["same"].to_local(), whole)
-    async with offered(cut) as peers:
-        seen: list[Progress] = []
-        receiving = received(peers[RANK - 1], progress=seen.append)
-        await refused(DeviceMeshError, "cut: ", receiving)
-        assert not any(each.bytes_done for each in seen), "bytes were moved before"
-        await refused(
-            TemplateMismatchError, "the part at", received(peers[RANK - 1], own)
-        )
-        await refused(
-            TemplateMismatchError,
-            "replicate",
-            received(peers[RANK], sent | {"cut": sent["same"]}),
-        )
-        state = await received(peers[RANK], own, direct=True)
-        assert state["cut"] is own["cut"]
-        assert_same(own, cut)
-    async with offered({"sharded": chunked()}) as peers:
-        await sharded(peers)
-
-
-async def sharded(peers: list[str]) -> None:
-    """Take the shards of one's own rank, and those of another one."""
-    mine = (await received(peers[RANK]))["sharded"]
-    assert_same(mine, chunked())
-    full = torch.empty(2 * WORLD, 3) if RANK == 0 else None
-    await asyncio.to_thread(mine.gather, 0, full)
-    assert full is None or full[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0]
-    other = (await received(peers[RANK - 1]))["sharded"]
-    (shard,) = other.local_shards()
-    assert shard.metadata.placement.rank() == RANK
-    assert shard.tensor[0, 0] == (RANK - 1) % WORLD + 1
-    ranks = [each.placement.rank() for each in other.metadata().shards_metadata]
-    assert ranks == [1, 0]
-    template = {"sharded": chunked()}
-    template["sharded"].local_shards()[0].tensor.zero_()
-    assert await received(peers[RANK], template) == template
-    assert_same(template["sharded"], chunked())
-
-
-async def refused(kind: type[Exception], text: str, receiving: Any) -> None:
-    """Expect a receive to fail."""
-    with pytest.raises(kind, match=re.escape(text)):
-        await receiving
 
 
 def of_a_pair(number: int) -> Any:
@@ -412,9 +280,7 @@ def main(*scenarios: Callable[[], Any]) -> None:
 
 if __name__ == "__main__":
     main(
-        fully_sharded_and_parallel,
         prepared_while_trained,
-        other_ranks,
         sending_job,
         receiving_job,
     )
