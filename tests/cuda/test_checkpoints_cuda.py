@@ -41,14 +41,6 @@ def test_save_and_load_to_the_host(tmp_path: Path) -> None:
         assert_same(load(save(tmp_path / name, state)), state)
 
 
-def test_what_training_has_enqueued_is_saved(tmp_path: Path) -> None:
-    """The copies wait for the stream that produces."""
-    tensor = torch.zeros(1 << 22, device=DEVICE)
-    torch.cuda._sleep(200_000_000)
-    tensor.add_(1)
-    assert load(save(tmp_path / "s", {"a": tensor}))["a"].min() == 1
-
-
 @pytest.mark.parametrize("way", [{}, {"mmap": True}, {"verify": "none"}], ids=str)
 def test_load_to_the_device(tmp_path: Path, way: dict[str, Any]) -> None:
     """All of it, with its ties."""

@@ -15,7 +15,7 @@ import torch
 
 from aiockpt.testing import assert_same
 from tests.support.cards import on_a_loop
-from tests.support.groups import Transport, moved, transports
+from tests.support.groups import Transport, moved
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -37,27 +37,6 @@ def state(fill: float) -> dict[str, torch.Tensor]:
         "view": torch.full((64, 64), fill, device=DEVICE)[:, ::2],
         "host": torch.full((1000,), fill),
     }
-
-
-class TestOverGloo:
-    """The bytes pass through the host memory of both ends."""
-
-    @on_a_loop
-    async def test_a_device_s_tensors_arrive(self) -> None:
-        """Without a template, they arrive in host memory."""
-        async with transports() as (sender, receiver):
-            got = await moved(sender, receiver, state(1.0))
-        assert_same(got, state(1.0))
-        assert {tensor.device.type for tensor in got.values()} == {"cpu"}
-
-    @pytest.mark.parametrize("direct", [False, True])
-    @on_a_loop
-    async def test_a_template_on_the_device_is_filled(self, *, direct: bool) -> None:
-        """Each tensor where it is."""
-        into = state(0.0)
-        async with transports() as (sender, receiver):
-            await moved(sender, receiver, state(1.0), into=into, direct=direct)
-        assert_same(into, state(1.0))
 
 
 class TestOnTheDevice:
