@@ -6,7 +6,6 @@ import asyncio
 import gc
 import socket
 import threading
-import time
 import weakref
 from contextlib import suppress
 
@@ -17,11 +16,11 @@ from aiockpt import (
     AiockptError,
     TransportError,
 )
-from aiockpt.memory.arena import Arena
 from aiockpt.testing import (
     Drip,
     assert_same,
 )
+from tests.support.memory import resident
 from tests.support.proofs import proves
 from tests.support.servers import Peer, settle
 from tests.support.transports import (
@@ -37,6 +36,8 @@ from tests.support.transports import (
 )
 
 pytestmark = pytest.mark.asyncio
+PROMPT = 30.0
+"""Seconds that a busy machine may take for what should be at once."""
 
 
 async def wire_bytes(state: object) -> int:
@@ -105,8 +106,8 @@ class TestMemory:
     async def test_nothing_is_kept_after_disallow(self, zero_copy: bool) -> None:
         """Neither the state dict nor its copy: it may be as large as the model."""
         gc.collect()
-        before = _arenas()
-        state = weights()
+        before = resident("VmRSS")
+        state = weights(mib=64)
         gone = weakref.ref(state["w0"])
         async with pair(zero_copy=zero_copy) as (sender, receiver):
             await sender.send_checkpoint([], 1, state)
@@ -116,7 +117,7 @@ class TestMemory:
             await receive(sender, receiver)
             await sender.disallow_checkpoint()
             gc.collect()
-            await settle(lambda: not _arenas() - before)
+            await settle(lambda: resident("VmRSS") - before < 32 * MIB)
             assert gone() is None
 
     async def test_nothing_is_kept_of_a_receive(self) -> None:
@@ -130,25 +131,20 @@ class TestMemory:
             assert gone() is None
 
 
-def _arenas() -> set[int]:
-    """Return the arenas that there are, by identity."""
-    return {id(each) for each in gc.get_objects() if isinstance(each, Arena)}
-
-
 class TestPeers:
     """Slow, dead, many and early peers are served or given up."""
 
     async def test_a_slow_reader_that_progresses_is_served_to_the_end(self) -> None:
         """The stall timeout is no budget for the whole transfer."""
         async with (
-            transport(stall_timeout=0.4) as sender,
+            transport(stall_timeout=2) as sender,
             transport(connections=1) as receiver,
         ):
-            await sender.send_checkpoint([], 1, weights())
+            await sender.send_checkpoint([], 1, weights(mib=3))
             drip = Drip(rate=1e6, burst=50_000)
             async with proxied(sender, otherwise=drip) as proxy:
                 url = through(proxy, sender)
-                assert_same(await receiver.recv_checkpoint(0, url, 1), weights())
+                assert_same(await receiver.recv_checkpoint(0, url, 1), weights(mib=3))
 
     async def test_waiting_peers_cost_no_threads(self) -> None:
         """Any number of requests for a later step takes no thread."""
@@ -175,9 +171,8 @@ class TestPeers:
 
             readers = [asyncio.create_task(read_on()) for _ in range(3)]
             await asyncio.sleep(0.05)
-            started = time.monotonic()
-            await sender.disallow_checkpoint()
-            assert time.monotonic() - started < 1.5
+            async with asyncio.timeout(PROMPT):
+                await sender.disallow_checkpoint()
             for reader in readers:
                 reader.cancel()
             await asyncio.wait(readers)
@@ -196,9 +191,8 @@ class TestShutdown:
         sender = transport(insecure=True)
         await sender.send_checkpoint([], 1, weights())
         port = port_of(sender)
-        started = time.monotonic()
-        await sender.shutdown(wait=wait)
-        assert time.monotonic() - started < 2
+        async with asyncio.timeout(PROMPT):
+            await sender.shutdown(wait=wait)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=1)
 
@@ -215,11 +209,10 @@ class TestShutdown:
         """It does not wait for its deadline if the caller wants none of that."""
         sender = transport()
         async with transport(reconnect_timeout=0) as receiver:
-            waiting = asyncio.create_task(receive(sender, receiver, timeout=15))
+            waiting = asyncio.create_task(receive(sender, receiver, timeout=90))
             await sender.start()
             await asyncio.sleep(0.05)
             await sender.shutdown(wait=False)
-            started = time.monotonic()
-            with pytest.raises(TransportError):
-                await waiting
-            assert time.monotonic() - started < 3
+            async with asyncio.timeout(PROMPT):
+                with pytest.raises(TransportError):
+                    await waiting

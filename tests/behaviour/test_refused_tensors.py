@@ -1,27 +1,18 @@
-"""Tensors that do not travel: sparse, quantized, and whatever claims to be one."""
+"""Tensors that do not travel: sparse and quantized ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 import torch
 
-from aiockpt import StorageError, register_leaf
-from aiockpt.errors import PeerFailedError, RemoteProtocolError, UnsupportedLeafError
-from aiockpt.format.chunks import digest
-from aiockpt.format.header import build_manifest
-from aiockpt.format.manifest import TensorSpec
-from aiockpt.storage.statefile import read_state_file
+from aiockpt import register_leaf
+from aiockpt.errors import UnsupportedLeafError
 from aiockpt.testing import assert_same
-from tests.support import rangepeer
-from tests.support.groups import both, moved, transports
-from tests.support.headers import entries_of, header_of, parts_of
-from tests.support.saving import load, names, save
-from tests.support.states import LIMITS
-from tests.support.transports import pair, receive, transport, weights
+from tests.support.saving import names, save
+from tests.support.transports import pair, receive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,66 +21,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own
 
 QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
-SEGMENT = bytes(64)
-STEP = rangepeer.STEP
-
-
-def header_with_view(dtype: str) -> bytes:
-    """Return a header whose only tensor is a view of this dtype."""
-    view = TensorSpec(0, "bits8", (2,), (1,), 0, 0)
-    good = build_manifest(
-        step=STEP,
-        chunk_bytes=64,
-        entries=entries_of(("weight", "U8", (64,), 64)),
-        views=[view],
-        tree=["dict", ["weight"], [["tensor", 1]]],
-        digests=[digest([SEGMENT])],
-    )
-    manifest, entries = parts_of(bytes(good.header))
-    text = msgspec.json.encode(manifest).replace(b'"bits8"', b'"%b"' % dtype.encode())
-    return header_of(msgspec.json.decode(text), entries)
-
-
-class TestPeers:
-    """A peer, or a file, that claims to hold a quantized tensor."""
-
-    @pytest.mark.asyncio
-    @pytest.mark.parametrize("options", [{}, {"select": ["weight"]}])
-    async def test_over_http(self, options: dict[str, Any]) -> None:
-        """Reading such a view would leave its memory: torch has no quantizer for it."""
-        async with rangepeer.serving(SEGMENT) as peer, transport() as receiver:
-            object.__setattr__(peer.manifest, "header", header_with_view("qint8"))
-            where = f"http://127.0.0.1:{peer.port}/checkpoint/"
-            with pytest.raises(RemoteProtocolError, match="qint8"):
-                await receiver.recv_checkpoint(0, where, STEP, **options)
-
-    @pytest.mark.asyncio
-    async def test_over_a_process_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The sender hears of it, and the group is well."""
-        dtype = "qint8"
-
-        def offer(*_: object) -> tuple[bytearray, list[tuple[int, int]]]:
-            return bytearray(header_with_view(dtype)), []
-
-        async with transports() as (sender, receiver):
-            with monkeypatch.context() as patch:
-                patch.setattr("aiockpt.pg.messages.packed", offer)
-                state = {"weight": torch.zeros(64, dtype=torch.uint8)}
-                sent, got = await both(sender, receiver, state, step=STEP)
-            assert isinstance(got, RemoteProtocolError)
-            assert dtype in str(got)
-            assert isinstance(sent, PeerFailedError)
-            assert_same(await moved(sender, receiver, weights()), weights())
-
-    @pytest.mark.parametrize("dtype", QUANTIZED)
-    def test_in_a_file(self, dtype: str, tmp_path: Path) -> None:
-        """Loads, conversions and serves refuse such a file."""
-        file = tmp_path / "quantized.safetensors"
-        file.write_bytes(header_with_view(dtype) + SEGMENT)
-        with pytest.raises(StorageError, match=dtype):
-            load(file)
-        with pytest.raises(StorageError, match=dtype):
-            read_state_file(file, limits=LIMITS)
 
 
 def _quantized() -> torch.Tensor:

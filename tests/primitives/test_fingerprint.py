@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from contextlib import suppress
 from itertools import permutations
 from pathlib import Path
@@ -25,10 +24,6 @@ from aiockpt.errors import (
 )
 from aiockpt.format.fingerprint import NOTHING, ReplicaPart, TensorSums
 from aiockpt.format.limits import FILE_LIMITS
-from aiockpt.memory.multilinear import HeldTensor, word_sums
-from aiockpt.state import mesh
-from aiockpt.state.sharding import Split, StridedSplit
-from tests.primitives.test_mesh import coordinates, layout_of, taken
 from tests.support.memory import forget_the_peak, resident
 
 A, B = "a" * 32, "b" * 32
@@ -415,59 +410,3 @@ class TestJSON:
             with pytest.raises(LimitExceededError):
                 Fingerprint.from_json(text, limits=limits)
         assert len(Fingerprint.from_json(text, limits=FILE_LIMITS).tensors) == 20
-
-
-def test_a_wrong_box_is_found() -> None:
-    """100 plans with a box that is taken from beside its place are all found."""
-    rng, found = random.Random(5), 0
-    shape = (24, 36)
-    whole = torch.randint(-(2**31), 2**31, shape).to(torch.int32)
-    layouts = {
-        "fsdp": ((4,), (Split(0),)),
-        "tp": ((3,), (Split(1),)),
-        "tp_fsdp": ((2, 2), (StridedSplit(0, 2), Split(0))),
-        "both": ((2, 3), (Split(0), Split(1))),
-    }
-    shards = {
-        kind: [
-            shard
-            for at in coordinates(sizes)
-            if (shard := mesh.shard_of(layout_of(shape, sizes, placements, at)))
-        ]
-        for kind, (sizes, placements) in layouts.items()
-    }
-    truth = word_sums([HeldTensor(whole, shape, mesh.whole(shape))])
-    while found < 100:
-        source, target = rng.sample([*layouts], 2)
-        plans = [mesh.cover(mine, shards[source]) for mine in shards[target]]
-        boxes = [
-            (n, m, box)
-            for n, plan in enumerate(plans)
-            for m, some in plan.parts
-            for box in some
-        ]
-        wrong, dim, step = rng.choice(boxes), rng.randrange(2), rng.choice([-1, 1])
-        held = [
-            torch.zeros(mesh.shape_of(each), dtype=torch.int32)
-            for each in shards[target]
-        ]
-        changed = False
-        for n, m, box in boxes:
-            data, at = taken(whole, shards[source][m]), [*box.theirs]
-            if (n, m, box) == wrong:
-                at[dim] += step
-                if not 0 <= at[dim] <= data.shape[dim] - box.sizes[dim]:
-                    at[dim] -= step
-                else:
-                    changed = True
-            window = [slice(a, a + size) for a, size in zip(at, box.sizes, strict=True)]
-            place = [
-                slice(a, a + size) for a, size in zip(box.mine, box.sizes, strict=True)
-            ]
-            held[n][tuple(place)] = data[tuple(window)]
-        sums = word_sums(
-            [HeldTensor(*row) for row in zip(held, [shape] * 9, shards[target])]  # noqa: B905
-        )
-        total = tuple(sum(each) % 2**64 for each in zip(*sums, strict=True))
-        assert (total == truth[0]) is not changed
-        found += changed

@@ -11,7 +11,7 @@ from torch.utils import _pytree
 
 import aiockpt
 from aiockpt import Limits, StorageError
-from aiockpt.checkpointers import make_background_checkpointer
+from aiockpt.checkpointers import DefaultStager, make_background_checkpointer
 from aiockpt.errors import (
     LimitExceededError,
     RemoteProtocolError,
@@ -198,6 +198,31 @@ class TestLoads:
         assert text.startswith("x.y is a a.Own: ")
         assert "aiockpt.register_leaf(Own, tag='a.Own', encode=" in text
         assert "template" not in text
+
+    @pytest.mark.asyncio
+    async def test_a_staged_state_says_what_is_not_registered(self) -> None:
+        """The error is a local one with path, type and remedy, which works."""
+
+        class Own:
+            """Known when it is staged."""
+
+        def register() -> None:
+            aiockpt.register_leaf(
+                Own, tag="a.Own", encode=lambda _: 1, decode=lambda _: Own()
+            )
+
+        register()
+        stager = DefaultStager()
+        with await stager.stage({"a": [Own()]}) as staged:
+            del REGISTRY._by_tag["a.Own"], REGISTRY._by_type[Own]
+            with pytest.raises(
+                UnsupportedLeafError, match=r"a\.Own.*register"
+            ) as error:
+                staged.state_dict()
+            assert error.value.path == "a[0]"
+            register()
+            assert type(staged.state_dict()["a"][0]) is Own
+        await stager.close()
 
     @pytest.mark.parametrize(
         "tree",
