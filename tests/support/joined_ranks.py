@@ -16,9 +16,8 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from torch.distributed.tensor import DTensor
 import aiockpt
 from tests.support.mesh_ranks import (
     Case,
-    bits,
     check,
     check_together,
     chunked,
@@ -47,7 +45,7 @@ from tests.support.mesh_ranks import (
     whole_of,
     zeroed,
 )
-from tests.support.transports import Transport, transport
+from tests.support.transports import transport
 from tests.support.waiting import wait_until
 
 __all__ = ["CASES", "SENT"]
@@ -76,11 +74,6 @@ CASES = [
         for sent in SENT
     ),
     *(Case(sent, 0, "alone", "anew") for sent in SENT),
-    *(
-        Case(sent, 2, "fsdp", way)
-        for sent in ("tp_fsdp", "hsdp")
-        for way in ("direct", "prepare", "follow", "have", "replicas")
-    ),
     *(Case(OWN, 4, mesh, "recv") for mesh in ("fsdp", "tp")),
 ]
 
@@ -145,118 +138,10 @@ def place_of(directory: Path, kind: str, rank: int) -> Path:
 # --------------------------------------------------------------------------- receiving
 
 
-@dataclass
-class Question:
-    """One receive, and what it should bring."""
-
-    receiver: Transport
-    metadata: str
-    template: Any
-    whole: Any
-
-    async def recv(self, **options: Any) -> Any:
-        """Receive; the options stand for those that are not given."""
-        given = {"metadata": self.metadata, "into": self.template, **options}
-        return await self.receiver.recv_checkpoint(step=STEP, **given)
-
-
-async def by_recv(ask: Question, **options: Any) -> None:
-    """The template is filled in place, its parameters too."""
-    parameters = ask.template["train"]["parameters"]
-    homes = {name: home_of(each) for name, each in parameters.items()}
-    rows = ask.template["cut"]["rows"]
-    found = await ask.recv(**options)
-    assert found is ask.template
-    check(found, ask.whole)
-    assert {*found} == {*ask.whole}
-    assert found["cut"]["rows"] is rows
-    for name, each in found["train"]["parameters"].items():
-        assert each is parameters[name]
-        assert home_of(each) == homes[name]
-
-
 def home_of(tensor: torch.Tensor) -> int:
     """Return where the memory of this rank's part is."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.data_ptr()
-
-
-async def by_direct(ask: Question) -> None:
-    """The same, without a copy of what lies as it is needed."""
-    await by_recv(ask, direct=True)
-
-
-async def by_replicas(ask: Question) -> None:
-    """The same, from a list of joined strings."""
-    await by_recv(ask, metadata=[ask.metadata, ask.metadata])
-
-
-async def by_prepare(ask: Question) -> None:
-    """Nothing changes until it is applied."""
-    for applied in (False, True):
-        prepared = await ask.receiver.prepare(ask.metadata, STEP, into=ask.template)
-        assert not any(bits(local_of(each)).any() for each in tensors_in(ask.template))
-        if applied:
-            await prepared.apply_async()
-        else:
-            prepared.discard()
-    check(ask.template, ask.whole)
-
-
-async def by_follow(ask: Question) -> None:
-    """The first step comes whole."""
-    async with aclosing(ask.receiver.follow(ask.metadata, into=ask.template)) as steps:
-        step, found = await anext(steps)
-    assert step == STEP
-    assert found is ask.template
-    check(found, ask.whole)
-
-
-async def by_have(ask: Question) -> None:
-    """What is there is right, whether it was reused or came again."""
-    await by_recv(ask)
-    await by_recv(ask, have=True)
-    held = {name: each.detach().clone() for name, each in ask.template["cut"].items()}
-    ask.template = emptied(ask.template)
-    await by_recv(ask, have={"cut": held})
-
-
-async def by_anew(ask: Question) -> None:
-    """Without a template and a group, full tensors come."""
-    found = await ask.recv(into=None)
-    check(found, ask.whole)
-    assert {*found} == {*ask.whole}
-    assert not [each for each in tensors_in(found) if isinstance(each, DTensor)]
-
-
-WAYS: dict[str, Callable[[Question], Any]] = {
-    "recv": by_recv,
-    "direct": by_direct,
-    "replicas": by_replicas,
-    "prepare": by_prepare,
-    "follow": by_follow,
-    "have": by_have,
-    "anew": by_anew,
-}
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor of a state dict."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(each)
-
-
-def local_of(tensor: Any) -> torch.Tensor:
-    """Return what this rank holds of a tensor."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    elif hasattr(tensor, "local_shards"):
-        tensor = torch.cat([each.tensor for each in tensor.local_shards()])
-    found: torch.Tensor = tensor.detach()
-    return found
 
 
 def receive(world: int, rank: int, directory: Path) -> dict[str, str]:
@@ -278,7 +163,10 @@ def receive(world: int, rank: int, directory: Path) -> dict[str, str]:
             [place_of(directory, case.saved, each).read_text() for each in range(4)]
         )
         try:
-            asyncio.run(answer(case, metadata, template, whole))
+            if case.way == "anew":
+                asyncio.run(received_anew(metadata, whole))
+            else:
+                asyncio.run(received(metadata, template, whole))
         except Exception:  # noqa: BLE001 - it is told
             said[case.name] = traceback.format_exc()
         else:
@@ -288,10 +176,30 @@ def receive(world: int, rank: int, directory: Path) -> dict[str, str]:
     return said
 
 
-async def answer(case: Case, metadata: str, template: Any, whole: Any) -> None:
-    """Receive in one of the ways, and compare every tensor."""
+async def received(metadata: str, template: Any, whole: Any) -> None:
+    """Receive into a template, which is filled in place, its parameters too."""
+    parameters = dict(template["train"]["parameters"])
+    homes = {name: home_of(each) for name, each in parameters.items()}
+    rows = template["cut"]["rows"]
     async with transport(timeout=SECONDS / 2) as receiver:
-        await WAYS[case.way](Question(receiver, metadata, template, whole))
+        found = await receiver.recv_checkpoint(
+            metadata=metadata, step=STEP, into=template
+        )
+    assert found is template
+    check(found, whole)
+    assert {*found} == {*whole}
+    assert found["cut"]["rows"] is rows
+    for name, each in found["train"]["parameters"].items():
+        assert each is parameters[name]
+        assert home_of(each) == homes[name]
+
+
+async def received_anew(metadata: str, whole: Any) -> None:
+    """Receive without a template and a group: full tensors come."""
+    async with transport(timeout=SECONDS / 2) as receiver:
+        found = await receiver.recv_checkpoint(metadata=metadata, step=STEP)
+    check(found, whole)
+    check(whole, found)
 
 
 # ------------------------------------------------------------------------------- main
