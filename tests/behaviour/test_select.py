@@ -110,7 +110,8 @@ async def test_the_result_is_that_of_a_load(tmp_path: Path) -> None:
             expected = zeroed(rich())
             await asyncio.to_thread(load, saved, expected, select=[path])
             for direct in (False, True):
-                into, options = zeroed(rich()), {"select": [path], "direct": direct}
+                into = zeroed(rich())
+                options: dict[str, Any] = {"select": [path], "direct": direct}
                 got = await receive(sender, receiver, into=into, **options)
                 assert got is into
                 assert_same(into, expected)

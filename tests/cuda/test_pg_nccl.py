@@ -19,6 +19,7 @@ from torch import distributed
 
 import aiockpt
 from tests.support.cards import on_a_loop
+from tests.support.groups import Watched
 
 MIB = 1 << 20
 A_WHILE = 400_000_000
@@ -34,29 +35,6 @@ if __name__ != "__main__":
     ]
 
 Transport = aiockpt.PGTransport[Any]
-
-
-class Counted:
-    """A group that remembers the lengths of what it sends."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.lengths: list[int] = []
-
-    def size(self) -> int:
-        """Return how many ranks there are."""
-        return int(self._group.size())
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        """Send, and remember."""
-        assert tensors[0].is_cuda
-        self.lengths.append(tensors[0].nbytes)
-        return self._group.send(tensors, rank, tag)
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        """Receive."""
-        assert tensors[0].is_cuda
-        return self._group.recv(tensors, rank, tag)
 
 
 def state(rank: int, fill: float) -> dict[str, Any]:
@@ -84,41 +62,17 @@ def check(got: Any, rank: int, fill: float) -> None:
     assert got["bytes"] == b"of the host"
 
 
-def peak_rss() -> int:
-    """Return the most host memory that this process has had, in bytes."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-async def fresh(transport: Transport, group: Counted, rank: int) -> None:
+async def fresh(transport: Transport, group: Watched, rank: int) -> None:
     """Move it without a template; small tensors share messages."""
     if rank == 0:
-        group.lengths.clear()
+        group.messages.clear()
         await transport.send_checkpoint([1], 1, state(0, 1.5))
-        assert len(group.lengths) < 50  # the large tensor has 16, of 4 MiB each
+        assert len(group.messages) < 50  # the large tensor has 16, of 4 MiB each
         return
     check(await transport.recv_checkpoint(0, "", 1), 1, 1.5)
 
 
-async def host_memory(transport: Transport, group: Counted, rank: int) -> None:
-    """Move a gigabyte that never comes to the host, at either end."""
-    await fresh(transport, group, rank)  # whatever CUDA and NCCL need for themselves
-    device, before = torch.device("cuda", rank), peak_rss()
-    if rank == 0:
-        weights = {"w": torch.ones(256 * MIB, device=device)}
-        on_device = torch.cuda.memory_allocated(device)
-        await transport.send_checkpoint([1], 2, weights)
-        peak = torch.cuda.max_memory_allocated(device)
-        assert peak - on_device < 200 * MIB  # and no second copy on the device
-    else:
-        got = await transport.recv_checkpoint(0, "", 2)
-        assert got["w"].device == device
-        assert (got["w"] == 1).all()
-    assert peak_rss() - before < 200 * MIB
-
-
-async def in_place(transport: Transport, group: Counted, rank: int) -> None:
+async def in_place(transport: Transport, group: Watched, rank: int) -> None:
     """Fill a template, at the end and straight away."""
     for step, direct in enumerate((False, True), 1):
         if rank == 0:
@@ -130,7 +84,7 @@ async def in_place(transport: Transport, group: Counted, rank: int) -> None:
         check(into, 1, float(step))
 
 
-async def behind_the_producer(transport: Transport, group: Counted, rank: int) -> None:
+async def behind_the_producer(transport: Transport, group: Watched, rank: int) -> None:
     """Both ends work on their devices when they call."""
     device = torch.device("cuda", rank)
     weight = torch.zeros(16 * MIB, device=device)
@@ -148,50 +102,8 @@ async def behind_the_producer(transport: Transport, group: Counted, rank: int) -
     assert weight.unique().tolist() == [7]
 
 
-async def in_turn(transport: Transport, group: Counted, rank: int) -> None:
-    """Two calls at once, on the one communicator of two ranks."""
-    if rank == 0:
-        calls = [transport.send_checkpoint([1], n, state(0, n)) for n in (1, 2)]
-        await asyncio.gather(*calls)
-        return
-    got = await asyncio.gather(*(transport.recv_checkpoint(0, "", n) for n in (1, 2)))
-    for fill, each in enumerate(got, 1):
-        check(each, 1, fill)
-
-
-async def refused(transport: Transport, group: Counted, rank: int) -> None:
-    """A template that does not fit is told, and the group is well."""
-    if rank == 0:
-        with pytest.raises(aiockpt.errors.PeerFailedError, match="TemplateMismatch"):
-            await transport.send_checkpoint([1], 1, state(0, 1.0))
-    else:
-        with pytest.raises(aiockpt.TemplateMismatchError):
-            await transport.recv_checkpoint(0, "", 1, into={"w": torch.ones(2)})
-    await fresh(transport, group, rank)
-
-
-async def nobody_comes(transport: Transport, group: Counted, rank: int) -> None:
-    """The deadline ends the wait, and nothing is aborted."""
-    if rank == 1:
-        with pytest.raises(
-            (aiockpt.errors.TransferTimeoutError, aiockpt.errors.ProcessGroupError)
-        ):
-            await transport.recv_checkpoint(0, "", 1, timeout=2)
-        with pytest.raises(aiockpt.errors.ProcessGroupError):
-            await transport.recv_checkpoint(0, "", 1)
-
-
-WHATS: dict[str, Callable[[Transport, Counted, int], Any]] = {
-    what.__name__: what
-    for what in (
-        fresh,
-        host_memory,
-        in_place,
-        behind_the_producer,
-        in_turn,
-        refused,
-        nobody_comes,
-    )
+WHATS: dict[str, Callable[[Transport, Watched, int], Any]] = {
+    what.__name__: what for what in (fresh, in_place, behind_the_producer)
 }
 
 
@@ -200,7 +112,7 @@ async def main(path: str, rank: int, what: str) -> None:
     torch.cuda.set_device(rank)
     store = distributed.FileStore(path, 2)  # type: ignore[attr-defined]
     distributed.init_process_group("nccl", store=store, rank=rank, world_size=2)
-    group = Counted(distributed.group.WORLD)
+    group = Watched(distributed.group.WORLD)
     device = torch.device("cuda")  # of the rank: the current one
     async with Transport(group, timeout=60, device=device) as transport:
         await WHATS[what](transport, group, rank)
