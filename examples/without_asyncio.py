@@ -14,10 +14,17 @@ def train() -> None:
     model = torch.nn.Linear(8, 1, bias=False)
     with aiockpt.make_background_transport() as transport:
         # Your worker may be anywhere; here it is another process of this program.
-        command = [sys.executable, __file__, transport.metadata()]
-        worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603 - itself
+        worker = subprocess.Popen(  # noqa: S603 - itself
+            [sys.executable, __file__, "work"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         with worker:
+            assert worker.stdin is not None
             assert worker.stdout is not None
+            # Not an argument, which every user of the host can read: it has the token.
+            print(transport.metadata(), file=worker.stdin, flush=True)
             for step in range(1, STEPS + 1):
                 with torch.no_grad():
                     model.weight.fill_(step)  # whatever a step of training does
@@ -40,6 +47,6 @@ def work(metadata: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        work(sys.argv[1])
+        work(sys.stdin.readline().strip())
     else:
         train()

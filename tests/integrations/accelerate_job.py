@@ -1,9 +1,5 @@
 """Train with accelerate: a run that is killed within an epoch goes on bit for bit."""
 
-import os
-import signal
-import sys
-
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import broadcast_object_list
@@ -11,7 +7,6 @@ from accelerate.utils import broadcast_object_list
 import aiockpt
 
 EPOCHS = 3
-KILL_AT = int(sys.argv[1])
 WHOLE = ["model", "optimizer", "scheduler"]  # equal on all ranks
 
 accelerator = Accelerator(
@@ -33,7 +28,8 @@ unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
 
 
 def training_state(step):
-    state = {"random": torch.get_rng_state(), "step": step}
+    own = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    state = {"random": own, "step": step}
     if accelerator.is_main_process:  # once, not once a rank
         state["model"] = unwrapped.state_dict()
         state["optimizer"] = optimizer.state_dict()
@@ -50,7 +46,9 @@ def resume():
     unwrapped.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
-    torch.set_rng_state(state["random"])
+    cpu, *gpus = state["random"]
+    torch.set_rng_state(cpu)
+    torch.cuda.set_rng_state_all(gpus)
     return state["step"]
 
 
@@ -70,8 +68,6 @@ def train(checkpointer):
                 if handle:
                     handle.result()  # raises if the save before has failed
                 handle = checkpointer.save(training_state(step), f"run/step-{step}")
-            if step == KILL_AT:
-                os.kill(os.getpid(), signal.SIGKILL)
     checkpointer.save(training_state(step), f"run/step-{step}").result()
 
 

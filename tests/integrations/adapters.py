@@ -25,8 +25,11 @@ def train():
     chosen = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(chosen, lr=0.1)
     with aiockpt.make_background_transport() as transport:
-        command = [sys.executable, __file__, transport.metadata()]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower:
+        command = [sys.executable, __file__, "follow"]
+        ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, text=True, **ends) as follower:
+            # Not an argument, which every user of the host can read: it has the token.
+            print(transport.metadata(), file=follower.stdin, flush=True)
             for step in range(1, STEPS + 1):
                 model(input_ids=WORDS, labels=WORDS).loss.backward()
                 optimizer.step()
@@ -55,6 +58,6 @@ def answer(model):
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        follow(sys.argv[1])
+        follow(sys.stdin.readline().strip())
     else:
         train()

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -85,8 +84,6 @@ class Model(lightning.LightningModule):
         torch.manual_seed(self.global_step * self.trainer.world_size + self.global_rank)
 
     def training_step(self, batch, batch_idx):
-        if self.global_step == self.trainer.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
         loss = self.net(batch).square().mean()
         self.log("loss", loss, sync_dist=True)
         return loss
@@ -95,7 +92,8 @@ class Model(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def main(ranks, kill_at, resume=None):
+def main(resume=None):
+    ranks = int(os.environ.get("RANKS", "1"))
     lightning.seed_everything(0)
     data = torch.randn(64, 8)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -104,7 +102,7 @@ def main(ranks, kill_at, resume=None):
     keep = ModelCheckpoint("run", monitor="loss", save_top_k=2)
     trainer = lightning.Trainer(
         max_epochs=4,
-        accelerator="cpu",
+        accelerator="cpu",  # for the test; leave it out on a GPU
         devices=ranks,
         strategy="ddp" if ranks > 1 else "auto",
         plugins=[BackgroundIO()],
@@ -112,9 +110,8 @@ def main(ranks, kill_at, resume=None):
         logger=False,
         enable_progress_bar=False,
     )
-    trainer.kill_at = kill_at
     trainer.fit(Model(), loader, ckpt_path=resume)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(*sys.argv[1:])

@@ -25,7 +25,7 @@ def time_is_over():
 
 def training_state(model, optimizer, step):
     weights, moments = get_state_dict(model, optimizer)
-    own = torch.get_rng_state()
+    own = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
     return {"model": weights, "optimizer": moments, "random": own, "step": step}
 
 
@@ -41,7 +41,9 @@ def resume(model, optimizer):
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
-    torch.set_rng_state(state["random"])
+    cpu, *gpus = state["random"]
+    torch.set_rng_state(cpu)
+    torch.cuda.set_rng_state_all(gpus)
     return state["step"]
 
 
@@ -57,7 +59,11 @@ def train(checkpointer):
         step += 1
         over = time_is_over()
         if over or step % 100 == 0 or step == LAST:
+            if handle:
+                handle.result()  # raises if the save before has failed
             state = training_state(model, optimizer, step)
+            if dist.get_rank() > 0:  # all have the same model: rank 0 saves it
+                del state["model"], state["optimizer"]
             handle = checkpointer.save(state, f"run/step-{step}")
     if handle:
         handle.result()  # committed by all ranks, or this raises the reason

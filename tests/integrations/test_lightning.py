@@ -1,10 +1,12 @@
-"""What Lightning may remove, and when."""
+"""What Lightning may remove, and when; and what a worker gets."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import aiockpt
 from aiockpt.errors import StorageError
@@ -29,3 +31,20 @@ def test_an_older_checkpoint_goes_after_the_commit_of_a_newer_one(tmp_path) -> N
 def test_a_stage_without_training_publishes_nothing() -> None:
     """Lightning ends `validate` and `test` in the same way as `fit`."""
     Publish().teardown(SimpleNamespace(is_global_zero=True), None, "validate")
+
+
+def test_a_worker_follows(tmp_path, monkeypatch) -> None:
+    """It has the weights of the epoch that was published."""
+    monkeypatch.chdir(tmp_path)
+    trainer, publish = SimpleNamespace(is_global_zero=True, global_step=7), Publish()
+    trained, model = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    publish.on_fit_start(trainer, trained)
+    publish.on_train_epoch_end(trainer, trained)
+    with aiockpt.make_background_transport() as receiver:
+        metadata = Path("metadata").read_text()
+        for step, _ in receiver.follow(metadata, into=model.state_dict()):
+            print(f"the model has the weights of step {step}")
+            break
+    publish.teardown(trainer, trained, "fit")
+    assert step == 7
+    assert torch.equal(model.weight, trained.weight)

@@ -18,21 +18,35 @@ from tests.support.waiting import wait_until
 
 HERE = Path(__file__).parent
 SECONDS = 240
-NEVER = -1
 
 
-def run(place: Path, program: str, *words: str, ranks: int = 1) -> int:
-    """Run a program in a directory, with torchrun on several ranks."""
+def run(
+    place: Path,
+    program: str,
+    *words: str,
+    kill_at: int = 0,
+    ranks: int = 1,
+    own: dict[str, str] | None = None,
+) -> int:
+    """Run a program in a directory, with torchrun on several ranks.
+
+    Args:
+        kill_at: The step after which its processes are killed. 0: none.
+        ranks: Their number; but see `own`.
+        own: Variables by which the program itself starts the other ranks.
+    """
     place.mkdir(exist_ok=True)
     command = [sys.executable, "-W", "ignore"]
     if ranks > 1:
         port = ("--master-port", str(free_port()))
         command += ["-m", "torch.distributed.run", *port, f"--nproc-per-node={ranks}"]
+    if kill_at:
+        command += [str(HERE / "kill_at.py"), str(kill_at)]
     env = {name: os.environ[name] for name in os.environ if name != "PYTHONSAFEPATH"}
     done = subprocess.run(
         [*command, str(HERE / program), *words],
         cwd=place,
-        env={**env, "OMP_NUM_THREADS": "1"},
+        env={**env, "OMP_NUM_THREADS": "1", **(own or {})},
         stdin=subprocess.DEVNULL,
         timeout=SECONDS,
         check=False,
@@ -83,12 +97,12 @@ def differences(one: Any, other: Any, path: str = "") -> list[str]:
 def test_a_killed_run_goes_on_within_its_epoch(program, ranks, tmp_path) -> None:
     """All that was saved at the end is equal, of every rank."""
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    assert run(undisturbed, program, str(NEVER), ranks=ranks) == 0
+    assert run(undisturbed, program, ranks=ranks) == 0
     # An epoch has 16 steps, or 8 on each of two ranks.
-    assert run(killed, program, "13", ranks=ranks) != 0
+    assert run(killed, program, kill_at=13, ranks=ranks) != 0
     wait_for(killed, step=10)
-    assert run(killed, program, str(NEVER), ranks=ranks) == 0
-    assert run(killed, program, str(NEVER), ranks=ranks) == 0  # nothing is left to do
+    assert run(killed, program, ranks=ranks) == 0
+    assert run(killed, program, ranks=ranks) == 0  # nothing is left to do
     assert differences(states(undisturbed), states(killed)) == []
 
 
@@ -97,12 +111,12 @@ def test_a_killed_run_goes_on_within_its_epoch(program, ranks, tmp_path) -> None
 def test_lightning_goes_on(ranks, tmp_path) -> None:
     """It begins the epoch again in which it was killed; the two best stay."""
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    program = ("lightning_job.py", str(ranks))  # it starts the other rank itself
-    assert run(undisturbed, *program, str(NEVER)) == 0
+    program, own = "lightning_job.py", {"RANKS": str(ranks)}
+    assert run(undisturbed, program, own=own) == 0
     epoch = 16 // ranks
-    assert run(killed, *program, str(2 * epoch + 3)) != 0
+    assert run(killed, program, kill_at=2 * epoch + 3, own=own) != 0
     newest = wait_for(killed, step=2 * epoch)
-    assert run(killed, *program, str(NEVER), newest) == 0
+    assert run(killed, program, newest, own=own) == 0
     assert len(aiockpt.list_checkpoints(undisturbed / "run")) == 2
     kept = aiockpt.list_checkpoints(killed / "run")
     assert len(kept) == 3  # Lightning leaves the one from which it resumed

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.optimizer import (
     LRSchedulersContainer,
     OptimizersContainer,
     ParamGroupConfig,
 )
+from torchtitan.config import ConfigManager
 
 from tests.integrations.torchtitan_manager import BackgroundManager
 
@@ -89,3 +96,29 @@ def test_a_run_goes_on(group, tmp_path) -> None:
     second.train(5)
     one, other = (run.model.weight.to_local() for run in (undisturbed, second))
     assert torch.equal(one, other)
+
+
+@dataclass
+class Config:
+    """Stands for the configuration of Llama 3, whose module needs Triton."""
+
+    hf_assets_path: str = "."
+    checkpoint: BaseCheckpointManager.Config = field(
+        default_factory=BackgroundManager.Config
+    )
+
+
+def test_a_configuration_names_the_manager(monkeypatch) -> None:
+    """Torchtitan finds it by the name of the module, and takes other options, too."""
+    llama3 = ModuleType("torchtitan.models.llama3")
+    monkeypatch.setattr(
+        llama3, "config_registry", SimpleNamespace(llama3_8b=Config), raising=False
+    )
+    monkeypatch.setitem(sys.modules, "torchtitan.models.llama3", llama3)
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    words = ["--module", "torchtitan_run", "--config", "llama3_8b"]
+    config = ConfigManager().parse_args([*words, "--checkpoint.keep_latest_k", "3"])
+    assert config.checkpoint.enable
+    assert config.checkpoint.interval == 500
+    assert config.checkpoint.keep_latest_k == 3
+    assert type(config.checkpoint).__module__ == "torchtitan_manager"

@@ -120,14 +120,17 @@ class TestPython:
         from obstore.store import S3Store
 
         bucket, endpoint = place.server.bucket, f"http://127.0.0.1:{place.port}"
-        access: Any = {
-            "access_key_id": OWNER.key,
-            "secret_access_key": OWNER.secret,
-            "client_options": {"allow_http": True},
-        }
+        name, key = OWNER.key, OWNER.secret
         run, state = place("run"), {"w": torch.ones(1000), "step": 100}
 
-        store = S3Store(bucket, endpoint=endpoint, region="us-east-1", **access)
+        store = S3Store(
+            bucket,
+            endpoint=endpoint,
+            region="us-east-1",
+            access_key_id=name,
+            secret_access_key=key,
+            client_options={"allow_http": True},  # for an http:// endpoint
+        )
         aiockpt.register_store(f"s3://{bucket}", store)
 
         with aiockpt.make_background_checkpointer() as checkpointer:
