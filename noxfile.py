@@ -37,8 +37,11 @@ INSTALL_MODEL = ("--no-deps", *EXTRAS["demo"])
 # Many tests wait, so three at a time keep two cores busy. With the processes that they
 # start they need less than 4 GiB; `-- -n 0` runs one after the other.
 PARALLEL = ("--numprocesses", "3", "--dist", "worksteal")
-# Tests start hundreds of processes, which read what the first one has compiled.
-FOR_TESTS = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+FOR_TESTS = {"OMP_NUM_THREADS": "1"}
+# pip would compile all of torch, of which tests import a small part. Instead, the first
+# process that imports a module compiles it, and hundreds of others read that.
+os.environ["PIP_NO_COMPILE"] = "1"
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 
 SOAK = "tests/faults/test_soak.py"
 BUILD = Path("build")  # what sessions make
@@ -126,9 +129,8 @@ def develop(session: nox.Session) -> None:
         )
 
     def install(*what: str) -> None:
-        # Python compiles what it imports, which is a small part of torch.
         pip = (str(DEV / "bin/python"), "-m", "pip", "install", "--quiet")
-        session.run(*pip, "--no-compile", *what, external=True)
+        session.run(*pip, *what, external=True)
 
     install(TORCH)  # first and from its pin, or a dependency takes a build of its own
     install(*PINNED, TORCH, *group("dev"), *EXTRAS["torchft"], "--editable", ".")
@@ -146,9 +148,7 @@ def run(
     """Run a tool of the editable environment; return what it printed if silent."""
     develop(session)
     path = f"{DEV / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    # The environment was not compiled, so the first import of a module compiles it.
-    compiles = {"PYTHONDONTWRITEBYTECODE": ""}
-    env = {"PATH": path, "VIRTUAL_ENV": str(DEV), **compiles, **(env or {})}
+    env = {"PATH": path, "VIRTUAL_ENV": str(DEV), **(env or {})}
     program = str(DEV / "bin" / tool)
     return str(session.run(program, *args, env=env, external=True, silent=silent))
 
@@ -202,6 +202,13 @@ def docs(session: nox.Session) -> None:
     """Build the documentation without a warning, and run its Python examples."""
     run(session, "sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build/html")
     run(session, "pytest", *(session.posargs or ["README.md", "docs"]))
+
+
+@shared
+def torchft(session: nox.Session) -> None:
+    """Train under torchft's Manager with our transports, and run its own tests."""
+    chosen = session.posargs or TORCHFT
+    run(session, "pytest", *PARALLEL, *chosen, env=FOR_TESTS)
 
 
 @shared
@@ -345,14 +352,6 @@ def thorough(session: nox.Session) -> None:
 
 
 @nox.session(python=WHOLE)
-def torchft(session: nox.Session) -> None:
-    """Train under torchft's Manager with our transports, and run its own tests."""
-    install(session, "test", "test-torch", "test-torchft")
-    session.install(*PINNED, TORCH, *EXTRAS["torchft"])
-    session.run("pytest", *PARALLEL, *(session.posargs or TORCHFT), env=FOR_TESTS)
-
-
-@nox.session(python=WHOLE)
 def torchft_nightly(session: nox.Session) -> None:
     """Run the own tests of a nightly build of torchft with our transports."""
     install(session, "test", "test-torch", "test-torchft")
@@ -451,15 +450,14 @@ def newest(session: nox.Session) -> None:
 
 # ---------------------------------------------------------------------- lists of these
 
+ENDS = (WHOLE, PYTHONS[-1])  # what is between runs in the night
 CHECK = (
-    "lint",
-    "types",
-    "proofs",
-    "docs",
-    *(f"tests-{python}" for python in PYTHONS),
+    *("lint", "types", "proofs", "docs"),
+    *(f"tests-{python}" for python in dict.fromkeys(ENDS)),
     "torchft",
 )
 NIGHTLY = (
+    *(f"tests-{python}" for python in PYTHONS if python not in ENDS),
     *("oldest", "newest", "coverage", "faults", "soak", "thorough", "fuzz"),
     *("torchft_nightly", "vllm", "vllm_newest", "objects", "objects_killed"),
     "integrations",
@@ -477,7 +475,7 @@ def check(session: nox.Session) -> None:
 @shared
 def nightly(session: nox.Session) -> None:
     """Benchmarks kept and compared, then what takes hours; `-- fuzz` runs one part."""
-    parts = [arg for arg in session.posargs if re.fullmatch(r"[a-z]\w+", arg)]
+    parts = [arg for arg in session.posargs if re.fullmatch(r"[a-z][\w.-]+", arg)]
     options = [arg for arg in session.posargs if arg not in parts]
     parts = parts or ["bench", *NIGHTLY]
     for name in parts:
