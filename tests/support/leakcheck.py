@@ -50,9 +50,9 @@ def threads() -> set[str]:
 def fds() -> set[str]:
     """Return the open descriptors with what they point to."""
     found = set()
-    for link in Path("/proc/self/fd").glob("*"):
+    for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the descriptor of this very listing
-            found.add(f"{link.name} -> {link.readlink()}")
+            found.add(f"{number} -> {os.readlink(f'/proc/self/fd/{number}')}")
     return found
 
 
@@ -70,20 +70,11 @@ def shm() -> set[str]:
 def children() -> set[str]:
     """Return the child processes, zombies too, that nobody allowed."""
     multiprocessing.active_children()  # reaps those that have ended
-    found: set[str] = set()
-    for listing in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):
-            pids = set(map(int, listing.read_text().split())) - forkserver.ADOPTED
-            found.update(_describe(pid) for pid in pids if not _is_fork_server(pid))
+    pids = forkserver.children_of(os.getpid()) - forkserver.ADOPTED
+    found = set(map(_describe, pids))
     return {
         child for child in found if not any(part in child for part in ALLOWED_CHILDREN)
     }
-
-
-def _is_fork_server(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip() == forkserver.NAME
-    return False
 
 
 def _describe(pid: int) -> str:
