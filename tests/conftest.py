@@ -108,7 +108,7 @@ def pytest_report_header() -> list[str]:
     return lines
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Refuse to test the source tree where the wheel was asked for."""
     # A shell starts what runs in its background deaf to interrupts, and the processes
     # that tests start would be deaf, too.
@@ -120,6 +120,8 @@ def pytest_configure() -> None:
         and HERE.parent in Path(aiockpt.__file__).parents[:2]
     ):
         raise pytest.UsageError(f"testing {aiockpt.__file__}, not the installed wheel")
+    if HAS_TORCH and config.getoption("numprocesses", None):
+        forkserver.install()  # the workers of xdist are forks of one server, too
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -63,6 +63,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "safetensors.torch",
+    "torchft",
     "aiohttp.web",
     "aiockpt",
     "aiockpt.checkpointers.factories",
@@ -144,15 +145,15 @@ def name_shared_memory() -> None:
 def children_of(pid: int) -> set[int]:
     """Return the child processes of one, without its fork server."""
     found: set[int] = set()
-    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended
-            found.update(map(int, listing.read_text().split()))
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as listing:
+            found.update(map(int, listing.read().split()))
     return {pid for pid in found if _name_of(pid) != NAME}
 
 
 def _name_of(pid: int) -> str:
-    with suppress(OSError):  # it has ended
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+    with suppress(OSError), open(f"/proc/{pid}/comm") as file:  # it may have ended
+        return file.read().strip()
     return ""
 
 
@@ -164,6 +165,8 @@ def _request(given: dict[str, Any]) -> dict[str, Any] | None:
     program = given["executable"]
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     rest = argv[1:]
+    worker = rest[:1] == ["-u"]  # so xdist starts its workers
+    rest = rest[worker:]
     if rest[: len(flags)] == flags:
         rest = rest[len(flags) :]
     warnoptions = []
@@ -192,6 +195,7 @@ def _request(given: dict[str, Any]) -> dict[str, Any] | None:
     group = given.get("process_group", -1)
     return {
         "argv": rest,
+        "worker": worker,
         "warnoptions": warnoptions,
         "env": env,
         "cwd": os.getcwd() if cwd is None else os.path.abspath(os.fsdecode(cwd)),
@@ -406,7 +410,7 @@ def run(request: dict[str, Any]) -> None:
     kind, *rest = request["argv"]
     sys.warnoptions += request["warnoptions"]
     warnings._processoptions(request["warnoptions"])  # type: ignore[attr-defined]
-    if kind != "-c":  # those of the package start none
+    if kind != "-c" or request["worker"]:  # those of the package start none
         _nest()
     sys.path[:] = _search_path(kind, request["env"])
     sys.orig_argv = [sys.executable, *request["argv"]]

@@ -160,9 +160,9 @@ class Job:
 
     def _run(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
-        environment |= {"PYTHONWARNINGS": "ignore", "TORCHFT_LOG_LEVEL": "warn"}
+        environment["TORCHFT_LOG_LEVEL"] = "warn"
         options.setdefault("stderr", subprocess.DEVNULL)
-        command = [sys.executable, __file__, *arguments]
+        command = [sys.executable, "-W", "ignore", __file__, *arguments]
         return subprocess.Popen(command, env=environment, **options)
 
     def finish(self) -> list[Life]:
