@@ -9,7 +9,7 @@ import re
 import pytest
 
 from aiockpt import errors
-from aiockpt.errors import Advice, AiockptError, advice
+from aiockpt.errors import AiockptError
 
 CLASSES = {name: getattr(errors, name) for name in errors.__all__}
 URL = "http://peer:1"
@@ -195,32 +195,3 @@ def test_each_argument_is_a_fact(error: AiockptError) -> None:
     """The reference shows the arguments of a class, and users read them again."""
     facts = inspect.signature(type(error)).parameters.keys()
     assert facts <= vars(error).keys()
-
-
-UNDER = {  # -> the classes that have it, without those whose parent has it too
-    Advice.LATER: "StagingError StorageError TransportError",
-    Advice.AGAIN: "CheckpointChangedError PeerUnreachableError "
-    "TransferInterruptedError TransferStalledError",
-    Advice.ONWARD: "TransportError UnavailableError",
-    Advice.REPLACED: "UnavailableError",
-    Advice.LOST: "ClosedError TransportError UnavailableError",
-    Advice.WRONG: "IntegrityError RemoteProtocolError",
-    Advice.OURS: "ClosedError StagingError StorageError",
-    Advice.MISUSE: "LocalProtocolError",
-}
-
-
-@pytest.mark.parametrize("mark", Advice, ids=lambda mark: mark.name)
-def test_the_table_says_what_to_do_after_each_error(mark: Advice) -> None:
-    """A class has its parent's row; a peer that gave up is the exception."""
-    roots = tuple(CLASSES[name] for name in UNDER[mark].split())
-    final = errors.PeerFailedError if mark is Advice.LATER else ()
-    for error, _ in SAMPLES:
-        expected = isinstance(error, roots) and not isinstance(error, final)
-        assert (mark in advice(error)) is expected, error
-
-
-def test_what_is_not_in_the_table_promises_nothing() -> None:
-    """An error of a caller's callback, or a plain one of the system."""
-    for error in (ValueError("x"), OSError("x"), KeyboardInterrupt(), AiockptError()):
-        assert advice(error) == Advice.NONE

@@ -18,7 +18,6 @@ import torch
 import aiockpt
 from aiockpt import make_async_checkpointer
 from aiockpt.errors import StorageError
-from aiockpt.storage import commit
 from tests.support.ranks import SUPPORT
 from tests.support.saving import load, names, save
 from tests.support.shortages import small_disk
@@ -137,13 +136,8 @@ class TestFileSystems:
             assert load(tmp_path / "step-9") == {"a": 9}
             assert {one == other for one, other in seen} == {True}
 
-    @pytest.mark.parametrize("exchange", [True, False])
-    def test_a_name_where_another_one_is_mounted(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
-    ) -> None:
+    def test_a_name_where_another_one_is_mounted(self, tmp_path: Path) -> None:
         """Cannot be taken: it says so, and what is there stays."""
-        if not exchange:
-            monkeypatch.setattr(commit, "exchange", lambda *_: False)
         with small_disk(tmp_path / "step-1", 1 << 20) as disk:
             with pytest.raises(StorageError, match=r"step-1: .*busy.* directory below"):
                 save(disk, {"a": 1})

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
-import threading
-import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,19 +16,15 @@ import torch
 from torch.utils import _pytree
 
 import aiockpt
+from aiockpt import AsyncCheckpointer, BackgroundCheckpointer
 from aiockpt.checkpointers import (
+    CheckpointProcess,
+    CheckpointReader,
     CheckpointStagerConfig,
     CheckpointWriter,
     CheckpointWriterConfig,
-    DefaultStager,
     RankInfo,
-    WritableSnapshot,
 )
-from aiockpt.checkpointers.recovery import _rebuilt
-from aiockpt.memory.snapshot import Snapshot
-from aiockpt.state import nodes
-from aiockpt.storage import commit
-from aiockpt.testing import assert_same
 
 Pair = namedtuple("Pair", "x w")
 
@@ -125,52 +120,10 @@ async def test_the_trainer_knows_the_file_of_an_own_writer(
             assert handle.file in [(each.st_dev, each.st_ino) for each in files]
 
 
-@pytest.mark.asyncio
-async def test_what_is_recovered_has_its_named_tuples(tmp_path: Path) -> None:
-    """A named tuple has this program's type, or one with the same fields."""
-    Local = namedtuple("Local", "a b")
-    stager = DefaultStager()
-    state = {"pair": Pair(1, torch.ones(2)), "local": Local([2], torch.zeros(1))}
-    with await stager.stage(state, step=1) as staged:
-        snapshot = staged.snapshot
-        assert isinstance(snapshot, Snapshot)
-        assert snapshot.arena is not None
-        sealed = WritableSnapshot(snapshot).seal()
-        found: Any = _rebuilt(sealed, snapshot.arena.fd, "d", allow_pickle=False)
-    await stager.close()
-    assert type(found["pair"]) is Pair
-    assert found["local"].a == [2]
-    assert found["local"]._fields == ("a", "b")
-    assert type(found["local"]).__name__ == "Local"
-
-
-@pytest.mark.asyncio
-async def test_no_state_dict_is_walked_on_the_loop(monkeypatch) -> None:
-    """A walk of a large one takes long, so a thread does it; or nobody, if it can."""
-    walkers: list[str] = []
-    walk = nodes._walk
-
-    def watched(template: object) -> Iterator[Any]:
-        walkers.append(threading.current_thread().name)
-        return walk(template)
-
-    monkeypatch.setattr(nodes, "_walk", watched)
-    stager = DefaultStager()
-    for state in ({"a": [1]}, {"pair": Pair(1, torch.ones(2))}):
-        with await stager.stage(state) as staged:
-            assert_same(staged.state_dict(), state)
-    await stager.close()
-    assert len(walkers) == 1
-    assert walkers[0].startswith("aiockpt-stage")
-
-
 @pytest.mark.parametrize(
     "error", [OSError(5, "mine"), KeyError("mine"), TimeoutError()]
 )
-@pytest.mark.parametrize("template", [True, False])
-def test_an_error_of_on_bytes_is_the_callers(
-    tmp_path: Path, error: Exception, template: bool
-) -> None:
+def test_an_error_of_on_bytes_is_the_callers(tmp_path: Path, error: Exception) -> None:
     """The load raises it unchanged, not as an error of the file."""
     state = {"w": torch.ones(2)}
     with aiockpt.make_sync_checkpointer() as made:
@@ -179,9 +132,10 @@ def test_an_error_of_on_bytes_is_the_callers(
     def fail(_: int) -> None:
         raise error
 
-    with pytest.raises(type(error)) as caught:
-        aiockpt.load(tmp_path / "c", into=state if template else None, on_bytes=fail)
-    assert caught.value is error
+    for into in (state, None):
+        with pytest.raises(type(error)) as caught:
+            aiockpt.load(tmp_path / "c", into=into, on_bytes=fail)
+        assert caught.value is error
 
 
 class Preempted(Exception):  # noqa: N818 - as a job names it
@@ -239,24 +193,20 @@ def test_a_signal_in_a_synchronous_save(tmp_path, interrupted) -> None:
             made.load(tmp_path / "b", on_bytes=on_bytes)
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "saved"),
-    [(commit, "sync_directory", True), (Path, "resolve", False)],
-)
+@pytest.mark.parametrize("saved", [True, False])
 def test_a_signal_at_the_first_and_the_last_step(
-    tmp_path, interrupted, monkeypatch, module: Any, name: str, saved: bool
+    tmp_path, interrupted, monkeypatch, saved: bool
 ) -> None:
     """Its exception is not taken for one of the disk."""
-    real = getattr(module, name)
+    module, name = (os, "fsync") if saved else (Path, "resolve")
+    real, path = getattr(module, name), tmp_path / "c" / "a"
 
-    def signalled(path: Path, *args: Any, **kwargs: Any) -> Any:
-        if path in (tmp_path / "c", tmp_path / "c" / "a") and (path / "a").exists():
+    def signalled(what: Any, *args: Any, **kwargs: Any) -> Any:
+        if path.exists() if saved else what in (path, path.parent):
             signal.raise_signal(signal.SIGALRM)
-        return real(path, *args, **kwargs)
+        return real(what, *args, **kwargs)
 
     (tmp_path / "c").mkdir()
-    if not saved:
-        (tmp_path / "c" / "a" / "a").mkdir(parents=True)
     monkeypatch.setattr(module, name, signalled)
     made = aiockpt.make_sync_checkpointer()
     with made, pytest.raises(interrupted, match="the job's own"):
@@ -271,16 +221,14 @@ def test_a_signal_in_a_blocking_save(tmp_path, interrupted) -> None:
     class Slow(aiockpt.checkpointers.CheckpointStager):
         async def stage(self, state_dict: Any, **kwargs: Any) -> Any:
             signal.setitimer(signal.ITIMER_REAL, 0.1)
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
         async def close(self) -> None:
             return
 
-    config = aiockpt.CheckpointerConfig(use_process=False)
-    with aiockpt.make_background_checkpointer(config) as made:
-        made._source._stager = Slow()
-        began = time.monotonic()
-        with pytest.raises(interrupted, match="the job's own"):
-            made.save({"w": torch.ones(2)}, tmp_path / "a")
-        assert time.monotonic() - began < 50
+    alone = RankInfo(0, 1)
+    writer, reader = CheckpointProcess(alone), CheckpointReader(alone)
+    made = BackgroundCheckpointer(AsyncCheckpointer(Slow(), writer, reader))
+    with made, pytest.raises(interrupted, match="the job's own"):
+        made.save({"w": torch.ones(2)}, tmp_path / "a")
     assert not (tmp_path / "a").exists()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ import torch
 
 import aiockpt
 from aiockpt.checkpointers import CheckpointProcess, CheckpointProcessConfig, RankInfo
-from aiockpt.checkpointers.worker import _threads
 from aiockpt.errors import StorageError, WorkerError
 from aiockpt.testing import assert_same
 from tests.support.commandline import ENVIRONMENT
@@ -71,8 +68,11 @@ def test_no_temporary_directory(tmp_path: Path) -> None:
     is_saved(tmp_path / "step-1")
 
 
-def test_an_argument_and_a_path_that_are_no_text(tmp_path: Path) -> None:
-    """Bytes of another encoding; the directory of the program is gone, too."""
+def test_closed_streams_and_an_argument_that_is_no_text(tmp_path: Path) -> None:
+    """A daemon's streams are closed, and the directory of the program is gone, too.
+
+    No socket or checkpoint gets the number of a closed stream.
+    """
     code = """
     import os, sys
     os.mkdir(sys.argv[2] + "/gone")
@@ -81,47 +81,31 @@ def test_an_argument_and_a_path_that_are_no_text(tmp_path: Path) -> None:
     sys.path.append(sys.argv[1])
     save(sys.argv[2] + "/step-1")
     """
-    run(code, b"--run=caf\xe9", str(tmp_path))
+    run(code, b"--run=caf\xe9", str(tmp_path), before="exec <&- >&- 2>&-;")
     is_saved(tmp_path / "step-1")
 
 
-def test_standard_streams_that_are_closed(tmp_path: Path) -> None:
-    """No socket or checkpoint gets the number of a closed stream, as in a daemon."""
-    run(
-        "import sys; save(sys.argv[1])",
-        str(tmp_path / "step-1"),
-        before="exec <&- >&- 2>&-;",
-    )
-    is_saved(tmp_path / "step-1")
+def test_another_directory_and_a_function_of_no_module(tmp_path: Path) -> None:
+    """The program has imported this package by a path that leads nowhere now.
 
-
-def test_another_directory_and_a_relative_path_of_imports(tmp_path: Path) -> None:
-    """The program has imported this package by a path that leads nowhere now."""
+    The error for a function of ``-c``, a notebook or a zip file says what to do.
+    """
     code = """
     import multiprocessing, os, sys
     os.chdir("/")
     assert "" in sys.path or sys.flags.safe_path
     save(sys.argv[1])
-    multiprocessing.set_start_method("spawn")  # nothing has chosen one
-    """
-    root = Path(aiockpt.__file__).parents[1]
-    run(code, str(tmp_path / "step-1"), before=f"cd {root};")
-    is_saved(tmp_path / "step-1")
-
-
-def test_an_init_function_that_cannot_be_imported(tmp_path: Path) -> None:
-    """The error says what to do for ``-c``, a notebook or a zip file."""
-    code = """
-    import sys, aiockpt
     def mine(): pass
     with aiockpt.make_background_checkpointer(subprocess_init_fn=mine) as made:
         try: made.save({}, sys.argv[1]).result(timeout=60)
         except aiockpt.errors.LocalProtocolError as error:
             assert "move it to a module" in str(error), error
-            sys.exit(0)
-    sys.exit("it was saved")
+        else: sys.exit("it was saved")
+    multiprocessing.set_start_method("spawn")  # nothing has chosen one
     """
-    run(code, str(tmp_path / "step-1"))
+    root = Path(aiockpt.__file__).parents[1]
+    run(code, str(tmp_path / "step-1"), before=f"cd {root};")
+    is_saved(tmp_path / "step-1")
 
 
 @pytest.mark.asyncio
@@ -141,16 +125,6 @@ async def test_no_place_for_the_last_snapshot(tmp_path, monkeypatch) -> None:
     await made.close()
     with pytest.raises(StorageError, match="set runtime_dir, or XDG_RUNTIME_DIR"):
         await aiockpt.recover(tmp_path)
-
-
-def test_threads_without_proc(monkeypatch) -> None:
-    """Without /proc, the threads that Python has started are still known."""
-
-    def nothing(path: str) -> list[str]:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(os, "listdir", nothing)
-    assert threading.get_native_id() in _threads()
 
 
 @pytest.mark.parametrize(("name", "value"), [("executable", ""), ("frozen", True)])

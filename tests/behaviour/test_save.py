@@ -7,17 +7,18 @@ import contextlib
 import logging
 import os
 import re
+import stat
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from aiockpt import (
     CheckpointerConfig,
-    Limits,
     Progress,
     SyncCheckpointer,
     TransferEvent,
@@ -29,35 +30,24 @@ from aiockpt import (
 from aiockpt.checkpointers import (
     CheckpointReader,
     CheckpointWriter,
-    WritableSnapshot,
     WriterHook,
 )
 from aiockpt.errors import StorageError
-from aiockpt.format.chunks import ChunkHasher
-from aiockpt.format.manifest import Manifest
-from aiockpt.memory.arena import ArenaPool
-from aiockpt.storage import commit
-from aiockpt.storage.checkpoint_file import opened, read_header, verify_chunks
-from aiockpt.storage.write import BLOCK, write_file
 from aiockpt.testing import assert_same
-from aiockpt.transfer.live import LiveState
-from tests.support.accelerators import FakeAccelerator
 from tests.support.proofs import proves
 from tests.support.saving import (
     ALONE,
-    CHUNK,
     config,
     load,
     names,
-    run_beside,
     save,
     sync_checkpointer,
     training_state,
 )
-from tests.support.shortages import small_disk
-from tests.support.states import stager
 
 FILE = "checkpoint_0.safetensors"
+BLOCK = 4 << 20
+"""Bytes that are digested and written at once."""
 
 
 KEYWORDS: Any = {"epoch": 3}
@@ -77,36 +67,31 @@ class TestFile:
     """A rank's file is a safetensors file with a manifest."""
 
     def test_other_tools_read_it(self, tmp_path) -> None:
-        """It is a safetensors file with the names of the tensors, and digests."""
+        """It is a safetensors file with the names of the tensors."""
         state = training_state()
         path = save(tmp_path / "s-3", state) / FILE
         found = load_file(path)
         moments = state["optimizer"]["state"][0]["exp_avg"]
         assert torch.equal(found["model.norm.bias"], state["model"]["norm.bias"])
         assert torch.equal(found["optimizer.state[0].exp_avg"], moments)
-        header = read_header(path, limits=Limits())
-        assert isinstance(header, Manifest)
-        assert (header.step, header.chunk_bytes) == (3, CHUNK)
-        assert len(header.digests) > 3
-        with opened(path) as file:
-            assert list(verify_chunks(file, header)) == []
 
-    @pytest.mark.parametrize("chunk_bytes", [BLOCK + 64, 3 * CHUNK, 2 * BLOCK])
-    def test_blocks_and_chunks_need_not_meet(self, tmp_path, chunk_bytes) -> None:
+    def test_blocks_and_chunks_need_not_meet(self, tmp_path) -> None:
         """A block may end inside a chunk, and may take several system calls."""
         state = {"a": torch.randn(3 * BLOCK // 4 + 1000), "b": torch.randn(7)}
         state |= {f"{i}": torch.full((3,), float(i)) for i in range(2000)}
-        path = save(tmp_path / "s", state, chunk_bytes=chunk_bytes)
+        path = save(tmp_path / "s", state, chunk_bytes=BLOCK + 64)
         assert_same(load(path), state)
 
     def test_it_is_written_in_large_pieces(self, tmp_path, monkeypatch) -> None:
-        """Aligned, in order, however small the tensors are; the header comes last."""
+        """Aligned, in order, from the tensors' own memory; the header comes last."""
         written: list[tuple[int, int]] = []
+        places: set[int] = set()
         real = os.pwritev
 
         def seen(fd: int, views, at: int) -> int:
             done = real(fd, views, at)
             written.append((at, done))
+            places.update(np.frombuffer(view, np.uint8).ctypes.data for view in views)
             return done
 
         monkeypatch.setattr(os, "pwritev", seen)
@@ -117,6 +102,7 @@ class TestFile:
         assert [at for at, _ in pieces[1:]] == [n * BLOCK for n in range(1, 6)]
         assert sum(size for _, size in pieces) == 5 * BLOCK
         assert sum(pieces[-1]) == path.stat().st_size
+        assert {each.data_ptr() for each in state.values()} <= places
 
     @proves("cell SyncCheckpointer.save: success")
     @pytest.mark.parametrize("fsync", [True, False])
@@ -146,69 +132,6 @@ class TestFile:
         ]
         said = [re.sub(r"\.[0-9a-f]{8}\.", ".*.", each) for each in said]
         assert said == [each for each in expected if fsync or each[:4] == "name"]
-
-    def test_the_state_dict_is_not_copied(self) -> None:
-        """Its bytes go from where they are to the file."""
-        tensor, pool = torch.randn(CHUNK), ArenaPool(keep=1)
-        options: Any = {"step": 1, "chunk_bytes": CHUNK, "allow_pickle": False}
-        with LiveState({"a": tensor}, pool=pool, **options) as live:
-            view = live.views(0, live.segment_bytes)[0]
-            before = bytes(view[:4])
-            tensor.add_(1)
-            assert bytes(view[:4]) != before
-            del view
-
-    @pytest.mark.parametrize("read", [0, 1, CHUNK, 2 * CHUNK + 5, None])
-    def test_a_snapshot_is_written_as_it_is(self, tmp_path, read: int | None) -> None:
-        """Its digests may be asked for before, while, or after it is written."""
-        state = {"a": torch.arange(3 * CHUNK + 7, dtype=torch.uint8)}
-
-        async def main() -> None:
-            async with stager() as staging, stager(seal=False) as hasty:
-                expected = await staging.stage(state, step=12)
-                snapshot = await hasty.stage(state, step=12)
-                sealed: list[Manifest] = []
-                source = WritableSnapshot(snapshot, on_seal=sealed.append)
-                stop = source.segment_bytes if read is None else read
-                for start in range(0, stop, CHUNK // 2):
-                    source.views(start, min(start + CHUNK // 2, stop))
-                found = source.seal()
-                assert source.seal() is found
-                assert sealed == [found]
-                assert found.header == expected.manifest.header
-                assert found.digests == expected.manifest.digests
-                writer = CheckpointWriter(config(), ALONE)
-                writer.write_staged(tmp_path / "s", WritableSnapshot(expected), 12)
-                expected.release()
-                snapshot.release()
-
-        asyncio.run(main())
-        found = latest(tmp_path)
-        assert found is not None
-        assert found.step == 12
-        assert_same(load(tmp_path / "s"), state)
-
-    @pytest.mark.parametrize("held", [False, True])
-    def test_a_device_is_copied_ahead_of_the_writing(self, tmp_path, held) -> None:
-        """Through a pinned arena, which is kept for the next save."""
-        device = FakeAccelerator(held=held)
-        state = {"a": torch.randn(CHUNK), "t": torch.randn(9, 5).t(), "n": 1}
-        pool = ArenaPool(keep=1)
-        options: Any = {"chunk_bytes": CHUNK, "allow_pickle": False, "pool": pool}
-
-        def written(step: int) -> None:
-            with (
-                LiveState(state, step=step, ports=device.port_for, **options) as live,
-                (tmp_path / "f").open("w+b") as file,
-            ):
-                write_file(tmp_path / "f", file.fileno(), live, durable=False)
-
-        for step in (1, 2):
-            run_beside(device, lambda step=step: written(step))
-            assert_same(load(tmp_path / "f"), state)
-        assert len(device.pinned) == 1
-        pool.close()
-        assert not device.pinned
 
 
 class Hook(WriterHook):
@@ -285,16 +208,6 @@ class TestHooks:
 class TestFailures:
     """A save that fails leaves what was there, and nothing else."""
 
-    def test_a_full_disk(self, tmp_path) -> None:
-        """The error says what is needed and what is free."""
-        with small_disk(tmp_path / "disk", 1 << 20) as disk:
-            save(disk / "s", {"a": 1})
-            with pytest.raises(StorageError) as caught:
-                save(disk / "s", {"a": torch.zeros(1 << 20)})
-            assert "No space left on device: 4.2 MB are needed and" in str(caught.value)
-            assert load(disk / "s") == {"a": 1}
-            assert names(disk) == ["s"]
-
     @proves("cell SaveHandle.written: error", "cell SyncCheckpointer.save: error")
     @pytest.mark.parametrize("call", ["pwritev", "fsync", "rename"])
     def test_a_call_that_fails(self, tmp_path, monkeypatch, call: str) -> None:
@@ -320,30 +233,14 @@ class TestFailures:
         assert 1 < doomed <= calls + 1
         assert load(tmp_path / "s")["a"] == 2
 
-    def test_a_digest_that_fails(self, tmp_path, monkeypatch) -> None:
-        """It is computed in a thread behind the writing, which hears of it."""
-        save(tmp_path / "s", {"a": 1})
-        update, seen = ChunkHasher.update, []
-
-        def failing(self, start: int, *views):
-            seen.append(start)
-            if len(seen) == 2:
-                raise MemoryError("injected")
-            return update(self, start, *views)
-
-        monkeypatch.setattr(ChunkHasher, "update", failing)
-        with pytest.raises(MemoryError, match="injected"):
-            save(tmp_path / "s", {"a": torch.zeros(3 * BLOCK // 4)})
-        assert load(tmp_path / "s") == {"a": 1}
-        assert names(tmp_path) == ["s"]
-
     @pytest.mark.parametrize("fsync", [True, False])
     def test_a_close_that_fails(self, tmp_path, monkeypatch, fsync: bool) -> None:
         """It matters before the commit, and only if the disk was not asked before."""
         close, denied = os.close, []
 
         def closed(fd: int) -> None:
-            mine = ".part" in os.readlink(f"/proc/self/fd/{fd}")
+            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+            mine = is_file and ".part" in os.readlink(f"/proc/self/fd/{fd}")
             close(fd)
             if mine:
                 denied.append(fd)
@@ -351,8 +248,6 @@ class TestFailures:
 
         monkeypatch.setattr(os, "close", closed)
         if fsync:
-            # The directory that was synced is closed, too.
-            monkeypatch.setattr(commit, "sync_directory", lambda _: None)
             save(tmp_path / "s", {"a": 1}, fsync=True)
         else:
             with pytest.raises(StorageError, match="Input/output error"):
@@ -412,7 +307,7 @@ class TestUnchanged:
         for text in (events[-1].detail, line):
             assert all(word in text for word in [*map(str, paths), "step 1", "step 2"])
 
-    @pytest.mark.parametrize("process", [None, True, False])
+    @pytest.mark.parametrize("process", [None, False])
     def test_it_warns(self, tmp_path, events, caplog, process: bool | None) -> None:
         """The handle, the event and one line of the log have the warning."""
         paths = [tmp_path / f"step-{step}" for step in (1, 2, 3)]

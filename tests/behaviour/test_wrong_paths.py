@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 
 import aiockpt
-from aiockpt.cli import main
 from aiockpt.errors import (
     CheckpointNotFoundError,
     RankValuesError,
     StorageError,
     TemplateMismatchError,
 )
+from tests.support.commandline import Commands
 from tests.support.saving import save_by_two
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -34,6 +34,12 @@ def save(path: Path | str, state: object) -> None:
     """Save in the foreground."""
     with aiockpt.make_sync_checkpointer() as checkpointer:
         checkpointer.save(state, path)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Commands:
+    """Run commands in this process."""
+    return Commands(capsys)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -91,7 +97,7 @@ def test_values_of_several_ranks(tmp_path: Path) -> None:
     assert aiockpt.load(path, rank=1) == {"rank": 1}
 
 
-def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards(tmp_path: Path, cli: Commands) -> None:
     """One process puts them together, and so does a command; or it takes one part."""
     path = tmp_path / "step-1"
     command = [sys.executable, f"{SUPPORT / 'two_sharded_ranks.py'}", f"{path}"]
@@ -106,47 +112,39 @@ def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         aiockpt.load(path, into={"w": torch.zeros(4)}, rank=0)
     for rank, expected in (([], whole), (["--rank", "0"], whole[:2])):
         target = tmp_path / f"{len(rank)}.pt"
-        assert main(["convert", f"{path}", f"{target}", *rank]) == 0
+        cli("convert", path, target, *rank)
         assert torch.equal(aiockpt.load(target)["w"], expected)
-        capsys.readouterr()
-        assert main(["serve", f"{path}", *rank])
-        said = capsys.readouterr().err
+        said = cli.error("serve", path, *rank)
         assert "serve offers one file" in said
         assert "--rank" not in said
         remedies = re.findall(r"aiockpt (convert .*?), and serve", said)
-    assert main(shlex.split(remedies[0])) == 0
+    cli(*shlex.split(remedies[0]))
     assert torch.equal(aiockpt.load(f"{path}-joined")["w"], whole)
 
 
 def test_a_directory_of_checkpoints_on_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: Commands
 ) -> None:
     """The path that the message names can be pasted, whatever is in it."""
     run = tmp_path / 'my run\'s "ü" $x'
     save(run / "step-1", STATE)
     for verb in ("inspect", "verify"):
-        assert main([verb, f"{run}"])
-        path = shlex.split(capsys.readouterr().err.partition("such as ")[2])
-        assert main([verb, *path]) == 0
+        path = shlex.split(cli.error(verb, run).partition("such as ")[2])
+        cli(verb, *path)
 
 
-def test_a_suffix_that_means_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_suffix_that_means_nothing(tmp_path: Path, cli: Commands) -> None:
     """What the message offers instead can be pasted."""
     torch.save(STATE, tmp_path / "a.pt")
     source, target = f"{tmp_path / 'a.pt'}", str(tmp_path / "it's `x` $y.v2")
-    with pytest.raises(SystemExit):
-        main(["convert", source, target])
-    said = capsys.readouterr().err.partition("or write ")[2].partition(" for a")[0]
-    assert main(["convert", source, *shlex.split(said)]) == 0
+    _, err = cli("convert", source, target, code=2)
+    said = err.partition("or write ")[2].partition(" for a")[0]
+    cli("convert", source, *shlex.split(said))
     assert torch.equal(aiockpt.load(target)["w"], STATE["w"])
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_two_files_with_one_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], index: bool
-) -> None:
+def test_two_files_with_one_name(tmp_path: Path, cli: Commands, index: bool) -> None:
     """One of the tensors would be lost, so the files are named; each loads alone."""
     for name, value in (("a", 1.0), ("b", 2.0)):
         tensors = {"w": torch.full((1,), value), name: torch.zeros(1)}
@@ -159,8 +157,7 @@ def test_two_files_with_one_name(
         arguments: dict[str, Any] = options
         with pytest.raises(StorageError, match=words):
             aiockpt.load(tmp_path, **arguments)
-    assert main(["convert", f"{tmp_path}", f"{tmp_path / 'x-1'}"])
-    assert words in capsys.readouterr().err
+    assert words in cli.error("convert", tmp_path, tmp_path / "x-1")
     assert aiockpt.load(tmp_path / "b.safetensors")["w"] == 2
 
 
@@ -206,7 +203,7 @@ def test_what_is_no_path_of_a_file_system(
 def test_a_name_that_looks_like_another_thing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cli: Commands,
     name: str,
 ) -> None:
     """Written as the message says, it is a name for every verb and command."""
@@ -221,8 +218,7 @@ def test_a_name_that_looks_like_another_thing(
     assert newest is not None
     assert torch.equal(aiockpt.load(newest)["w"], STATE["w"])
     for command in (["ls", f"./{name}"], ["inspect", found[1]], ["verify", found[1]]):
-        assert main(command) == 0
-        assert "step" in capsys.readouterr().out
+        assert "step" in cli(*command)[0]
 
 
 @pytest.fixture
@@ -252,13 +248,13 @@ def test_a_tilde_is_the_home_directory(home: Path, *, use_process: bool) -> None
     assert not [*Path().iterdir()]
 
 
-def test_a_tilde_of_the_command_line(home: Path) -> None:
+def test_a_tilde_of_the_command_line(home: Path, cli: Commands) -> None:
     """A shell leaves `--output=~/x` as it is."""
     save("~/step-1", {"n": torch.ones(1)})
-    assert not main(["convert", "~/step-1", "~/x.safetensors"])
+    cli("convert", "~/step-1", "~/x.safetensors")
     assert (home / "x.safetensors").exists()
-    assert not main(["inspect", "~/x.safetensors"])
-    assert not main(["ls", "~"])
+    cli("inspect", "~/x.safetensors")
+    cli("ls", "~")
     assert not [*Path().iterdir()]
 
 

@@ -188,28 +188,6 @@ class TestPlaces:
         said.fails(lambda: aiockpt.load("s3://dead/run/step-1"), "s3://dead/run/step-1")
         said.fails(lambda: save("s3://dead/run/step-1"), "s3://dead/run/step-1")
 
-    def test_a_marker_of_another_tool(self, place: Place, said: Said) -> None:
-        """It is no checkpoint, and is never replaced."""
-        save(place("run/step-1"))
-        store, key = place.server.store(), f"{place.prefix}/run/step-2/commit.json"
-        store.put(key, b'{"committed": true}')
-        said.fails(lambda: aiockpt.load(place("run/step-2")), "marker")
-        said.fails(lambda: save(place("run/step-2")), "marker")
-        assert [each.step for each in aiockpt.list_checkpoints(place())] == [1]
-        assert bytes(store.get(key).bytes()) == b'{"committed": true}'
-        assert "left out" in said.caplog.text
-
-    def test_files_of_another_tool(self, place: Place, said: Said) -> None:
-        """They are never mixed with a checkpoint."""
-        store, key = place.server.store(), f"{place.prefix}/run/step-2/model.bin"
-        store.put(key, b"precious")
-        said.fails(lambda: save(place("run/step-2")), "holds files")
-        assert place.objects() == {"step-2/model.bin": 8}
-
-    def test_the_bucket_itself(self, place: Place, said: Said) -> None:
-        """A checkpoint needs a key."""
-        said.fails(lambda: save(place.root), "bucket")
-
 
 class TestConditions:
     """A store that has no conditional puts cannot tell two savers apart."""

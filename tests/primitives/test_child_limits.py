@@ -6,6 +6,8 @@ import asyncio
 import math
 import os
 import signal
+import threading
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,16 @@ from aiockpt.checkpointers import (
     DefaultStager,
     RankInfo,
 )
+from aiockpt.checkpointers.messages import Write
+from aiockpt.checkpointers.worker import _threads
 from aiockpt.errors import StagingError, WorkerError
+from aiockpt.runtime.children import Child, Pauses
+from aiockpt.runtime.ipc import Channel, encode
 from aiockpt.testing import assert_same
-from tests.support.saving import submit
+from tests.support.saving import pass_gate, submit
 from tests.support.servers import settle
 from tests.support.shortages import exhausted_fds
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -104,3 +111,64 @@ async def test_a_checkpoint_process_takes_times_without_end(tmp_path: Path) -> N
     finally:
         await made.close()
     assert_same(aiockpt.load(tmp_path / "step-1"), STATE)
+
+
+async def test_nothing_large_crosses(tmp_path, monkeypatch) -> None:
+    """The arena is shared; a header and keywords are sent."""
+    crossed: list[int] = []
+    arenas: list[int] = []
+    send = Channel.send
+
+    def counted(self, message, fds=()) -> None:
+        sizes = [os.fstat(fd).st_size for fd in fds]
+        if isinstance(message, Write):
+            arenas.append(sizes.pop())
+        crossed.append(len(encode(message)) + sum(sizes))
+        send(self, message, fds)
+
+    monkeypatch.setattr(Channel, "send", counted)
+    async with aclosing(CheckpointProcess(ALONE)) as made:
+        await made.write({"w": torch.ones(1 << 20)}, tmp_path / "a", loss=0.5)
+    assert arenas == [4 << 20]
+    assert sum(crossed) < 64 << 10
+
+
+async def test_time_without_a_core_does_not_count(tmp_path, gate, monkeypatch) -> None:
+    """A process on a busy host may need minutes for the work of a second."""
+    monkeypatch.setattr(Child, "starved", 600.0)
+    config = CheckpointProcessConfig(subprocess_init_timeout_secs=0.2)
+    made = CheckpointProcess(
+        ALONE, config, subprocess_init_fn=pass_gate, subprocess_init_args=(gate.path,)
+    )
+    async with aclosing(made):
+        writing = asyncio.create_task(made.write(STATE, tmp_path / "a"))
+        await asyncio.sleep(0.5)
+        gate.open()
+        await writing
+        assert made.restarts == 0
+
+
+async def test_closing_cuts_a_pause_short(tmp_path, monkeypatch) -> None:
+    """Saves that wait are written; otherwise no process is started."""
+    monkeypatch.setattr(Pauses, "next", lambda *_: 600.0)
+    for saves in (True, False):
+        async with aclosing(CheckpointProcess(ALONE)) as made:
+            await made.ready()
+            assert made.pid is not None
+            os.kill(made.pid, signal.SIGKILL)
+            await eventually(lambda made=made: made.restarts == 1, "the death")
+            if saves:
+                kept = await submit(made, STATE, tmp_path / "a")
+        assert made.pid is None
+    assert await kept.written()
+    assert_same(aiockpt.load(tmp_path / "a"), STATE)
+
+
+async def test_threads_without_proc(monkeypatch) -> None:
+    """Without /proc, the threads that Python has started are still known."""
+
+    def nothing(path: str) -> list[str]:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "listdir", nothing)
+    assert threading.get_native_id() in _threads()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import weakref
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from aiockpt.errors import LocalProtocolError, TransferTimeoutError
 from aiockpt.runtime.lifetime import Deadline, Lifetime
+from aiockpt.transport import exact_step, seconds
 from tests.support.transports import transport, weights
 
 CALLS: dict[str, Any] = {
@@ -91,3 +94,36 @@ async def test_a_deadline_that_has_ended_keeps_nothing_of_its_call() -> None:
         async with deadline:
             await asyncio.Event().wait()
     assert deadline.expired
+
+
+@pytest.mark.parametrize(
+    ("timeout", "expected"),
+    [(0, 0.0), (1.5, 1.5), (math.inf, math.inf), (timedelta(minutes=1), 60.0)],
+)
+def test_seconds_or_a_timedelta(timeout: Any, expected: float) -> None:
+    """A deadline is given in seconds or as a timedelta, as in torchft."""
+    assert seconds(timeout) == expected
+    assert type(seconds(timeout)) is float
+
+
+@pytest.mark.parametrize("timeout", [-1, -0.1, math.nan, timedelta(seconds=-1)])
+def test_another_deadline_is_refused(timeout: Any) -> None:
+    """A nan would never pass, or at once."""
+    with pytest.raises(ValueError, match="timeout must not be negative"):
+        seconds(timeout)
+
+
+class Whole:
+    """An integer of another library."""
+
+    def __index__(self) -> int:
+        return 5
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"), [(0, 0), (2**63 - 1, 2**63 - 1), (True, 1), (Whole(), 5)]
+)
+def test_any_integer_is_a_step(step: object, expected: int) -> None:
+    """Integers of other libraries become those of Python."""
+    assert exact_step(step) == expected
+    assert type(exact_step(step)) is int

@@ -12,9 +12,8 @@ from torch.distributed.tensor import Shard
 
 from aiockpt.checkpointers import CheckpointReader, RankInfo, reader
 from aiockpt.testing import assert_same
-from tests.support.accelerators import FakeAccelerator
+from tests.support.accelerators import FakeAccelerator, run_beside
 from tests.support.mesh_ranks import assembled, distributed, zeroed
-from tests.support.saving import run_beside
 
 
 @pytest.mark.parametrize("held", [None, False, True])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from aiockpt import errors
 from aiockpt.errors import (
+    Advice,
     AiockptError,
     AuthenticationError,
     CheckpointChangedError,
@@ -16,6 +18,7 @@ from aiockpt.errors import (
     RemoteProtocolError,
     StepNotFoundError,
     TransferStalledError,
+    advice,
 )
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.retry import (
@@ -100,9 +103,9 @@ class TestDelay:
 
     def test_busy_peer_says_when_to_come_back(self) -> None:
         """It lives; its advice is followed up to half a minute."""
-        for advice, least in ((None, 0), (7.0, 7), (1e9, 30)):
+        for told, least in ((None, 0), (7.0, 7), (1e9, 30)):
             attempts = retries(reconnect=0)
-            busy = PeerBusy("there", retry_after=advice)
+            busy = PeerBusy("there", retry_after=told)
             delay = attempts.delay_after(busy, started=110, now=110)
             assert delay is not None
             assert least <= delay <= least + 2
@@ -167,3 +170,33 @@ async def test_it_returns_what_the_attempt_does() -> None:
     told: list[AiockptError] = []
     assert await retries(on_retry=told.append).run(attempt) == 7
     assert not told
+
+
+UNDER = {  # -> the classes that have it, without those whose parent has it too
+    Advice.LATER: "StagingError StorageError TransportError",
+    Advice.AGAIN: "CheckpointChangedError PeerUnreachableError "
+    "TransferInterruptedError TransferStalledError",
+    Advice.ONWARD: "TransportError UnavailableError",
+    Advice.REPLACED: "UnavailableError",
+    Advice.LOST: "ClosedError TransportError UnavailableError",
+    Advice.WRONG: "IntegrityError RemoteProtocolError",
+    Advice.OURS: "ClosedError StagingError StorageError",
+    Advice.MISUSE: "LocalProtocolError",
+}
+
+
+@pytest.mark.parametrize("mark", Advice, ids=lambda mark: mark.name)
+def test_the_table_says_what_to_do_after_each_error(mark: Advice) -> None:
+    """A class has its parent's row; a peer that gave up is the exception."""
+    roots = tuple(getattr(errors, name) for name in UNDER[mark].split())
+    final = errors.PeerFailedError if mark is Advice.LATER else ()
+    for each in (getattr(errors, name) for name in errors.__all__):
+        expected = issubclass(each, roots) and not issubclass(each, final)
+        bare = type("Bare", (each,), {"__init__": lambda _: None})()
+        assert (mark in advice(bare)) is expected, each
+
+
+def test_what_is_not_in_the_table_promises_nothing() -> None:
+    """An error of a caller's callback, or a plain one of the system."""
+    for error in (ValueError("x"), OSError("x"), KeyboardInterrupt(), AiockptError()):
+        assert advice(error) == Advice.NONE

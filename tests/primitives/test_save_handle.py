@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from aiockpt import Progress
+from aiockpt import CheckpointerConfig, Progress, make_async_checkpointer
 from aiockpt.checkpointers import (
+    CheckpointProcessConfig,
     CheckpointStagerConfig,
     DefaultStager,
     SaveHandle,
     Written,
+    writer,
 )
+from aiockpt.checkpointers import handle as handles
 from aiockpt.checkpointers.thread import CheckpointThread
 from aiockpt.checkpointers.writer import Writers
 from aiockpt.errors import StorageError
-from tests.support.saving import ALONE, Gate, GatedWriter, has_begun
-from tests.support.waiting import PATIENCE
+from tests.support.saving import ALONE, Gate, GatedWriter, has_begun, pass_gate
+from tests.support.waiting import PATIENCE, eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -114,3 +118,25 @@ async def test_a_thread_makes_one_write_after_another(
         state.release()
     await stager.close()
     gate.close()
+
+
+@pytest.mark.allow_error_logs
+async def test_a_retention_that_hangs(tmp_path: Path, gate: Gate, monkeypatch) -> None:
+    """What is known to be committed stays known, however long retention takes."""
+
+    def hang(*_: object) -> None:
+        pass_gate(gate.path)
+
+    monkeypatch.setattr(handles, "remove_old", hang)
+    monkeypatch.setattr(writer, "remove_old", hang)
+    monkeypatch.setattr(handles, "_DISK_ANSWER_S", 0.3)
+    limits = CheckpointProcessConfig(subprocess_shutdown_timeout_secs=0.3)
+    config = CheckpointerConfig(use_process=False, process_config=limits)
+    made = make_async_checkpointer(config)
+    handle = await made.save({"w": torch.ones(8)}, tmp_path / "step-1")
+    await eventually((tmp_path / "step-1").exists, "the commit")
+    await made.close()
+    assert await handle.written()
+    after = threading.active_count() - 2
+    gate.open(2)
+    await eventually(lambda: threading.active_count() <= after, "the threads' end")

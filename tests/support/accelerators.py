@@ -11,6 +11,7 @@ on the device::
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -344,3 +345,16 @@ def _made(
 
         monkeypatch.setattr("aiockpt.pg.transport._medium_of", medium_of)
         yield Transport(group, **options)
+
+
+def run_beside(device: FakeAccelerator, call: Any) -> Any:
+    """Make a blocking call while a device works."""
+
+    async def main() -> Any:
+        working = asyncio.create_task(asyncio.to_thread(call))
+        while not working.done():
+            device.run()
+            await asyncio.sleep(0.001)
+        return await working
+
+    return asyncio.run(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -18,7 +19,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from aiockpt.cli import main
 from aiockpt.testing import Fault
 from aiockpt.testing.faults import Pipe
 
@@ -49,12 +49,12 @@ class Commands:
     def __call__(self, *arguments: object, code: int = 0) -> tuple[str, str]:
         """Run a command that ends with ``code``; return its stdout and stderr."""
         self.capsys.readouterr()
-        try:
-            ended = main([*map(str, arguments)])
-        except SystemExit as exit_:  # of the parser
-            ended = int(exit_.code or 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["aiockpt", *map(str, arguments)])
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_module("aiockpt", run_name="__main__")
         out, err = self.capsys.readouterr()
-        assert ended == code, err
+        assert (ended.value.code or 0) == code, err
         return out, err
 
     def error(self, *arguments: object, code: int = 1) -> str:

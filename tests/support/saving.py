@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from aiockpt import Limits, SyncCheckpointer
+import aiockpt
+from aiockpt import SyncCheckpointer
 from aiockpt.checkpointers import (
     BackgroundWriter,
     CheckpointReader,
@@ -29,10 +29,6 @@ from aiockpt.checkpointers import (
     TCPStoreBarrier,
     WriterHook,
 )
-from aiockpt.checkpointers.barriers import Meeting
-from aiockpt.storage.commit import Draft
-from aiockpt.storage.directory import StrPath, checkpoint_at
-from tests.support.accelerators import FakeAccelerator
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 
@@ -63,7 +59,7 @@ def pass_gate(gate: str) -> None:
         os.close(fd)
 
 
-async def submit(writer: BackgroundWriter, state: Any, path: StrPath) -> SaveHandle:
+async def submit(writer: BackgroundWriter, state: Any, path: Any) -> SaveHandle:
     """Hand something over to a background writer, without a checkpointer."""
     handle = SaveHandle(path)
     await writer.submit(handle, state, {})
@@ -219,11 +215,7 @@ def refuse() -> None:
 
 def loaded(path: Path, rank: int = 0) -> Any:
     """Return the state dict of a checkpoint's file, every digest verified."""
-    from aiockpt.storage.statefile import read_state_file
-
-    assert (path / "commit.json").exists(), f"{path} was not committed"
-    file = path / f"checkpoint_{rank}.safetensors"
-    return read_state_file(file, limits=Limits()).state
+    return aiockpt.load(path, rank=rank)
 
 
 ALONE = RankInfo(0, 1)
@@ -249,36 +241,19 @@ def save(path: Path, state: Any, **options: Any) -> Path:
     return path
 
 
-class Nobody(TCPStoreBarrier):
-    """Lets everybody through; rank 1 has written this snapshot."""
-
-    def __init__(self, other: str = "") -> None:
-        super().__init__(*(0, 2), tcpstore_port=1, master_address="", is_master=False)
-        self._other = other
-
-    def expect(self, meeting: Meeting) -> None:
-        pass
-
-    def meet(self, meeting: Meeting) -> dict[int, str]:
-        return {0: meeting.snapshot, 1: self._other}
-
-    def report(self, meeting: Meeting, failure: str) -> None:
-        pass
-
-
 class Wrapped(TCPStoreBarrier):
     """Another barrier; a subclass does something more to its rank."""
 
     def __init__(self, real: TCPStoreBarrier) -> None:
         self._real = real
 
-    def expect(self, meeting: Meeting) -> None:
+    def expect(self, meeting: Any) -> None:
         self._real.expect(meeting)
 
-    def meet(self, meeting: Meeting) -> dict[int, str]:
+    def meet(self, meeting: Any) -> dict[int, str]:
         return self._real.meet(meeting)
 
-    def report(self, meeting: Meeting, failure: str) -> None:
+    def report(self, meeting: Any, failure: str) -> None:
         self._real.report(meeting, failure)
 
     def close(self) -> None:
@@ -286,15 +261,16 @@ class Wrapped(TCPStoreBarrier):
 
 
 def save_by_two(path: Path, state: Any = None) -> Path:
-    """Save a checkpoint of two ranks, the second one first; return the path."""
-    with Draft(path, 1, durable=False) as draft:
-        other = save(path.with_name(f"other-{path.name}"), {"rank": 1})
-        (file,) = checkpoint_at(other).files.values()
-        shutil.copy(other / "checkpoint_0.safetensors", draft.temporary)
-        shutil.rmtree(other)
-        draft.keep_file()
-        writer = CheckpointWriter(config(), RankInfo(0, 2), Nobody(file.snapshot))
-        writer.write(path, {"rank": 0, **(state or {})})
+    """Save a checkpoint of two ranks; the values of rank 0 may be more."""
+    port, states = free_port(), ({"rank": 0, **(state or {})}, {"rank": 1})
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        saves = []
+        for rank, value in enumerate(states):
+            meets = stack.enter_context(closing(barrier(rank, 2, port)))
+            writer = CheckpointWriter(config(), RankInfo(rank, 2), meets)
+            saves.append(pool.submit(writer.write, path, value))
+        for each in saves:
+            each.result(LONG)
     return path
 
 
@@ -355,19 +331,6 @@ def names(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-def run_beside(device: FakeAccelerator, call: Any) -> Any:
-    """Make a blocking call while a device works."""
-
-    async def main() -> Any:
-        working = asyncio.create_task(asyncio.to_thread(call))
-        while not working.done():
-            device.run()
-            await asyncio.sleep(0.001)
-        return await working
-
-    return asyncio.run(main())
-
-
 SHORT, LONG = 0.6, 20.0
 """Seconds to wait for a rank that does not come, and for one that does."""
 
@@ -379,19 +342,20 @@ class Dead(Exception):  # noqa: N818 - no error, but the end of a rank
 class Dying(Wrapped):
     """Another barrier, whose rank dies before its second meeting."""
 
-    def meet(self, meeting: Meeting) -> dict[int, str]:
+    def meet(self, meeting: Any) -> dict[int, str]:
         if meeting.phase == "committed":
             raise Dead
         return super().meet(meeting)
 
 
-def barrier(rank: int, world_size: int, port: int) -> TCPStoreBarrier:
+def barrier(rank: int, world_size: int, port: int, **options: Any) -> TCPStoreBarrier:
     """Return a rank's side of a barrier; rank 0 hosts the store."""
     return TCPStoreBarrier(
         *(rank, world_size),
         tcpstore_port=port,
         master_address="127.0.0.1",
         use_checkpoint_barrier_tcpstore_libuv=False,  # it keeps a pipe
+        **options,
     )
 
 
@@ -441,12 +405,3 @@ def job(path: Path) -> Iterator[Job]:
             yield made
         finally:
             made.close()
-
-
-def save_by_both(ranks: Job, value: int, first: int) -> None:
-    """Save it by both, of which one comes later than the other."""
-    early = ranks.save(first, value)
-    time.sleep(0.2)
-    late = ranks.save(1 - first, value)
-    late.result(LONG)
-    early.result(LONG)

@@ -32,7 +32,6 @@ from aiockpt.memory.copies import Backings, CopyPlan
 from aiockpt.memory.device import Port, PortFor
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.state.equality import elements
 from aiockpt.state.flatten import describe
 from aiockpt.state.load_plan import Matching, Template
 from aiockpt.state.match import RECEIVE
@@ -84,7 +83,8 @@ def bases(draw: st.DrawFn) -> torch.Tensor:
     shape = draw(st.lists(st.integers(0, 7), max_size=3))
     tensor = torch.empty(shape, dtype=draw(st.sampled_from(DTYPES)))
     limit = 2 if tensor.dtype is torch.bool else 256
-    elements(tensor).random_(0, limit)
+    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    raw.random_(0, limit)
     return tensor
 
 

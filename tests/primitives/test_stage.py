@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 import time
+from collections import namedtuple
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,14 +15,27 @@ import numpy as np
 import pytest
 import torch
 
-from aiockpt.checkpointers import CheckpointStagerConfig, DefaultStager
+import aiockpt
+from aiockpt import list_checkpoints
+from aiockpt.checkpointers import (
+    CheckpointStagerConfig,
+    CheckpointWriter,
+    DefaultStager,
+    WritableSnapshot,
+)
+from aiockpt.checkpointers.recovery import _rebuilt
 from aiockpt.errors import ClosedError, StagingError, UnsupportedLeafError
 from aiockpt.format.chunks import digest
 from aiockpt.format.limits import IS_CANCELLED
+from aiockpt.memory.arena import ArenaPool
+from aiockpt.memory.snapshot import Snapshot
+from aiockpt.state import nodes
+from aiockpt.storage.write import write_file
 from aiockpt.testing import assert_same
+from aiockpt.transfer.live import LiveState
 from tests.support.accelerators import FakeAccelerator
 from tests.support.proofs import proves
-from tests.support.saving import tied_state
+from tests.support.saving import ALONE, CHUNK, config, loaded, tied_state
 from tests.support.servers import settle
 from tests.support.states import file_of, rebuilt, stager
 
@@ -353,3 +369,97 @@ class TestDefaultStager:
         await made.close()
         with pytest.raises(ClosedError):
             await made.stage(tied_state())
+
+
+@pytest.mark.parametrize("read", [0, CHUNK, 2 * CHUNK + 5, None])
+async def test_a_snapshot_is_written_as_it_is(tmp_path, read: int | None) -> None:
+    """Its digests may be asked for before, while, or after it is written."""
+    live = {"a": torch.arange(3 * CHUNK + 7, dtype=torch.uint8)}
+    async with stager() as staging, stager(seal=False) as hasty:
+        expected = await staging.stage(live, step=12)
+        snapshot = await hasty.stage(live, step=12)
+        sealed: list[object] = []
+        source = WritableSnapshot(snapshot, on_seal=sealed.append)
+        stop = source.segment_bytes if read is None else read
+        for start in range(0, stop, CHUNK // 2):
+            source.views(start, min(start + CHUNK // 2, stop))
+        found = source.seal()
+        assert source.seal() is found
+        assert sealed == [found]
+        assert found.header == expected.manifest.header
+        assert found.digests == expected.manifest.digests
+        writer = CheckpointWriter(config(), ALONE)
+        await asyncio.to_thread(
+            writer.write_staged, tmp_path / "s", WritableSnapshot(expected), 12
+        )
+        expected.release()
+        snapshot.release()
+    (written,) = list_checkpoints(tmp_path)
+    assert written.step == 12
+    assert_same(loaded(tmp_path / "s"), live)
+
+
+@pytest.mark.parametrize("held", [False, True])
+async def test_a_device_is_copied_ahead_of_the_writing(tmp_path, held) -> None:
+    """Through a pinned arena, which is kept for the next save."""
+    device, pool = FakeAccelerator(held=held), ArenaPool(keep=1)
+    live = {"a": torch.randn(CHUNK), "t": torch.randn(9, 5).t(), "n": 1}
+    options: Any = {"chunk_bytes": CHUNK, "allow_pickle": False, "pool": pool}
+
+    def written(step: int) -> None:
+        with (
+            LiveState(live, step=step, ports=device.port_for, **options) as source,
+            (tmp_path / "f").open("w+b") as file,
+        ):
+            write_file(tmp_path / "f", file.fileno(), source, durable=False)
+
+    for step in (1, 2):
+        writing = asyncio.create_task(asyncio.to_thread(written, step))
+        while not writing.done():
+            device.run()
+            await asyncio.sleep(0.001)
+        await writing
+        assert_same(await asyncio.to_thread(aiockpt.load, tmp_path / "f"), live)
+    assert len(device.pinned) == 1
+    pool.close()
+    assert not device.pinned
+
+
+Pair = namedtuple("Pair", "x w")
+
+
+async def test_what_is_recovered_has_its_named_tuples() -> None:
+    """A named tuple has this program's type, or one with the same fields."""
+    Local = namedtuple("Local", "a b")
+    staging = DefaultStager()
+    live = {"pair": Pair(1, torch.ones(2)), "local": Local([2], torch.zeros(1))}
+    with await staging.stage(live, step=1) as staged:
+        snapshot = staged.snapshot
+        assert isinstance(snapshot, Snapshot)
+        assert snapshot.arena is not None
+        sealed = WritableSnapshot(snapshot).seal()
+        found: Any = _rebuilt(sealed, snapshot.arena.fd, "d", allow_pickle=False)
+    await staging.close()
+    assert type(found["pair"]) is Pair
+    assert found["local"].a == [2]
+    assert found["local"]._fields == ("a", "b")
+    assert type(found["local"]).__name__ == "Local"
+
+
+async def test_no_state_dict_is_walked_on_the_loop(monkeypatch) -> None:
+    """A walk of a large one takes long, so a thread does it; or nobody, if it can."""
+    walkers: list[str] = []
+    walk = nodes._walk
+
+    def watched(template: object) -> Iterator[Any]:
+        walkers.append(threading.current_thread().name)
+        return walk(template)
+
+    monkeypatch.setattr(nodes, "_walk", watched)
+    staging = DefaultStager()
+    for live in ({"a": [1]}, {"pair": Pair(1, torch.ones(2))}):
+        with await staging.stage(live) as staged:
+            assert_same(staged.state_dict(), live)
+    await staging.close()
+    assert len(walkers) == 1
+    assert walkers[0].startswith("aiockpt-stage")

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import struct
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from aiockpt import Limits
 from aiockpt.checkpointers import CheckpointReader, RankInfo
 from aiockpt.errors import (
     CheckpointNotFoundError,
-    IntegrityError,
     LimitExceededError,
     StorageError,
     WorldSizeMismatchError,
@@ -47,29 +45,6 @@ def staged(path: Path, state) -> Path:
 
     path.write_bytes(asyncio.run(main()))
     return path
-
-
-class TestOurs:
-    """These files were made by aiockpt."""
-
-    def test_the_state_dict_comes_back(self, tmp_path) -> None:
-        """Its containers, values, ties, parameters and step come back."""
-        weight = torch.nn.Parameter(torch.randn(4, 4))
-        model = OrderedDict(weight=weight, tied=weight, view=weight.detach()[1:])
-        state = {"model": model, "values": [1, 2.5, None, ("a", {3})]}
-        found = read_state_file(staged(tmp_path / "f", state), limits=LIMITS)
-        assert found.step == 5
-        assert_same(found.state, state)
-
-    def test_damage_is_found_before_it_is_used(self, tmp_path) -> None:
-        """The error names the damaged chunk."""
-        path = staged(tmp_path / "f", {"a": torch.ones(1 << 16)})
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-        with pytest.raises(IntegrityError) as caught:
-            state_in(path)
-        assert caught.value.chunk == 3
 
 
 class TestChangedFiles:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,14 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.checkpointers import CheckpointWriter, RankInfo, WriterHook
+from aiockpt.checkpointers import WriterHook
 from aiockpt.errors import StorageError
 from aiockpt.storage import commit, interface, retention
 from aiockpt.storage.directory import part_of
 from aiockpt.storage.lock import SaveLock, holder_of
 from aiockpt.storage.retention import retire, sweep
-from tests.support.ports import free_port
 from tests.support.saving import (
     Gate,
-    Nobody,
-    barrier,
-    config,
     load,
     names,
     pass_gate,
@@ -56,14 +52,6 @@ class Held(WriterHook):
 
     def post_commit(self, path: str, **kwargs: Any) -> None:
         pass
-
-
-@pytest.fixture
-def gate(tmp_path):
-    """Return where a saver waits before its commit."""
-    made = Gate(tmp_path / "gate")
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -91,7 +79,7 @@ def reached(gate: Gate) -> None:
 PROGRAM = """
 import sys
 import torch, aiockpt
-from tests.behaviour.test_two_savers import Held, state
+from tests.primitives.test_two_savers import Held, state
 if __name__ == "__main__":
     with aiockpt.make_sync_checkpointer(commit_hook=Held(sys.argv[2])) as saver:
         saver.save(state(1), sys.argv[1])
@@ -142,9 +130,8 @@ def test_the_second_one_of_several_ranks_is_told(tmp_path, path, gate) -> None:
     """Each of its ranks: the first one's files are its own until they are committed."""
     with ThreadPoolExecutor(1) as pool:
         first = begun("thread", path, gate, pool)
-        saver = CheckpointWriter(config(), RankInfo(0, 2), Nobody())
         with pytest.raises(StorageError, match=BUSY):
-            saver.write(path, state(2))
+            commit.Draft(path, 0, durable=False)
         with commit.Draft(path, 1, durable=False) as other:
             with pytest.raises(StorageError, match=BUSY):
                 commit.Draft(path, 1, durable=False)
@@ -336,69 +323,6 @@ class TestWithoutLocks:
         assert value_at(path) == 1
         assert names(path.parent) == ["step-1"]
 
-    def test_a_file_that_its_rank_has_not_written(
-        self, path, monkeypatch, flock
-    ) -> None:
-        """Rank 0 compares each file with what its rank has told it."""
-        monkeypatch.setattr(fcntl, "flock", flock)
-        other = save(path.with_name("other-step-1"), state(2))
-        with commit.Draft(path, 1, durable=False) as draft:
-            shutil.copy(other / "checkpoint_0.safetensors", draft.temporary)
-            draft.keep_file()
-            told = Nobody(other="of another saver")
-            writer = CheckpointWriter(config(), RankInfo(0, 2), told)
-            with pytest.raises(StorageError, match="replaced or removed checkpoint_1"):
-                writer.write(path, state(1))
-            draft.discard()
-        assert value_at(path) == 0
-        assert names(path.parent) == ["other-step-1", "step-1"]
-
-    def test_two_jobs_of_several_ranks(self, path, monkeypatch, flock) -> None:
-        """The ranks of a job agree, and what is there is one job's, both files."""
-        monkeypatch.setattr(fcntl, "flock", flock)
-        pauses = iter([number * 7 % 5 / 500 for number in range(100_000)])
-        real = commit.Draft.keep_file
-
-        def slow(draft: commit.Draft) -> None:
-            threading.Event().wait(next(pauses))
-            real(draft)
-            threading.Event().wait(next(pauses))
-
-        monkeypatch.setattr(commit.Draft, "keep_file", slow)
-        with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
-            jobs: list[list[CheckpointWriter]] = []
-            for _ in range(2):
-                port = free_port()
-                jobs.append([])
-                for rank in range(2):
-                    meets = barrier(rank, 2, port)
-                    made = CheckpointWriter(config(), RankInfo(rank, 2), meets)
-                    jobs[-1].append(made)
-                    stack.callback(made.close)
-
-            def saved(writer: CheckpointWriter, value: float) -> bool:
-                with suppress(StorageError):
-                    writer.write(path, state(value))
-                    return True
-                return False
-
-            last, count = 0.0, 0
-            for number in range(0, 40, 2):
-                told = [
-                    [pool.submit(saved, each, number + 1.0 + job) for each in jobs[job]]
-                    for job in (0, 1)
-                ]
-                said = [[each.result(60) for each in both] for both in told]
-                assert all(len({*both}) == 1 for both in said)
-                winners = [number + 1.0 + job for job in (0, 1) if said[job][0]]
-                if winners or last:
-                    (found,) = {value_at(path, rank) for rank in (0, 1)}
-                    assert found in (winners or [last])
-                    last = found
-                count += len(winners)
-            assert count
-        assert names(path.parent) == ["step-1"]
-
     def test_a_sweep_leaves_what_lives(self, path, monkeypatch, flock) -> None:
         """The lock names a living process, and nothing is an hour old."""
         monkeypatch.setattr(fcntl, "flock", flock)
@@ -501,31 +425,3 @@ def no_swap(one: Path, other: Path) -> bool:
     """Say that the system cannot swap names, as on an older network disk."""
     os.stat(other)
     return False
-
-
-def test_many_rounds(path, monkeypatch) -> None:
-    """Two threads with a slow disk: who was told that it has saved has."""
-    fsync, lock = os.fsync, threading.Lock()
-    counted = iter(range(10_000))
-
-    def slow(fd: int) -> None:
-        with lock:
-            number = next(counted)
-        threading.Event().wait(number % 5 / 500)
-        fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", slow)
-
-    def saver(value: float) -> bool:
-        with suppress(StorageError):
-            save(path, state(value), fsync=True)
-            return True
-        return False
-
-    with ThreadPoolExecutor(2) as pool:
-        for number in range(0, 40, 2):
-            values = number + 1.0, number + 2.0
-            told = [*pool.map(saver, values)]
-            saved = [v for v, ok in zip(values, told, strict=True) if ok]
-            assert value_at(path) in saved
-            assert names(path.parent) == ["step-1"]

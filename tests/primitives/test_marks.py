@@ -11,7 +11,6 @@ import copy
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import (
-    AsyncExitStack,
     asynccontextmanager,
     contextmanager,
     nullcontext,
@@ -41,7 +40,6 @@ from aiockpt.state.flatten import ready_for_threads
 from aiockpt.testing import assert_same
 from aiockpt.transfer.live import LiveState
 from tests.support.accelerators import FakeAccelerator, FakeBoard, device_transports
-from tests.support.groups import transports
 from tests.support.saving import ALONE, config, loaded, save
 from tests.support.states import file_of, rebuilt, stager
 from tests.support.transports import CHUNK, receive, transport, weights
@@ -195,38 +193,6 @@ class TestStaging:
 
             await sees_its_callers_work(device, send)
 
-    @pytest.mark.parametrize("options", [{}, {"zero_copy": True}], ids=str)
-    async def test_a_send(self, options: dict[str, Any]) -> None:
-        """A send waits, also if it starts the server or waits for another send."""
-        device = Device()
-        sender, receiver = transport(**options), transport()
-        sender._stager._ports = device.port_for
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(sender.shutdown)
-            await stack.enter_async_context(receiver)
-
-            async def send(state: State) -> State:
-                await sender.send_checkpoint([], 1, state)
-                return await receive(sender, receiver)
-
-            await sees_its_callers_work(device, send)
-
-    async def test_a_send_over_a_group_of_the_host(self, monkeypatch) -> None:
-        """Gloo, whose sender reads host memory where it is."""
-        device = Device()
-        ports = only_for(device)
-        monkeypatch.setattr("aiockpt.pg.transport.port_for", ports)
-        async with transports() as (sender, receiver):
-            medium: Any = sender._medium
-            medium._stager._ports = device.port_for
-
-            async def send(state: State) -> State:
-                got = asyncio.create_task(receiver.recv_checkpoint(0, "", 1))
-                await sender.send_checkpoint([1], 1, state)
-                return await got
-
-            await sees_its_callers_work(device, send)
-
     async def test_a_send_over_a_group_of_devices(self, monkeypatch) -> None:
         """A send from the state dict's own memory waits for the streams."""
         device, other = Device(), FakeAccelerator(held=False)
@@ -257,20 +223,6 @@ class TestStaging:
         assert {*device.marked} == {MINE}
 
 
-def only_for(device: Device) -> Callable[[torch.device], Any]:
-    """Return what knows the device while the stream of a test's caller is current."""
-    return lambda _: device if device.current != "default" else None
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"direct": True},
-    {"have": True},
-    {"have": True, "direct": True},
-    {"select": ["w0", "w3"]},
-]
-
-
 @pytest.mark.asyncio
 class TestLoading:
     """The verbs that fill a template wait for the caller's streams."""
@@ -281,17 +233,6 @@ class TestLoading:
         device = Device()
         monkeypatch.setattr("aiockpt.http_transport.port_for", device.port_for)
         return device
-
-    @pytest.mark.parametrize("how", OPTIONS, ids=str)
-    async def test_a_receive(self, device: Device, how: dict[str, Any]) -> None:
-        """A receive waits, whatever it reuses and wherever its bytes arrive."""
-        async with transport() as sender, transport() as receiver:
-            await sender.send_checkpoint([], 1, {**weights(1.0, count=4), "step": 4})
-
-            async def fill(into: State) -> None:
-                await receive(sender, receiver, into=into, **how)
-
-            await waits_for_its_callers_work(device, fill)
 
     async def test_a_receive_compares_what_its_caller_has_computed(
         self, device: Device
@@ -305,24 +246,6 @@ class TestLoading:
 
             await sees_its_callers_work(device, send)
             assert sender.statistics().bytes_sent < weights(0.0)["w0"].nbytes
-
-    @pytest.mark.parametrize("apply", ["apply", "apply_async"])
-    @pytest.mark.parametrize("have", [None, True])
-    async def test_a_prepared_step(self, device: Device, apply: str, have) -> None:
-        """The template is used until it is applied."""
-        async with transport() as sender, transport() as receiver:
-            await sender.send_checkpoint([], 1, {**weights(1.0, count=4), "step": 4})
-
-            async def fill(into: State) -> None:
-                call = receiver.prepare(sender.metadata(), 1, into=into, have=have)
-                prepared = await call
-                if apply == "apply":
-                    await asyncio.to_thread(prepared.apply)
-                with device.stream(MINE):
-                    if apply == "apply_async":
-                        await prepared.apply_async()
-
-            await waits_for_its_callers_work(device, fill)
 
     async def test_applying_marks_the_streams_of_that_moment(
         self, device: Device
@@ -354,39 +277,6 @@ class TestLoading:
                     device.marked.clear()
                 await anext(steps)
                 await steps.aclose()
-
-            await waits_for_its_callers_work(device, fill)
-
-    async def test_a_load(self, tmp_path: Path) -> None:
-        """A load waits, though another thread reads the file."""
-        device = Device()
-        path = save(tmp_path / "7", {**weights(1.0, count=4), "step": 4})
-        async with checkpointer(device) as made:
-
-            async def fill(into: State) -> None:
-                await made.load(path, into)
-
-            await waits_for_its_callers_work(device, fill)
-
-    @pytest.mark.parametrize("direct", [False, True])
-    async def test_a_receive_over_a_group_of_the_host(
-        self, monkeypatch, *, direct: bool
-    ) -> None:
-        """Gloo, and a template on the device."""
-        device = Device()
-        monkeypatch.setattr("aiockpt.pg.transport.port_for", device.port_for)
-        async with transports() as (sender, receiver):
-            state = {**weights(1.0, count=4), "step": 4}
-
-            async def fill(into: State) -> None:
-                receiving = receiver.recv_checkpoint(0, "", 1, into=into, direct=direct)
-                sending = asyncio.create_task(sent(receiving))
-                await sender.send_checkpoint([1], 1, state)
-                await sending
-
-            async def sent(receiving: Any) -> None:
-                with device.stream(MINE):
-                    await receiving
 
             await waits_for_its_callers_work(device, fill)
 
@@ -573,6 +463,8 @@ class TestPorts:
         monkeypatch.setattr("aiockpt.http_transport.port_for", lambda _: port)
         async with transport() as sender, transport() as receiver:
             await sender.send_checkpoint([], 1, state)
-            for how in OPTIONS[:3]:
+            for how in ({}, {"direct": True}, {"have": True}):
+                options: dict[str, Any] = how
                 into = {name: torch.zeros_like(each) for name, each in state.items()}
-                assert_same(await receive(sender, receiver, into=into, **how), state)
+                got = await receive(sender, receiver, into=into, **options)
+                assert_same(got, state)
