@@ -157,7 +157,7 @@ class TestStore:
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(other.meet, meeting(5, LONG))
             with pytest.raises(TimeoutError, match=r"for ranks 1, 3 of 4; .* /s by"):
-                host.meet(meeting(5, 1.0))
+                host.meet(meeting(5, 4.0))
             with pytest.raises(PeerFailedError, match=r"rank 0 .* for ranks 1, 3 of 4"):
                 waiting.result(LONG)
         said = [each for each in caplog.messages if "waits for ranks 1, 3" in each]
