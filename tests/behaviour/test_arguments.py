@@ -141,8 +141,8 @@ class TestOptions:
 
     def test_limits_of_another_type(self) -> None:
         """They are refused at once, and not by the first receive."""
-        for limits in (None, 5, {}):
-            wrong: Any = limits
+        wrong: Any
+        for wrong in (None, 5, {}):
             with pytest.raises(TypeError, match="limits must be of type Limits"):
                 HTTPTransport(receive=Receive(limits=wrong))
 

@@ -283,9 +283,13 @@ class TestChild:
     async def test_what_cannot_be_pickled_is_refused_at_once(self) -> None:
         """The constructor refuses it, not the first save."""
         function: Any = lambda: None  # noqa: E731
-        for name, value in (("fn", function), ("args", (function,))):
+        wrong: list[dict[str, Any]] = [
+            {"subprocess_init_fn": function},
+            {"subprocess_init_args": (function,)},
+        ]
+        for options in wrong:
             with pytest.raises(LocalProtocolError, match="cannot be pickled"):
-                CheckpointProcess(ALONE, **{f"subprocess_init_{name}": value})
+                CheckpointProcess(ALONE, **options)
 
     @proves("cell CheckpointProcess.ready: error")
     @pytest.mark.allow_error_logs

@@ -45,6 +45,11 @@ def is_stopped(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, look) is not None
 
 
+def has_restarted(made: CheckpointProcess) -> bool:
+    """Tell whether the child was replaced once."""
+    return made.restarts == 1
+
+
 async def until_it_fails(made: CheckpointProcess) -> None:
     """Ask for the process until its end was noticed."""
     while True:
@@ -156,7 +161,7 @@ async def test_closing_cuts_a_pause_short(tmp_path, monkeypatch) -> None:
             await made.ready()
             assert made.pid is not None
             os.kill(made.pid, signal.SIGKILL)
-            await eventually(lambda made=made: made.restarts == 1, "the death")
+            await eventually(partial(has_restarted, made), "the death")
             if saves:
                 kept = await submit(made, STATE, tmp_path / "a")
         assert made.pid is None

@@ -6,6 +6,7 @@ import fcntl
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,13 +176,14 @@ def test_a_new_save_goes_on_in_the_directory_of_a_dead_one(tmp_path) -> None:
 def test_a_digest_that_fails(tmp_path, monkeypatch) -> None:
     """It is computed in a thread behind the writing, which hears of it."""
     save(tmp_path / "s", {"a": 1})
-    update, seen = ChunkHasher.update, []
+    seen: list[int] = []
+    update = ChunkHasher.update
 
-    def failing(start: int, *views):
+    def failing(self: ChunkHasher, start: int, *views: Any) -> Any:
         seen.append(start)
         if len(seen) == 2:
             raise MemoryError("injected")
-        return update(start, *views)
+        return update(self, start, *views)
 
     monkeypatch.setattr(ChunkHasher, "update", failing)
     with pytest.raises(MemoryError, match="injected"):
