@@ -193,7 +193,7 @@ async def test_peer_that_is_not_there_is_tried_until_the_reconnect_timeout(
         memory = Memory(len(SMALL))
         with pytest.raises(PeerUnreachableError, match="is the sender running") as e:
             await fetch(client, peer, memory, port=1)
-        assert seconds <= time.monotonic() - start < 3
+        assert time.monotonic() - start >= seconds
         assert len(memory.errors) > 1 or not seconds
         assert e.value.__cause__ is not None
 

@@ -11,7 +11,6 @@ from aiockpt.errors import (
     CheckpointChangedError,
     ClosedError,
     PeerUnreachableError,
-    StepNotFoundError,
 )
 from aiockpt.http.protocol import Origin
 from aiockpt.testing import CutAfter, Drip, StallAfter
@@ -208,15 +207,6 @@ class TestAllFail:
         told = {e.peer: e.nbytes for e in fetch.events if e.stop == "drop"}
         assert [told[url] for url in fetch.urls] == fetch.given
         assert sum(fetch.given) == fetch.target.chunks * CHUNK > 0
-
-    async def test_all_have_gone_on(self) -> None:
-        """All peers serve another step."""
-        later = checkpoint(step=8)
-        async with replicas(later, later) as sites, receiver() as client:
-            fetch = Fetch(client, [source(site) for site in sites])
-            with pytest.raises(StepNotFoundError) as caught:
-                await fetch.run()
-        assert caught.value.serving == 8
 
     async def test_the_only_one_is_left_with_another_snapshot(self) -> None:
         """Two snapshots are never mixed: it is an error, and a new receive works."""

@@ -248,44 +248,6 @@ async def asked(session: ClientSession, url: str) -> AsyncIterator[ClientRespons
 class TestReceive:
     """The body of one answer, and what the connection is good for afterwards."""
 
-    @pytest.mark.parametrize(
-        "pieces",
-        [
-            (HEAD + BODY,),
-            (HEAD, BODY),
-            (HEAD[:9], HEAD[9:] + BODY[:1], BODY[1:-1], BODY[-1:]),
-            (HEAD, *(BODY[at : at + 5000] for at in range(0, len(BODY), 5000))),
-        ],
-        ids=["at once", "head first", "ragged", "small"],
-    )
-    async def test_arrives_in_any_pieces_over_one_connection(
-        self, pumps, pieces
-    ) -> None:
-        """The body arrives in pieces of any size, and the connection is reused."""
-        clients = set()
-        async with answering(*pieces) as url, ClientSession() as session:
-            for _ in range(4):
-                memory, fill = memory_of([100_000, 200_000])
-                async with asked(session, url) as answer:
-                    if answer.connection and answer.connection.transport:
-                        sock = answer.connection.transport.get_extra_info("sockname")
-                        clients.add(sock)
-                    await read_body(answer, fill, pumps)
-                assert memory == BODY
-                assert answer.connection is None
-        assert len(clients) <= 1
-
-    async def test_body_that_came_before_anybody_looked_is_there(self, pumps) -> None:
-        """Aiohttp may have read all of it already, and given the connection back."""
-        body = BODY[:1000]
-        head = HEAD.replace(b"300000", b"1000")
-        async with answering(head + body) as url, ClientSession() as session:
-            memory, fill = memory_of([1000])
-            async with asked(session, url) as answer:
-                await answer.content.wait_eof()
-                await read_body(answer, fill, pumps)
-            assert memory == body
-
     @pytest.mark.parametrize("size", [0, 150_000, 299_999])
     async def test_body_that_breaks_off_is_an_error_and_what_came_is_kept(
         self, pumps, size

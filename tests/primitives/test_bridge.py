@@ -534,9 +534,7 @@ class TestAwaitedClosing:
             first = asyncio.create_task(bridge.run(running))
             queued = asyncio.create_task(bridge.run(int))
             await running.begun()
-            started = time.monotonic()
-            await bridge.aclose(timeout=0.05)
-            assert time.monotonic() - started < 1
+            await bridge.aclose(timeout=0.05)  # while the first call still runs
             for call in (queued, bridge.run(int)):
                 with pytest.raises(ClosedError):
                     await call

@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 from aiockpt import Limits
 from aiockpt.memory import arena as memory
 from aiockpt.memory.arena import (
-    CAN_LEND,
     Arena,
     ArenaPool,
-    AttachedArena,
     PageChooser,
     view_of_address,
 )
@@ -184,27 +182,6 @@ def test_an_arena(shared: bool) -> None:
     empty.close()
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_an_arena_is_pinned_once(closed: bool) -> None:
-    """The arena stays pinned until it is closed or dropped."""
-    done: list[str] = []
-
-    def pin(_: Arena):
-        done.append("pin")
-        return lambda: done.append("unpin")
-
-    arena = Arena(100)
-    arena.pin(pin)
-    arena.pin(pin)
-    if closed:
-        arena.close()
-        arena.close()
-    else:
-        del arena
-        gc.collect()
-    assert done == ["pin", "unpin"]
-
-
 def test_a_view_of_an_address_keeps_its_owner() -> None:
     """The memory cannot go while somebody can write to it."""
     tensor = torch.zeros(4, dtype=torch.uint8)
@@ -225,17 +202,6 @@ class TestPool:
         yield found
         for arena in found:
             arena.close()
-
-    @pytest.mark.parametrize(
-        ("nbytes", "fits"), [(600, True), (1001, False), (499, False)]
-    )
-    def test_one_that_fits_is_taken_again(self, disposed, nbytes, fits: bool) -> None:
-        """A huge arena is not kept for a small checkpoint."""
-        pool = ArenaPool(shared=False, keep=1, dispose=disposed.append)
-        arena = pool.take(1000)
-        pool.give_back(arena)
-        assert (pool.take(nbytes) is arena) is fits
-        assert disposed == [arena] * (not fits)
 
     def test_what_came_back_last_is_taken_first(self, disposed) -> None:
         """It may still be in a cache; one too many goes, and so does a spent one."""
@@ -258,24 +224,6 @@ class TestPool:
         assert pool.take(100) is small
         assert disposed == []
 
-    @pytest.mark.parametrize("end", [ArenaPool.trim, ArenaPool.close])
-    def test_trimming_keeps_nothing(self, disposed, end) -> None:
-        """The pool keeps no arena that comes back until one is taken again."""
-        pool = ArenaPool(shared=False, keep=1, dispose=disposed.append)
-        free, late, other = pool.take(1000), pool.take(1000), pool.take(1000)
-        pool.give_back(free)
-        end(pool)
-        end(pool)
-        pool.give_back(late)
-        assert disposed == [free, late]
-        if end is ArenaPool.trim:
-            assert pool.take(1000) is not late
-            pool.give_back(other)
-            assert pool.take(1000) is other
-        else:
-            pool.give_back(other)
-            assert disposed == [free, late, other]
-
     def test_threads_may_share_it(self, disposed) -> None:
         """An arena has one user at a time, and none is lost."""
         pool = ArenaPool(shared=False, keep=1, dispose=disposed.append)
@@ -295,47 +243,6 @@ class TestPool:
         pool.close()
         assert not taken
         assert len({id(arena) for arena in disposed}) == len(disposed)
-
-
-@pytest.mark.skipif(not CAN_LEND, reason="memory is lent on Linux only")
-class TestLending:
-    """Another process can attach this memory."""
-
-    def test_only_its_owner_can_write_or_change_it(self) -> None:
-        """The owner can write only by the mapping that existed before."""
-        arena = Arena(1 << 20, shared=True)
-        fd = arena.lend()
-        assert arena.lend() == fd
-        assert not os.get_inheritable(fd)
-        for each in (fd, arena.fd):
-            with pytest.raises(OSError, match=r"not permitted|Bad file descriptor"):
-                os.pwrite(each, b"x", 0)
-            with pytest.raises(PermissionError):
-                mmap.mmap(each, 1 << 20)
-            with pytest.raises(OSError, match=r"not permitted|Invalid argument"):
-                os.ftruncate(each, 0)
-        arena.buffer[:3] = b"abc"
-        assert os.pread(fd, 3, 0) == b"abc"
-        arena.close()
-        assert arena.closed
-
-    def test_what_is_attached_is_copied_where_it_is_written(self) -> None:
-        """Pages are copied when they are written, not when they are populated."""
-        arena = Arena(3 * mmap.PAGESIZE, shared=True)
-        attached = AttachedArena(arena.lend(), arena.nbytes)
-        attached.populate(0, arena.nbytes)
-        arena.buffer[:3] = b"abc"
-        assert bytes(attached.buffer[:3]) == b"abc"
-        attached.buffer[:2] = b"xy"
-        assert bytes(arena.buffer[:3]) == b"abc"
-        arena.close()
-        assert bytes(attached.buffer[:3]) == b"xyc"
-        view = attached.buffer
-        attached.close()
-        assert not attached.closed
-        del view
-        attached.close()
-        assert attached.closed
 
 
 def planned(state, arena: Arena | None = None) -> tuple[CopyPlan, int]:
@@ -401,16 +308,6 @@ class TestCopyPlan:
         assert done == sorted(set(done))
         assert done[-1] == stop
         assert max(last - first for first, last in pairwise(done)) < 2 * block + SPARSE
-
-    def test_what_is_written_is_in_the_tensors(self) -> None:
-        """Others than contiguous ones get it by way of the arena."""
-        state = odd_state()
-        plan, size = planned(state)
-        for view in plan.in_place().buffers(0, size):
-            view[:] = bytes(view.nbytes)
-        assert not state["wide"].any()
-        assert not state["words"].any()
-        assert state["sparse"].any()
 
     def test_the_window_keeps_the_tensors_alive(self) -> None:
         """Memory is not freed while it can still be written to; there may be none."""

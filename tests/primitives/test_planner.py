@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from aiockpt.errors import LocalProtocolError
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
 from aiockpt.http.peers import ALL, Peer
@@ -172,13 +171,6 @@ def test_the_first_runs(
     """Sources get runs in order, and members one chunk at a time."""
     found = chunks_of(Session(chunks, **options).take_all())
     assert sorted("".join(map(str, run)) for run in found) == runs
-
-
-@pytest.mark.parametrize("chunk", [-1, CHUNKS])
-def test_there_is_no_such_chunk(chunk: int) -> None:
-    """The error names the chunk."""
-    with pytest.raises(LocalProtocolError, match=f"chunk {chunk} of {CHUNKS}"):
-        Session([chunk, 1])
 
 
 def test_runs_of_several_sources_take_about_as_long() -> None:

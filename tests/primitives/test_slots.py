@@ -10,6 +10,7 @@ from aiockpt.http.problems import PeerBusy
 from aiockpt.http.tuning import SlowAfter
 from aiockpt.swarm import relay
 from aiockpt.swarm.relay import Slots
+from tests.support.servers import settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 
@@ -29,15 +30,17 @@ async def is_free(slots: Slots, *, wait: float) -> bool:
 async def test_what_is_always_slow_is_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow line, only the first bodies free their slots before they end."""
     monkeypatch.setattr(relay, "_SLOW_BODY", SlowAfter(5.0, 1.0, unknown_s=0.1))
-    slots, never = Slots(1), asyncio.Event()
+    slots, never, begun = Slots(1), asyncio.Event(), 0
 
     async def hold() -> None:
+        nonlocal begun
         async with slots.take(1 << 20, wait=10):
+            begun += 1
             await never.wait()
 
     first = asyncio.create_task(hold())
     second = asyncio.create_task(hold())  # begins as soon as the first no longer counts
-    await asyncio.sleep(0.5)
+    await settle(lambda: begun == 2)
     assert not await is_free(slots, wait=0)
     for task in (first, second):
         task.cancel()

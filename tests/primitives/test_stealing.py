@@ -13,7 +13,6 @@ from aiohttp import web
 from aiockpt import TransferEvent, add_hook
 from aiockpt.errors import (
     PeerUnreachableError,
-    RemoteProtocolError,
     TransferStalledError,
 )
 from aiockpt.testing import (
@@ -86,27 +85,6 @@ def overtaken(told: Iterable[TransferEvent]) -> int:
     return sum("another connection has it" in event.detail for event in told)
 
 
-@pytest.mark.parametrize(
-    ("slow", "parallel"),
-    [(SLOWEST, 2), (StallAfter(0), 4), (StallAfter(3 * CHUNK + 10), 2)],
-)
-@movers
-async def test_one_slow_connection_is_overtaken(fast_path, slow, parallel) -> None:
-    """Another one brings what it lacks, and next to nothing comes twice."""
-    async with (
-        serving(SEGMENT, chunk_bytes=CHUNK) as peer,
-        proxy_to(peer, slow) as proxy,
-        receiver(
-            fast_path=fast_path, max_concurrency=parallel, stall_timeout=FAR
-        ) as client,
-    ):
-        with events() as told:
-            check(await fetch(client, peer, port=proxy.port))
-        assert proxy.statistics().bytes_down <= len(SEGMENT) + CHUNK + HEADS
-    assert overtaken(told) == 1
-    assert {(event.stop, event.step) for event in told} == {("retry", 7)}
-
-
 async def test_a_straggler_that_is_stopped_while_a_thread_receives_lied_not() -> None:
     """What the thread has received counts; the rest is asked for from there on."""
     segment = noise(32 << 20)  # for runs that are worth a thread
@@ -143,18 +121,6 @@ async def test_connections_without_work_sleep() -> None:
     assert many < 2 * few
 
 
-async def test_connections_that_are_equally_slow_are_left_alone() -> None:
-    """No byte is requested twice."""
-    async with (
-        serving(SEGMENT, chunk_bytes=CHUNK) as peer,
-        proxy_to(peer, then=Drip(500_000, burst=10_000)) as proxy,
-        receiver(max_concurrency=4) as client,
-    ):
-        check(await fetch(client, peer, port=proxy.port))
-        assert proxy.statistics().bytes_down <= len(SEGMENT) + HEADS
-    assert len(peer.ranges()) == 8
-
-
 class TestTheConnectionThatTakesOver:
     """It may be as bad as the first, or worse."""
 
@@ -188,22 +154,6 @@ class TestTheConnectionThatTakesOver:
             receiver(stall_timeout=0.3, reconnect_timeout=0.3) as client,
         ):
             with pytest.raises((TransferStalledError, PeerUnreachableError)):
-                await fetch(client, peer, port=proxy.port)
-
-    async def test_if_it_is_refused_the_answer_is_the_error(self) -> None:
-        """It is asked for three times, as anything else."""
-
-        async def refuse(peer: RangePeer, request: web.Request) -> web.Response:
-            if len(peer.ranges()) > 4:
-                return web.Response(status=418)
-            return peer.answer(request)
-
-        async with (
-            serving(SEGMENT, chunk_bytes=CHUNK, meddle=refuse) as peer,
-            proxy_to(peer, Drip(250_000, burst=5000)) as proxy,
-            receiver() as client,
-        ):
-            with pytest.raises(RemoteProtocolError, match="418"):
                 await fetch(client, peer, port=proxy.port)
 
 

@@ -166,20 +166,6 @@ async def test_a_reader_of_a_superseded_snapshot_keeps_its_bytes():
 
 
 @proves("cell HTTPTransport.send_checkpoint, zero_copy=True: success")
-async def test_live_memory_is_drained_before_publish_returns():
-    """The trainer may change live memory as soon as something else is published."""
-    store, old, reader = await read_live()
-    publishing = await begun(store.publish(Memory(step=2), grace=FAR))
-    assert not publishing.done()
-    assert (await store.wait_for(1, wait=0)).step == 1
-    await reader.stop()
-    await publishing
-    assert (await store.wait_for(2, wait=0)).step == 2
-    assert old.references == 0
-    assert not reader.evicted
-
-
-@proves("cell HTTPTransport.send_checkpoint, zero_copy=True: success")
 async def test_a_reader_of_live_memory_is_evicted_after_the_grace():
     """A hung receiver delays the trainer by the grace and no more."""
     store, old, reader = await read_live()
@@ -268,21 +254,6 @@ async def test_a_reader_behind_a_draining_writer_is_told_so():
     assert memory.references == 0
 
 
-async def test_close_fails_those_who_wait_and_those_who_come():
-    """After close nothing is served, and nobody waits for it."""
-    store = Store()
-    waiting = await begun(store.wait_for(1, wait=FAR))
-    await store.close()
-    for call in (
-        waiting,
-        store.publish(Memory(), grace=0),
-        store.wait_for(1, wait=FAR),
-    ):
-        with pytest.raises(ClosedError):
-            await call
-    await store.close()
-
-
 class TestFailure:
     """A send that failed, as those hear who wait for its step."""
 
@@ -302,17 +273,6 @@ class TestFailure:
         assert not any(other.done() for other in others)
         await store.publish(Memory(step=8), grace=0)
         assert [(await other).step for other in others] == [8, 8]
-        await store.close()
-
-    async def test_each_receiver_is_told_once(self):
-        """A receiver that asks again waits for the next attempt."""
-        store = Store()
-        store.fail(Failure.of(asyncio.CancelledError(), step=7, receivers=1))
-        await store.retract(grace=0)
-        with pytest.raises(PeerFailedError, match="cut short"):
-            await store.wait_for(7, wait=60)
-        with pytest.raises(StepNotFoundError):
-            await store.wait_for(7, wait=0)
         await store.close()
 
     async def test_without_receivers_everybody_is_told_until_it_is_retracted(self):

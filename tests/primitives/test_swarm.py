@@ -93,25 +93,6 @@ def test_the_least_often_named_of_a_side_come_first(
         assert max(counts, default=0) <= min(left, default=9)
 
 
-@pytest.mark.parametrize(
-    ("others", "named"),
-    [
-        ("", ""),
-        ("a0 a0 a0 b0 b0 b0", "a0 a0 b0 b0"),
-        ("a0 a0 a0 a0 a0 b0", "a0 a0 a0 b0"),
-        ("a0 b0 b0 b0 b0 b0", "a0 b0 b0 b0"),
-        ("a0 a0 a0 a9 b0 b0", "a0 a9 b0 b0"),
-        ("a0 a0 a0 b0 b0 b9", "a0 a0 b0 b9"),
-        ("b0 b0 b0 b0 b0 a9", "a9 b0 b0 b0"),
-    ],
-)
-def test_a_table_of_four_neighbours(others: str, named: str) -> None:
-    """A member is written as its zone and what it has; the asker is in a with 3."""
-    swarm = [Candidate(text[0], int(text[1]), 0) for text in others.split()]
-    found = neighbours(Candidate("a", 3, 0), swarm, known=8, chance=None)
-    assert sorted(others.split()[at] for at in found) == named.split()
-
-
 def test_a_single_neighbour_is_the_one_ahead() -> None:
     """Being ahead counts more than the zone and the number of namings."""
     others = [Candidate("b", 0, 0), Candidate("a", 1, 7), Candidate("b", 0, 0)]
@@ -158,27 +139,6 @@ def test_the_next_chunk_is_one_of_the_rarest(
     """The bit-sliced counters agree with a loop."""
     chunk = next_chunk(wanted, rivals, random.Random(seed))
     assert chunk in rarest(wanted, rivals) if wanted else chunk is None
-
-
-@pytest.mark.parametrize(
-    ("wanted", "rivals", "chunks"),
-    [
-        (bitmap(), [bitmap(1)], {None}),
-        (bitmap(5), [], {5}),
-        (bitmap(0, 2047), [], {0, 2047}),
-        (bitmap(1, 2, 3), [bitmap(1, 2), bitmap(1)], {3}),
-        (bitmap(1, 2), [bitmap(1, 2, 3), bitmap(1)], {2}),
-        (bitmap(1, 2, 3), [bitmap(1, 2, 3)] * 12, {1, 2, 3}),
-        (bitmap(1, 2), [bitmap(1)] * 15 + [bitmap(2)] * 16, {1}),
-        (bitmap(1, 2), [bitmap(1)] * 16 + [bitmap(2)] * 15, {2}),
-    ],
-)
-def test_a_table_of_next_chunks(
-    wanted: int, rivals: list[int], chunks: set[int | None]
-) -> None:
-    """Every one of the rarest chunks is drawn, and no other."""
-    chance = random.Random(4)
-    assert {next_chunk(wanted, rivals, chance) for _ in range(100)} == chunks
 
 
 def test_the_rarest_chunks_are_drawn_equally_often() -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aiockpt.errors import MissingKeysError, TemplateMismatchError
-from aiockpt.state.load_plan import Matching, Template
-from aiockpt.state.match import LAX, LOAD
-from aiockpt.state.segment import Segment
-from tests.support.states import LIMITS
+from aiockpt.checkpointers import make_sync_checkpointer
+from aiockpt.errors import StateDictError
 
 BASE = torch.arange(24.0)
 NAMES = st.sampled_from("abcd")
@@ -78,8 +77,8 @@ def mutated(draw: st.DrawFn, value: Any) -> Any:
 def pairs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
     """Draw a state dict, and a template that differs here and there."""
     state = draw(STATES)
-    template = mutated(draw, state)
-    if isinstance(template, dict) and template and draw(st.integers(0, 9)) == 0:
+    template = {key: mutated(draw, each) for key, each in state.items()}
+    if template and draw(st.integers(0, 9)) == 0:
         names = [*template]
         template[draw(NAMES)] = template[draw(st.sampled_from(names))]  # a tie
     return state, template
@@ -98,32 +97,27 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
 
 
 @settings(suppress_health_check=[HealthCheck.data_too_large])
-@given(pair=pairs(), strict=st.booleans())
+@given(pair=pairs(), strict=st.booleans(), mmap=st.booleans())
 def test_a_template_gets_what_is_there_or_nothing(
-    pair: tuple[dict[str, Any], dict[str, Any]], strict: bool
+    pair: tuple[dict[str, Any], Any], strict: bool, mmap: bool
 ) -> None:
     """Every tensor of both is filled, or none has changed."""
-    state, template = pair
+    # Copied, since what is saved and the template may share memory.
+    (state, template), there = pair, dict(paths(deepcopy(pair[0])))
+    template = deepcopy(template)
     own = dict(paths(template))
     before = {path: tensor.clone() for path, tensor in own.items()}
-    try:
-        rule = Matching(
-            [Segment.of(state, limits=LIMITS)],
-            LOAD if strict else LAX,
-            limits=LIMITS,
-            allow_pickle=False,
-            template=Template(template, limits=LIMITS),
-        )
-        rule.plans()
-    except (TemplateMismatchError, MissingKeysError):
-        assert all(torch.equal(before[path], own[path]) for path in own)
-        return
-    rule.finish()
-    there = dict(paths(state))
-    for path, tensor in paths(rule.assemble()):
-        if path in there:
-            assert torch.equal(tensor, there[path])
-        elif not any(tensor is own.get(other) for other in there):  # not tied to one
-            assert torch.equal(tensor, before[path])
-        # A tuple of a template is made anew, with the tensors that it had.
-        assert path not in own or tensor is own[path]
+    with tempfile.TemporaryDirectory() as place, make_sync_checkpointer() as loader:
+        loader.save(state, f"{place}/c")
+        try:
+            got = loader.load(f"{place}/c", template, strict=strict, mmap=mmap)
+        except StateDictError:
+            assert all(torch.equal(before[path], own[path]) for path in own)
+            return
+        for path, tensor in paths(got):
+            if path in there:
+                assert torch.equal(tensor, there[path])
+            elif not any(tensor is own.get(other) for other in there):  # not tied
+                assert torch.equal(tensor, before[path])
+            # A tuple of a template is made anew, with the tensors that it had.
+            assert path not in own or tensor is own[path]

@@ -88,23 +88,6 @@ def test_the_sender_s_reason_travels() -> None:
     assert isinstance(stranger, RemoteProtocolError)
 
 
-def test_facts_travel_as_members() -> None:
-    """A program reads them; so does a person with curl."""
-    document = json.loads(to_problem(StepNotFoundError(5, serving=4)).body)
-    assert (document["step"], document["serving"]) == (5, 4)
-    assert "step 4" in document["detail"]
-
-
-def test_headers_that_http_asks_for() -> None:
-    """RFC 9110 sections 11.6.1, 14.4 and 10.2.3."""
-    unauthorized = to_problem(AuthenticationError("/"))
-    assert unauthorized.headers["WWW-Authenticate"] == "Bearer"
-    unsatisfied = to_problem(RangeNotSatisfiable("bytes=9-", 5))
-    assert unsatisfied.headers["Content-Range"] == "bytes */5"
-    assert to_problem(PeerBusy(retry_after=0.2)).headers["Retry-After"] == "1"
-    assert "Retry-After" not in to_problem(PeerBusy()).headers
-
-
 @pytest.mark.parametrize("serving", [None, 4, 6])
 def test_a_missing_step_comes_back(serving: int | None) -> None:
     """The error has the step that is served instead."""
