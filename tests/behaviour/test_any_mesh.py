@@ -14,8 +14,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -62,13 +60,11 @@ from tests.support.mesh_ranks import (
     own,
     zeroed,
 )
-from tests.support.ranks import kill_all
+from tests.support.ranks import JOB_S, begun, check_ends
 from tests.support.saving import flip
 from tests.support.transports import told
 
-SECONDS = 120
-
-pytestmark = pytest.mark.timeout(3 * SECONDS)
+pytestmark = pytest.mark.timeout(2 * JOB_S)
 
 
 # ------------------------------------------------------------------ jobs of real ranks
@@ -111,20 +107,7 @@ def once(place: Path, verb: str, world: int) -> None:
         done = place / f"{verb}-{world}.done"
         if done.exists():
             return
-        leader = subprocess.Popen(
-            [sys.executable, mesh_ranks.__file__, verb, str(world), str(place)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            said, complained = leader.communicate(timeout=SECONDS)
-        finally:
-            kill_all(leader.pid)
-            leader.communicate()
-        assert leader.returncode == 0, complained
-        assert said.count("done") == world
+        check_ends(begun(mesh_ranks.__file__, verb, world, place))
         done.touch()
 
 
@@ -144,33 +127,23 @@ def test_every_mesh_loads_every_other(saved: Path, case: Case) -> None:
         assert said[case.name] == "", f"rank {rank}: {said[case.name]}"
 
 
-@pytest.mark.parametrize("kind", DCP)
-def test_one_process_loads_what_dcp_saved(saved: Path, kind: str) -> None:
-    """One process loads it into plain tensors and anew, with the values of a rank."""
-    whole = known(saved / kind)
-    template = zeroed(whole)
-    template.pop("sharded", None)
-    check(aiockpt.load(saved / kind, into=template), whole)
-    found = aiockpt.load(saved / kind, select=["cut", "train.model", "same"])
-    assert {*found["cut"]} == {*whole["cut"]}
-    assert {*found["train"]["model"]} == {*whole["train"]["model"]}
-    check(found, whole)
-
-
-@pytest.mark.parametrize("kind", SAVED)
 class TestOneProcess:
     """A process without a process group gets full tensors."""
 
+    @pytest.mark.parametrize("kind", [*SAVED, *DCP])
     def test_with_a_template(self, saved: Path, kind: str) -> None:
         """The plain tensors of a template are filled in place."""
         whole = known(saved / kind)
         template = zeroed(whole)
+        if kind in DCP:  # which does not save a ShardedTensor
+            template.pop("sharded", None)
         homes = {name: each.data_ptr() for name, each in template["cut"].items()}
         found = aiockpt.load(saved / kind, into=template)
         assert found is template
         check(found, whole)
         assert homes == {name: each.data_ptr() for name, each in found["cut"].items()}
 
+    @pytest.mark.parametrize("kind", SAVED)
     def test_without_a_template(self, saved: Path, kind: str) -> None:
         """Everything comes, but what differs by rank must be chosen."""
         whole = known(saved / kind)

@@ -11,7 +11,6 @@ import gc
 import re
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,6 +29,7 @@ from tests.support.groups import (
     moved,
     transports,
 )
+from tests.support.memory import resident
 from tests.support.mesh_ranks import as_rank
 from tests.support.transports import weights
 
@@ -230,20 +230,12 @@ async def test_memory_for_what_the_template_has_is_given_back() -> None:
         name: torch.ones(n, dtype=torch.uint8) for name, n in (("w", big), ("m", small))
     }
     gc.collect()
-    before = resident()
+    before = resident("VmRSS")
     got = await healed(state, own)
     gc.collect()
     await asyncio.sleep(0)
     assert_same(got, state)
-    assert resident() - before < big / 2
-
-
-def resident() -> int:
-    """Return how many bytes of this process are in memory."""
-    status = Path("/proc/self/status").read_text()
-    found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
-    assert found
-    return int(found[1]) * 1024
+    assert resident("VmRSS") - before < big / 2
 
 
 def row_of(fill: float) -> State:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,15 +22,12 @@ from aiockpt.errors import (
     IntegrityError,
     MissingExtraError,
     RemoteProtocolError,
-    StorageError,
 )
 from aiockpt.format.chunks import ALGORITHM, ALGORITHMS, DEVICE_ALGORITHM, digest
 from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import Manifest
 from aiockpt.storage.checkpoint_file import opened, read_header, verify_chunks
-from aiockpt.storage.commit import Draft
-from aiockpt.storage.directory import checkpoint_at
 from aiockpt.storage.partfile import PartFile
 from aiockpt.testing import FlipBit, assert_same
 from tests.support.headers import entries_of, header_of, parts_of
@@ -163,13 +159,6 @@ class TestReceive:
             assert_same(got, chunked())
             urls = [other.metadata(), other.metadata(), one.metadata()]
             assert_same(await receiver.recv_checkpoint(0, urls, STEP), chunked())
-
-    @pytest.mark.asyncio
-    @each
-    async def test_no_tensor_is_no_chunk(self, algorithm: str) -> None:
-        """The header still says which algorithm it would be."""
-        async with sending({"n": 1}, digest=algorithm) as (sender, receiver):
-            assert await receive(sender, receiver) == {"n": 1}
 
 
 @pytest.mark.asyncio
@@ -401,30 +390,9 @@ class TestFiles:
             part.close()
         assert load(tmp_path / "f")["weight"].numpy().tobytes() == segment
 
-    @each
-    def test_a_marker_names_its_id(self, tmp_path: Path, algorithm: str) -> None:
-        """The id of a file in a directory is that of its header."""
-        segment, target = noise(CHUNK), tmp_path / "step-7"
-        manifest = described(segment, algorithm)
-        with Draft(target, 0, durable=False) as draft:
-            os.write(draft.fd, bytes(manifest.header) + segment)
-            draft.keep_file()
-            draft.commit(7, {0: manifest.snapshot_id})
-        (file,) = checkpoint_at(target).files.values()
-        assert file.snapshot == manifest.snapshot_id
-        assert load(target)["weight"].numpy().tobytes() == segment
-
     def test_a_missing_library_is_named(self, tmp_path: Path) -> None:
         """It is no fault of the file."""
         path, segment = tmp_path / "a.safetensors", noise(CHUNK)
         path.write_bytes(bytes(described(segment, "blake3").header) + segment)
         with missing("blake3"), pytest.raises(MissingExtraError):
-            load(path)
-
-    def test_an_unknown_algorithm_is_named(self, tmp_path: Path) -> None:
-        """The file cannot be read by this release."""
-        path = tmp_path / "a.safetensors"
-        header = lying("sha256", algorithm="sha3-256").header
-        path.write_bytes(bytes(header) + noise(2 * CHUNK))
-        with pytest.raises(StorageError, match="digest algorithm 'sha3-256'"):
             load(path)

@@ -548,7 +548,6 @@ def main(verb: str, world: int, directory: Path) -> None:
         (directory / f"load-{world}-{rank}.json").write_text(json.dumps(said))
     dist.barrier()
     dist.destroy_process_group()
-    print("done")
 
 
 if __name__ == "__main__":

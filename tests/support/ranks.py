@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 from asyncio.subprocess import PIPE, Process, create_subprocess_exec
@@ -82,6 +83,33 @@ def rank_of(world: int) -> int:
                 os.kill(other, signal.SIGKILL)
             sys.exit(f"a rank of {world} ended with status {status}")
     sys.exit()
+
+
+JOB_S = 300
+"""Seconds that a busy machine may take for a job."""
+
+
+def begun(script: str, *arguments: object) -> subprocess.Popen[str]:
+    """Start a job: a process that forks into its ranks by `rank_of`."""
+    return subprocess.Popen(
+        [sys.executable, script, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def check_ends(*jobs: subprocess.Popen[str]) -> None:
+    """Wait for all of them; fail with what the first that failed said."""
+    try:
+        for leader in jobs:
+            _, complained = leader.communicate(timeout=JOB_S)
+            assert leader.returncode == 0, complained
+    finally:
+        for leader in jobs:
+            kill_all(leader.pid)
+            leader.communicate()
 
 
 def kill_all(leader: int) -> None:

@@ -1,8 +1,7 @@
 """The ranks of jobs with distributed tensors, which share what is imported.
 
 ``python sharded_rank.py SCENARIO WORLD DIRECTORY``; the ranks of one job share a
-directory, and those of a sending and a receiving job the one above. Each of them
-prints ``done``.
+directory, and those of a sending and a receiving job the one above.
 """
 
 from __future__ import annotations
@@ -275,7 +274,6 @@ def main(*scenarios: Callable[[], Any]) -> None:
     asyncio.run({each.__name__: each for each in scenarios}[sys.argv[1]]())
     dist.barrier()
     dist.destroy_process_group()
-    print("done")
 
 
 if __name__ == "__main__":
