@@ -1224,7 +1224,7 @@ class TestDamage:
             aiockpt.load(path)
 
     @pytest.mark.parametrize(
-        "trials", [200, pytest.param(1000, marks=pytest.mark.nightly)]
+        "trials", [100, pytest.param(1000, marks=pytest.mark.nightly)]
     )
     def test_flipped_bits(self, tmp_path: Path, trials: int) -> None:
         """No flip changes a result; a note says what was modified."""
