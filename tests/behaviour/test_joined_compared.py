@@ -9,17 +9,8 @@ import torch
 
 from aiockpt import Limits
 from aiockpt.errors import RankValuesError
-from aiockpt.http import joined as joined_source
 from aiockpt.testing import CutAfter, assert_same
-from tests.support.joined import (
-    cut,
-    joined,
-    numbers,
-    proxies,
-    received,
-    shards,
-    through,
-)
+from tests.support.joined import cut, joined, numbers, proxies, shards, through
 from tests.support.transports import MIB, transport
 
 pytestmark = pytest.mark.asyncio
@@ -37,46 +28,31 @@ def state_of(rank: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(autouse=True)
-def large_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take every chunk for a large one, so that parts of chunks are compared."""
-    monkeypatch.setattr(joined_source, "_SMALL_READ_BYTES", 0)
+async def received(metadata: str, name: str, **options: Any) -> torch.Tensor:
+    """Receive a value with less memory than the chunks with its copies take."""
+    async with transport(limits=Limits(max_bytes=2 * MIB)) as receiver:
+        call = receiver.recv_checkpoint(metadata=metadata, select=[name], **options)
+        found: torch.Tensor = (await call)[name]
+        return found
 
 
 async def test_equal_values_cost_no_chunk() -> None:
     """Only their bytes are fetched to compare them."""
     async with shards(state_of, chunk_bytes=MIB) as senders:
-        before = [each.statistics().bytes_sent for each in senders]
-        found = await received(joined(senders), select=["equal"])
-        sent = [
-            each.statistics().bytes_sent - start
-            for each, start in zip(senders, before, strict=True)
-        ]
-    assert_same(found, {"equal": EQUAL})
+        assert_same(await received(joined(senders), "equal"), EQUAL)
+        sent = [each.statistics().bytes_sent for each in senders]
     assert sorted(sent)[2] < MIB // 8, "three senders are only compared"
     assert max(sent) < 2 * MIB
 
 
 async def test_other_values_are_found() -> None:
-    """The error names those that differ, and no other one."""
+    """The error names those that differ."""
     async with shards(state_of, chunk_bytes=MIB) as senders:
         with pytest.raises(RankValuesError) as caught:
-            await received(joined(senders))
-        found = await received(joined(senders), rank_values=2)
-    assert [*caught.value.paths] == ["own"]
-    assert_same(found["own"], torch.full((9,), 2))
-    assert_same(found["w"], numbers(4))
-
-
-async def test_a_receiver_with_little_memory() -> None:
-    """Chunks of a sender that exceed the limit are not fetched to be compared."""
-    limits = Limits(max_bytes=2 * MIB)
-    async with (
-        shards(state_of, chunk_bytes=MIB) as senders,
-        transport(limits=limits) as receiver,
-    ):
-        call = receiver.recv_checkpoint(metadata=joined(senders), select=["equal"])
-        assert_same(await call, {"equal": EQUAL})
+            await received(joined(senders), "own")
+        assert [*caught.value.paths] == ["own"]
+        found = await received(joined(senders), "own", rank_values=2)
+    assert_same(found, torch.full((9,), 2))
 
 
 async def test_broken_connections_are_made_again() -> None:
@@ -84,5 +60,4 @@ async def test_broken_connections_are_made_again() -> None:
     async with shards(state_of, chunk_bytes=MIB) as senders, proxies(senders) as lines:
         for each in lines:
             each.faults = [CutAfter(1000, reset=True) for _ in range(3)]
-        found = await received(through(lines, senders), select=["equal"])
-    assert_same(found, {"equal": EQUAL})
+        assert_same(await received(through(lines, senders), "equal"), EQUAL)

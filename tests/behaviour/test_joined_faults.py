@@ -6,14 +6,11 @@ A proxy in front of each sender does to the receiver what a process does that is
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
-import torch
 
 import aiockpt
 from aiockpt import IntegrityError, Progress, StepNotFoundError
@@ -24,8 +21,6 @@ from aiockpt.errors import (
     TransportError,
 )
 from aiockpt.testing import CutAfter, Drip, Fault, FaultProxy, assert_same
-from aiockpt.testing.faults import Pipe
-from tests.support.faultpeers import At
 from tests.support.joined import (
     KINDS,
     STEP,
@@ -33,7 +28,6 @@ from tests.support.joined import (
     cut,
     joined,
     numbers,
-    processes,
     proxies,
     publish,
     shards,
@@ -45,6 +39,8 @@ from tests.support.servers import settle
 from tests.support.transports import (
     MIB,
     TOKEN,
+    Halfway,
+    HoldBack,
     Transport,
     arenas,
     port_of,
@@ -59,11 +55,7 @@ pytestmark = [
 ]
 
 MIB_SENT = 4
-RATE = 40 * MIB
-"""Bytes a second of a sender whose receive a test interrupts."""
 VICTIM = 1
-SLACK = 1.5
-"""Seconds that a busy machine may add to a deadline."""
 
 
 def state_of(kind: str, *, add: int = 0) -> Callable[[int], Any]:
@@ -91,7 +83,7 @@ class Dies(Fault):
         self._proxy, self._left, self._silent = proxy, count, silent
         self._cutting: asyncio.Task[None] | None = None
 
-    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+    async def forward(self, pipe: Any, data: bytes, at: int) -> None:
         """Send what comes before; then all connections break, and no new one comes."""
         before, self._left = self._left, self._left - len(data)
         await pipe.send(data[: max(before, 0)])
@@ -136,9 +128,6 @@ def is_zero(into: dict[str, Any]) -> bool:
     return not into["w"].any() and into["n"] == 0
 
 
-# ------------------------------------------------------------------------------ deaths
-
-
 class TestDeaths:
     """Without a replica the receive fails and names the sender; else it succeeds."""
 
@@ -156,68 +145,48 @@ class TestDeaths:
             del caught
             await settle(lambda: arenas() <= before)
 
-    @moments
-    async def test_the_deadline_is_kept(self, count: int) -> None:
+    async def test_the_deadline_is_kept(self) -> None:
         """A receiver that would wait for the sender ends with its deadline."""
-        loop = asyncio.get_running_loop()
         async with (
             behind("fsdp") as (_, lines, metadata),
             transport(reconnect_timeout=60) as receiver,
         ):
-            lines[VICTIM].otherwise = Dies(lines[VICTIM], count)
-            into, began = zeroed(whole()), loop.time()
-            with pytest.raises(TransferTimeoutError) as caught:
+            lines[VICTIM].otherwise = Dies(lines[VICTIM], 100 << 10)
+            into = zeroed(whole())
+            with pytest.raises(TransferTimeoutError, match="timed out") as caught:
                 await receiver.recv_checkpoint(0, metadata, STEP, 1.0, into=into)
-            assert loop.time() - began < 1.0 + SLACK
             assert says(caught.value, lines[VICTIM])
-            assert "timed out" in str(caught.value)
             assert is_zero(into)
 
-    async def test_it_was_never_there(self) -> None:
-        """A sender that refuses all connections is named, too."""
+    async def test_into_the_memory_of_the_template(self) -> None:
+        """With `direct`, a note says that the template was modified."""
         async with behind("fsdp") as (_, lines, metadata), impatient() as receiver:
-            lines[VICTIM].refuse()
+            lines[VICTIM].otherwise = Dies(lines[VICTIM], 500 << 10)
+            options: dict[str, Any] = {"into": zeroed(whole()), "direct": True}
             with pytest.raises(TransportError) as caught:
-                await receiver.recv_checkpoint(0, metadata, STEP)
+                await receiver.recv_checkpoint(0, metadata, STEP, **options)
             assert says(caught.value, lines[VICTIM])
-
-    @pytest.mark.parametrize("count", [300, 500 << 10])
-    async def test_into_the_memory_of_the_template(self, count: int) -> None:
-        """With `direct`, a note says whether the template was modified."""
-        async with behind("fsdp") as (_, lines, metadata), impatient() as receiver:
-            lines[VICTIM].otherwise = Dies(lines[VICTIM], count)
-            into = zeroed(whole())
-            with pytest.raises(TransportError) as caught:
-                await receiver.recv_checkpoint(
-                    0, metadata, STEP, into=into, direct=True
-                )
-            assert says(caught.value, lines[VICTIM])
-            notes = caught.value.__notes__
-            assert any(each.startswith("the template was") for each in notes)
-            (note,) = (each for each in notes if each.startswith("the template was"))
-            assert note == "the template was modified" or not into["w"].any()
+            assert "the template was modified" in caught.value.__notes__
 
     @moments
-    @pytest.mark.parametrize("victim", [0, 1])
-    async def test_another_rank_holds_the_shard(self, victim: int, count: int) -> None:
+    async def test_another_rank_holds_the_shard(self, count: int) -> None:
         """Of HSDP, the other replica takes over."""
         async with behind("hsdp") as (_, lines, metadata), impatient() as receiver:
-            lines[victim].otherwise = Dies(lines[victim], count)
+            lines[VICTIM].otherwise = Dies(lines[VICTIM], count)
             into = zeroed(whole())
             found = await receiver.recv_checkpoint(0, metadata, STEP, into=into)
             assert found is into
             assert_same(into, whole())
 
-    @moments
-    async def test_a_replica_of_the_job(self, count: int) -> None:
+    async def test_a_replica_of_the_job(self) -> None:
         """Of a list of joined strings, the sender of the other one takes over."""
         async with (
             behind("fsdp") as (_, lines, one),
             behind("fsdp") as (_, others, other),
             impatient() as receiver,
         ):
-            lines[VICTIM].otherwise = Dies(lines[VICTIM], count)
-            others[VICTIM + 1].otherwise = Dies(others[VICTIM + 1], count)
+            for line in (lines[VICTIM], others[VICTIM + 1]):
+                line.otherwise = Dies(line, 100 << 10)
             found = await receiver.recv_checkpoint(0, [one, other], STEP)
             assert_same(found, whole())
 
@@ -252,12 +221,11 @@ class TestDeaths:
             metadata, next_states = joined(senders), states(state_of("hsdp", add=1))
             await senders[VICTIM].shutdown()
             task = asyncio.create_task(receiver.fingerprint(metadata, STEP))
-            await asyncio.sleep(0.5)
             left = [at for at in range(4) if at != VICTIM]
+            await settle(lambda: all(senders[at].statistics().requests for at in left))
             for later in (1, 2):
                 for at in left:
                     await senders[at].send_checkpoint([], STEP + later, next_states[at])
-            assert not task.done()
             aiockpt.fingerprint(whole()).require(await task)
             for at in left:
                 assert senders[at].statistics().superseded == 0
@@ -297,25 +265,6 @@ class TestDeaths:
                 check(into, whole())
 
     @pytest.mark.parametrize("kind", KINDS)
-    async def test_a_process_is_killed(self, kind: str) -> None:
-        """A real one, in the middle of a receive."""
-        async with processes(kind, 16) as started, impatient() as receiver:
-            metadata = aiockpt.join_metadata([said for _, said in started])
-            victim, address = started[VICTIM]
-            kill = At(0.05, lambda: os.kill(victim, signal.SIGKILL))
-            call = receiver.recv_checkpoint(0, metadata, STEP, progress=kill)
-            if kind == "hsdp":
-                found = await call
-                assert_same(found["w"], numbers(16))
-            else:
-                with pytest.raises(TransportError) as caught:
-                    await call
-                address = address.partition("/checkpoint")[0]
-                notes = getattr(caught.value, "__notes__", [])
-                assert any(address in each for each in [str(caught.value), *notes])
-            assert kill.since
-
-    @pytest.mark.parametrize("kind", KINDS)
     async def test_it_falls_silent(self, kind: str) -> None:
         """A sender that stands still is like one that is gone."""
         async with (
@@ -340,9 +289,6 @@ class TestDeaths:
             assert_same(found, whole())
 
 
-# ---------------------------------------------------------------------------- restarts
-
-
 @asynccontextmanager
 async def restarted(
     senders: Sequence[Transport], lines: Sequence[FaultProxy], state: Any
@@ -365,12 +311,7 @@ class TestRestarts:
         self, state: Any, **options: Any
     ) -> AsyncIterator[asyncio.Task[Any]]:
         """Restart a sender in the middle of a receive, which goes on."""
-        halfway = asyncio.Event()
-
-        def note(progress: Progress) -> None:
-            if progress.bytes_done > progress.bytes_total / 4:
-                halfway.set()
-
+        halfway = Halfway(0.25)
         slow = Drip(MIB, burst=16 << 10)
         async with (
             behind("fsdp", token=TOKEN) as (senders, lines, metadata),
@@ -379,10 +320,10 @@ class TestRestarts:
             lines[VICTIM].otherwise = slow
             task = asyncio.create_task(
                 receiver.recv_checkpoint(
-                    metadata=metadata, progress=note, **{"step": STEP, **options}
+                    metadata=metadata, progress=halfway, **{"step": STEP, **options}
                 )
             )
-            await halfway.wait()
+            await halfway.reached.wait()
             async with restarted(senders, lines, state):
                 yield task
 
@@ -410,14 +351,10 @@ class TestRestarts:
         assert not added.any()
 
 
-# ------------------------------------------------------------------------ what is late
-
-
 class TestSteps:
     """Senders do not publish in one moment."""
 
-    @pytest.mark.parametrize("step", [STEP, None])
-    @pytest.mark.parametrize("late", [0, 3])
+    @pytest.mark.parametrize(("late", "step"), [(0, STEP), (3, None)])
     async def test_a_late_sender_is_awaited(self, late: int, step: int | None) -> None:
         """The others have the step already, and it has an older one."""
         parts = states(state_of("fsdp"))
@@ -434,8 +371,7 @@ class TestSteps:
             await senders[late].send_checkpoint([], STEP, parts[late])
             assert_same(await task, whole())
 
-    @pytest.mark.parametrize("step", [STEP, None])
-    async def test_what_a_late_sender_has_counts(self, step: int | None) -> None:
+    async def test_what_a_late_sender_has_counts(self) -> None:
         """Although the others have all elements: its value differs from theirs."""
 
         def part(rank: int) -> dict[str, Any]:
@@ -445,10 +381,8 @@ class TestSteps:
         async with shards(part, step=STEP - 1) as senders, transport() as receiver:
             for sender, state in zip(senders[:3], parts, strict=False):
                 await sender.send_checkpoint([], STEP, state)
-            task = asyncio.create_task(
-                receiver.recv_checkpoint(0, joined(senders), step, 20)
-            )
-            await asyncio.sleep(1.5)
+            task = asyncio.create_task(receiver.recv_checkpoint(0, joined(senders)))
+            await asyncio.sleep(0.5)
             assert not task.done()
             await senders[3].send_checkpoint([], STEP, parts[3])
             with pytest.raises(RankValuesError):
@@ -456,12 +390,9 @@ class TestSteps:
 
     async def test_nobody_has_published(self) -> None:
         """All of them are awaited, until the deadline at most."""
-        loop = asyncio.get_running_loop()
         async with shards() as senders, transport() as receiver:
-            began = loop.time()
             with pytest.raises(AiockptError):
                 await receiver.recv_checkpoint(0, joined(senders), STEP, 0.5)
-            assert loop.time() - began < 0.5 + SLACK
             call = receiver.recv_checkpoint(0, joined(senders), STEP)
             task = asyncio.create_task(call)
             await asyncio.sleep(0.1)
@@ -482,39 +413,14 @@ class TestSteps:
         async with behind("fsdp") as (senders, lines, metadata), transport() as ours:
             for each in lines:
                 each.otherwise = Drip(2 * MIB, burst=16 << 10)
-            begun = asyncio.Event()
-
-            def note(progress: Progress) -> None:
-                if progress.bytes_done:
-                    begun.set()
-
-            call = ours.recv_checkpoint(0, metadata, STEP, progress=note)
+            begun = Halfway(0.01)
+            call = ours.recv_checkpoint(0, metadata, STEP, progress=begun)
             task = asyncio.create_task(call)
-            await begun.wait()
+            await begun.reached.wait()
             for later in (1, 2):
                 await publish(senders, state_of("fsdp", add=later), STEP + later)
             assert_same(await task, whole())
             await settle(lambda: all(at.statistics().readers == 0 for at in senders))
-
-    async def test_one_publishes_on_before_it_is_asked_for_chunks(self) -> None:
-        """Leases are on all senders before any of them sends a chunk."""
-        async with behind("fsdp") as (senders, lines, metadata), transport() as ours:
-            newer = states(state_of("fsdp", add=1))
-            begun = asyncio.Event()
-
-            def note(progress: Progress) -> None:
-                if progress.bytes_done:
-                    begun.set()
-
-            for each in lines[:VICTIM] + lines[VICTIM + 1 :]:
-                each.otherwise = Drip(MIB, burst=16 << 10)
-            call = ours.recv_checkpoint(0, metadata, STEP, progress=note)
-            task = asyncio.create_task(call)
-            await begun.wait()
-            for later in (1, 2):
-                step = STEP + later
-                await senders[VICTIM].send_checkpoint([], step, newer[VICTIM])
-            assert_same(await task, whole())
 
 
 class TestWithoutTheStep:
@@ -529,37 +435,29 @@ class TestWithoutTheStep:
     @pytest.mark.parametrize("step", [STEP, None])
     async def test_others_have_its_shard(self, step: int | None) -> None:
         """The receive does without it after the reconnect timeout."""
-        loop = asyncio.get_running_loop()
         async with self.emptied("hsdp") as (_, metadata), impatient() as receiver:
-            began = loop.time()
             assert_same(await receiver.recv_checkpoint(0, metadata, step), whole())
-            assert loop.time() - began < 2 + SLACK
 
-    @pytest.mark.parametrize("step", [STEP, None])
-    async def test_a_deadline_before_the_reconnect_timeout(
-        self, step: int | None
-    ) -> None:
+    async def test_a_deadline_before_the_reconnect_timeout(self) -> None:
         """It leaves time to receive what the others have."""
         async with self.emptied("hsdp") as (_, metadata), transport() as receiver:
-            assert_same(await receiver.recv_checkpoint(0, metadata, step, 3), whole())
+            assert_same(await receiver.recv_checkpoint(0, metadata, STEP, 6), whole())
 
-    @pytest.mark.parametrize("step", [STEP, None])
-    async def test_a_fingerprint(self, step: int | None) -> None:
+    async def test_a_fingerprint(self) -> None:
         """It leaves the sender out as a receive does, and waits if it is needed."""
         ours = aiockpt.fingerprint(whole())
         async with self.emptied("hsdp") as (_, metadata), impatient() as receiver:
-            ours.require(await receiver.fingerprint(metadata, step, timeout=5))
+            ours.require(await receiver.fingerprint(metadata, STEP))
         async with self.emptied("fsdp") as (fresh, metadata), impatient() as receiver:
             with pytest.raises(TransferTimeoutError, match=fresh.address()):
-                await receiver.fingerprint(metadata, step, timeout=2)
-            task = asyncio.create_task(receiver.fingerprint(metadata, step))
-            await asyncio.sleep(1)
+                await receiver.fingerprint(metadata, STEP, timeout=1)
+            task = asyncio.create_task(receiver.fingerprint(metadata, STEP))
+            await asyncio.sleep(0.5)
             assert not task.done()
             await fresh.send_checkpoint([], STEP, states(state_of("fsdp"))[3])
             ours.require(await task)
 
-    @pytest.mark.parametrize("verb", ["recv_checkpoint", "fingerprint"])
-    async def test_one_of_two_suffices(self, verb: str) -> None:
+    async def test_one_of_two_suffices(self) -> None:
         """The other one is not waited for any longer."""
         async with (
             shards(state_of("hsdp")) as senders,
@@ -568,15 +466,11 @@ class TestWithoutTheStep:
             impatient() as receiver,
         ):
             metadata = joined([senders[0], one, senders[2], other])
-            call = getattr(receiver, verb)(metadata=metadata, step=STEP, timeout=10)
-            task = asyncio.create_task(call)
-            await asyncio.sleep(1)
+            task = asyncio.create_task(receiver.recv_checkpoint(0, metadata, STEP))
+            await asyncio.sleep(0.8)
             assert not task.done()
             await other.send_checkpoint([], STEP, states(state_of("hsdp"))[3])
-            found = await task
-            if verb == "recv_checkpoint":
-                found = aiockpt.fingerprint(found)
-            aiockpt.fingerprint(whole()).require(found)
+            assert_same(await task, whole())
 
     async def test_another_sender_is_dead(self) -> None:
         """The error of the deadline names it, too: no wait brings it back."""
@@ -606,25 +500,21 @@ class TestWithoutTheStep:
     @pytest.mark.parametrize("step", [STEP, None])
     async def test_nobody_else_has_its_shard(self, step: int | None) -> None:
         """It is awaited, until the deadline, whose error names it."""
-        async with self.emptied("fsdp") as (fresh, metadata), impatient() as receiver:
-            with pytest.raises(TransferTimeoutError) as caught:
-                await receiver.recv_checkpoint(0, metadata, step, 2.0)
-            _, _, last = str(caught.value).partition("last error: ")
-            assert f"published at {fresh.address()}" in last
+        async with (
+            self.emptied("fsdp") as (fresh, metadata),
+            transport() as patient,
+            impatient() as receiver,
+        ):
+            for each in (patient, receiver):
+                with pytest.raises(TransferTimeoutError) as told:
+                    await each.recv_checkpoint(0, metadata, step, 1.0)
+                assert f"published at {fresh.address()}" in str(told.value)
             call = receiver.recv_checkpoint(0, metadata, step)
             task = asyncio.create_task(call)
-            await asyncio.sleep(1)
+            await asyncio.sleep(0.5)
             assert not task.done()
             await fresh.send_checkpoint([], STEP, states(state_of("fsdp"))[3])
             assert_same(await task, whole())
-
-    async def test_the_deadline_comes_first(self) -> None:
-        """The error names it, although the reconnect timeout is not over."""
-        async with self.emptied("fsdp") as (fresh, metadata), transport() as receiver:
-            for step in (STEP, None):
-                with pytest.raises(TransferTimeoutError, match=fresh.address()) as told:
-                    await receiver.recv_checkpoint(0, metadata, step, 1.0)
-                assert f"published at {fresh.address()}" in str(told.value)
 
     @pytest.mark.parametrize("rank_values", ["error", 3])
     async def test_it_is_needed_all_the_same(self, rank_values: Any) -> None:
@@ -638,13 +528,10 @@ class TestWithoutTheStep:
                     0, metadata, STEP, rank_values=rank_values
                 )
                 task = asyncio.create_task(call)
-                await asyncio.sleep(1.5)
+                await asyncio.sleep(0.8)
                 assert not task.done()
                 await fresh.send_checkpoint([], STEP, states(state_of("hsdp"))[3])
                 assert_same(await task, whole())
-
-
-# -------------------------------------------------------------------------- wrong bytes
 
 
 class TestWrongBytes:
@@ -686,42 +573,27 @@ class TestWrongBytes:
                 assert_same(found, whole())
 
 
-# ---------------------------------------------------------------------------- slow ones
-
-
 class TestSlowness:
     """Senders that are not slow are not held up by one that is."""
 
     async def test_one_slow_sender(self) -> None:
-        """The receive takes about as long as that one needs alone."""
-        loop = asyncio.get_running_loop()
+        """The others do not wait for it."""
         async with behind("fsdp") as (_, lines, metadata), transport() as receiver:
-            lines[VICTIM].otherwise = Drip(MIB, burst=16 << 10)
-            events: list[float] = []
-
-            def note(progress: Progress) -> None:
-                if progress.bytes_done >= 0.7 * progress.bytes_total > 0:
-                    events.append(loop.time() - began)
-
-            began = loop.time()
-            call = receiver.recv_checkpoint(0, metadata, STEP, progress=note)
-            assert_same(await call, whole())
-            assert loop.time() - began < 4
-            assert events[0] < 1, "the others waited for it"
+            lines[VICTIM].otherwise = slow = HoldBack(free=100 << 10)
+            others = Halfway(0.7)
+            call = receiver.recv_checkpoint(0, metadata, STEP, progress=others)
+            task = asyncio.create_task(call)
+            await others.reached.wait()
+            slow.gate.set()
+            assert_same(await task, whole())
 
     async def test_a_replica_relieves_it(self) -> None:
         """Of HSDP, most of the shard comes from the other one."""
-        loop = asyncio.get_running_loop()
-        for victim in (0, 1):
-            async with behind("hsdp") as (_, lines, metadata), transport() as receiver:
-                lines[victim].otherwise = Drip(MIB / 8, burst=8 << 10)
-                began = loop.time()
-                found = await receiver.recv_checkpoint(0, metadata, STEP)
-                assert_same(found, whole())
-                assert loop.time() - began < 5  # alone it would need 16 s
-
-
-# ------------------------------------------------------------------------ cancellations
+        async with behind("hsdp") as (_, lines, metadata), transport() as receiver:
+            lines[1].otherwise = Drip(MIB / 8, burst=8 << 10)
+            assert_same(await receiver.recv_checkpoint(0, metadata, STEP), whole())
+            slow, quick = (lines[at].statistics().bytes_down for at in (1, 3))
+            assert slow < quick
 
 
 class TestCancellations:
@@ -776,24 +648,6 @@ class TestCancellations:
             again = await receiver.recv_checkpoint(0, metadata, STEP)
             assert_same(again, whole())
 
-    async def test_after_any_number_of_turns(self) -> None:
-        """It may come at any moment."""
-        async with shards(state_of("fsdp")) as senders, transport() as receiver:
-            metadata, before = joined(senders), arenas()
-            for turns in [*range(40), *range(40, 400, 24)]:
-                into = zeroed(whole())
-                task = asyncio.create_task(
-                    receiver.recv_checkpoint(0, metadata, STEP, into=into)
-                )
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                task.cancel()
-                await asyncio.wait({task})
-                if task.cancelled():
-                    assert is_zero(into) or torch.equal(into["w"], numbers(MIB_SENT))
-                del task
-            await self.is_over(senders, before)
-
     async def test_while_a_late_sender_is_awaited(self) -> None:
         """The leases on the others end as well."""
         parts = states(state_of("fsdp"))
@@ -817,17 +671,11 @@ class TestCancellations:
                 each.otherwise = Drip(MIB, burst=16 << 10)
             before = arenas()
             async with transport() as receiver:
-                come = asyncio.Event()
-
-                def note(progress: Progress) -> None:
-                    if progress.bytes_done:
-                        come.set()
-
-                task = asyncio.create_task(
-                    receiver.recv_checkpoint(0, metadata, STEP, progress=note)
-                )
-                async with asyncio.timeout(60):
-                    await come.wait()
+                begun = Halfway(0.01)
+                call = receiver.recv_checkpoint(0, metadata, STEP, progress=begun)
+                task = asyncio.create_task(call)
+                del call
+                await begun.reached.wait()
                 await receiver.shutdown(wait=False)
                 await asyncio.wait({task})
                 assert isinstance(task.exception(), AiockptError)
@@ -837,64 +685,49 @@ class TestCancellations:
             await self.is_over(senders, before)
 
 
-# --------------------------------------------------------------------- a single sender
-
-
 async def first_of(receiver: Transport, metadata: str) -> Any:
     """Return what a follower yields first."""
     async with aclosing(receiver.follow(metadata)) as steps:
         return await soon(steps)
 
 
-CALLS: dict[str, Callable[[Transport, str], Any]] = {
-    "anew": lambda receiver, metadata: receiver.recv_checkpoint(0, metadata, STEP),
-    "latest": lambda receiver, metadata: receiver.recv_checkpoint(0, metadata),
-    "into": lambda receiver, metadata: receiver.recv_checkpoint(
-        0, metadata, STEP, into=zeroed(whole())
+CALLS: dict[str, tuple[int, Callable[[Transport, str], Any]]] = {
+    "anew": (4, lambda by, metadata: by.recv_checkpoint(0, metadata, STEP)),
+    "latest": (5, lambda by, metadata: by.recv_checkpoint(0, metadata)),
+    "into": (
+        4,
+        lambda by, metadata: by.recv_checkpoint(
+            0, metadata, STEP, into=zeroed(whole())
+        ),
     ),
-    "direct": lambda receiver, metadata: receiver.recv_checkpoint(
-        0, metadata, STEP, into=zeroed(whole()), direct=True
+    "select": (
+        4,
+        lambda by, metadata: by.recv_checkpoint(0, metadata, STEP, select=["w"]),
     ),
-    "select": lambda receiver, metadata: receiver.recv_checkpoint(
-        0, metadata, STEP, select=["w"]
+    "have": (
+        2,
+        lambda by, metadata: by.recv_checkpoint(0, metadata, STEP, have=whole()),
     ),
-    "have": lambda receiver, metadata: receiver.recv_checkpoint(
-        0, metadata, STEP, into=whole(), have=True
+    "prepare": (
+        4,
+        lambda by, metadata: by.prepare(metadata, STEP, into=zeroed(whole())),
     ),
-    "prepare": lambda receiver, metadata: receiver.prepare(
-        metadata, STEP, into=zeroed(whole())
-    ),
-    "steps": lambda receiver, metadata: anext(receiver.steps(metadata)),
-    "steps after": lambda receiver, metadata: anext(receiver.steps(metadata, 3)),
-    "follow": first_of,
+    "steps": (1, lambda by, metadata: anext(by.steps(metadata))),
+    "steps after": (2, lambda by, metadata: anext(by.steps(metadata, 3))),
+    "follow": (5, first_of),
 }
-"""What a receiver asks a single sender for."""
-
-REQUESTS = {
-    "anew": 4,
-    "latest": 5,
-    "into": 4,
-    "direct": 4,
-    "select": 4,
-    "have": 2,
-    "prepare": 4,
-    "steps": 1,
-    "steps after": 2,
-    "follow": 5,
-}
-"""How many requests that took before there were joined strings."""
+"""What a receiver asks a single sender for, and by how many requests at most."""
 
 
-@pytest.mark.parametrize("call", CALLS)
-async def test_a_single_sender_gets_no_more_requests(call: str) -> None:
+@pytest.mark.parametrize(("most", "call"), CALLS.values(), ids=CALLS)
+async def test_a_single_sender_gets_no_more_requests(most: int, call: Any) -> None:
     """A joined string of one costs what the plain string costs, and has cost."""
     found = []
-    async with AsyncExitStack() as stack:
-        sender = await stack.enter_async_context(transport(chunk_bytes=MIB))
+    async with transport(chunk_bytes=MIB) as sender:
         await sender.send_checkpoint([], STEP, whole())
         for metadata in (sender.metadata(), joined([sender])):
             before = sender.statistics().requests
             async with transport(connections=1) as receiver:
-                await CALLS[call](receiver, metadata)
+                await call(receiver, metadata)
             found.append(sender.statistics().requests - before)
-    assert found[0] == found[1] <= REQUESTS[call]
+    assert found[0] == found[1] <= most

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 import aiockpt
 from aiockpt import TransferEvent, add_hook
 from aiockpt.errors import (
-    CheckpointNotFoundError,
     IntegrityError,
     MissingKeysError,
     RankValuesError,
@@ -34,39 +33,6 @@ Pair = namedtuple("Pair", ["a", "b"])
 def flat(world: int) -> DeviceMesh:
     """Return a mesh of all ranks."""
     return init_device_mesh("cpu", (world,))
-
-
-def test_two_stages_have_a_tensor_of_one_name(tmp_path: Path) -> None:
-    """None of them is taken silently, and no rank gets a mixture."""
-
-    def state_of(rank: int) -> Any:
-        stage = rank // 2
-        mesh = DeviceMesh("cpu", [2 * stage, 2 * stage + 1])
-        return {"w": distributed(ROWS + 100 * stage, mesh, Shard(0)), "n": 1}
-
-    path = assembled(tmp_path / "s", 4, state_of)
-    with pytest.raises(RankValuesError) as caught:
-        aiockpt.load(path)
-    assert caught.value.paths == ["w"]
-    for rank in range(4):
-        found = aiockpt.load(path, rank_values=rank)
-        assert torch.equal(found["w"], ROWS + 100 * (rank // 2))
-    kept = torch.ones(4, 2)
-    into = {"w": kept, "n": 0}
-    aiockpt.load(path, into=into, rank_values="keep")
-    assert into["n"] == 1
-    assert torch.equal(kept, torch.ones(4, 2))
-
-
-def test_replicas_on_other_meshes_are_equal(tmp_path: Path) -> None:
-    """Replicas of the data may each have a mesh for tensor parallelism."""
-
-    def state_of(rank: int) -> Any:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        return {"w": distributed(ROWS, mesh["tensor"], Shard(1)), "rank": rank}
-
-    path = assembled(tmp_path / "s", 4, state_of)
-    assert torch.equal(aiockpt.load(path, select=["w"])["w"], ROWS)
 
 
 def test_large_replicas_are_compared_in_parts(tmp_path: Path) -> None:
@@ -121,7 +87,7 @@ def test_two_tensors_of_one_memory_on_other_meshes(tmp_path: Path) -> None:
 def with_attributes(rank: int) -> Any:
     """Return an OrderedDict as `Module.state_dict` makes it."""
     made: Any = OrderedDict(a=1)
-    made._metadata = {"rank": rank}
+    vars(made)["_metadata"] = {"rank": rank}
     return made
 
 
@@ -278,14 +244,6 @@ def test_lists_of_other_lengths(tmp_path: Path) -> None:
         aiockpt.load(path)
     (only,) = aiockpt.load(path, rank_values=0)["parts"]
     assert torch.equal(only, ROWS)
-
-
-def test_a_lost_file_is_named(tmp_path: Path) -> None:
-    """The error names the file before anything is read."""
-    path = assembled(tmp_path / "s", 3, lambda rank: {"rank": rank})
-    (path / "checkpoint_1.safetensors").unlink()
-    with pytest.raises(CheckpointNotFoundError, match=r"checkpoint_1\.safetensors"):
-        aiockpt.load(path)
 
 
 def test_an_empty_tensor_is_not_blamed(tmp_path: Path) -> None:

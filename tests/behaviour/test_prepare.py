@@ -19,7 +19,6 @@ from tests.support.servers import settle
 from tests.support.transports import (
     MIB,
     arenas,
-    held_up,
     pair,
     proxied,
     through,
@@ -289,27 +288,25 @@ async def test_an_event_tells_of_an_applied_step() -> None:
 
 
 @proves("cell Prepared.apply_async: cancel")
-async def test_a_cancelled_apply_is_whole_or_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_cancelled_apply_is_whole_or_nothing() -> None:
     """The copy goes on to its end, and is done when the call ends."""
     live: Any = weights_of(0)
     async with pair() as (sender, receiver):
         await sender.send_checkpoint(step=1, state_dict=weights_of(1))
-        early = await receiver.prepare(sender.metadata(), 1, into=live)
-        late = await receiver.prepare(sender.metadata(), 1, into=live)
-        task = asyncio.create_task(early.apply_async())
-        task.cancel()
-        await asyncio.wait([task])
-        assert_same(live, weights_of(0))
-        gate = held_up(monkeypatch)
-        task = asyncio.create_task(late.apply_async())
-        await gate.entered.wait()
-        task.cancel()
-        gate.go.set()
-        await asyncio.wait([task])
-        assert task.cancelled()
-    assert_same(live, weights_of(1))
+        for turns in range(6):
+            step = await receiver.prepare(sender.metadata(), 1, into=live)
+            task = asyncio.create_task(step.apply_async())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            applied = live["step"].item()
+            assert_same(live, weights_of(applied))
+            assert applied == bool(turns)
+            await asyncio.sleep(0.05)
+            assert_same(live, weights_of(applied))
+            for name, each in weights_of(0).items():
+                live[name].copy_(each)
 
 
 async def test_a_template_is_required() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aiockpt import IntegrityError, Progress, TransferEvent, add_hook
-from aiockpt.errors import LocalProtocolError, MissingKeysError, TransferTimeoutError
+from aiockpt.errors import LocalProtocolError, TransferTimeoutError
 from aiockpt.testing import StallAfter, assert_same, interrupted
 from tests.support.proofs import proves
 from tests.support.rangepeer import Lies
@@ -68,26 +68,16 @@ def is_untouched(state: dict[str, Any]) -> bool:
     return not any(tensor.any() for tensor in tensors)
 
 
-@pytest.mark.parametrize("direct", [False, True])
-async def test_it_arrives_in_place(direct: bool) -> None:
-    """Both ways of filling a template work with several sources."""
-    async with senders(3) as made, transport() as receiver:
-        metadata = [each.metadata() for each in made]
-        into = template()
-        got = await receiver.recv_checkpoint(0, metadata, 7, into=into, direct=direct)
-    assert got["model"]["w"] is into["model"]["w"]
-    assert_same(got, STATE)
-
-
 @proves("cell HTTPTransport.recv_checkpoint, metadata=[...]: success")
 async def test_it_arrives_anew_and_says_who_gave_what() -> None:
-    """Events and the progress of the whole say who gave what."""
+    """Events and the progress of the whole say who gave what; duplicates count once."""
     events: list[TransferEvent] = []
     seen: list[Progress] = []
     async with senders(2) as made, transport() as receiver:
         metadata = [each.metadata() for each in made]
         remove = add_hook(events.append)
-        got = await receiver.recv_checkpoint(0, metadata, 7, progress=seen.append)
+        twice = [*metadata, metadata[0]]
+        got = await receiver.recv_checkpoint(0, twice, 7, progress=seen.append)
         remove()
     assert_same(got, STATE)
     assert seen[-1].bytes_done == seen[-1].bytes_total
@@ -98,24 +88,6 @@ async def test_it_arrives_anew_and_says_who_gave_what() -> None:
     assert whole.peer == " ".join(given)
     tokens = [url.partition("#")[2] for url in metadata]
     assert not any(token in str(event) for event in events for token in tokens)
-
-
-async def test_a_part_is_selected() -> None:
-    """`select=` works with several sources as with one."""
-    async with senders(2) as made, transport() as receiver:
-        metadata = [each.metadata() for each in made]
-        got = await receiver.recv_checkpoint(0, metadata, 7, select=["optimizer"])
-        assert_same(got, {"optimizer": STATE["optimizer"]})
-        with pytest.raises(MissingKeysError):
-            await receiver.recv_checkpoint(0, metadata, 7, select=["nothing"])
-
-
-async def test_a_list_of_one_is_that_one() -> None:
-    """A list of one source equals that source, and duplicates count once."""
-    async with senders(1) as (sender,), transport() as receiver:
-        url = sender.metadata()
-        assert_same(await receiver.recv_checkpoint(0, [url], 7), STATE)
-        assert_same(await receiver.recv_checkpoint(0, (url, url), 7), STATE)
 
 
 async def test_a_list_that_names_nobody() -> None:
@@ -159,20 +131,6 @@ async def test_the_deadline_is_kept() -> None:
         with pytest.raises(TransferTimeoutError) as caught:
             await receiver.recv_checkpoint(0, [first, second], 7, timeout=0.4)
         assert caught.value.stop == "fetch_chunk"
-
-
-async def test_shared_tokens_work_as_with_one() -> None:
-    """Metadata without a token works with the shared one."""
-    async with (
-        transport(token="s") as one,
-        transport(token="s") as other,
-        transport(token="s") as receiver,
-    ):
-        for sender in (one, other):
-            await sender.send_checkpoint([], 7, STATE)
-        metadata = [one.metadata(), other.metadata()]
-        assert "#" not in "".join(metadata)
-        assert_same(await receiver.recv_checkpoint(0, metadata, 7), STATE)
 
 
 async def test_a_cancel_at_any_await_leaves_everything_usable() -> None:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from aiockpt.runtime.bridge import start_daemon
 from tests.support.shortages import FaultUnavailableError
 
 _FAKETIME = "faketime/libfaketimeMT.so.1"
@@ -30,7 +29,12 @@ def busy_interpreter(threads: int = 1, *, hold: float | None = None) -> Iterator
     interval, stop = sys.getswitchinterval(), threading.Event()
     if hold is not None:
         sys.setswitchinterval(hold)
-    spinning = [start_daemon("busy", _spin, stop) for _ in range(threads)]
+    spinning = [
+        threading.Thread(target=_spin, args=(stop,), daemon=True)
+        for _ in range(threads)
+    ]
+    for thread in spinning:
+        thread.start()
     try:
         yield
     finally:

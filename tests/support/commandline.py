@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import pytest
 
 from aiockpt.testing import Fault
-from aiockpt.testing.faults import Pipe
 
 T = TypeVar("T")
 
@@ -187,7 +186,7 @@ class OnlyTheEnd(Fault):
     def __init__(self, begins: int) -> None:
         self.begins = begins
 
-    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+    async def forward(self, pipe: Any, data: bytes, at: int) -> None:
         found = re.search(rb"Content-Range: bytes (\d+)-", data)
         if found is not None and int(found[1]) < self.begins:
             await pipe.stall()
@@ -216,3 +215,23 @@ def beside(made: AbstractAsyncContextManager[T]) -> Iterator[T]:
     finally:
         end()
         thread.join()
+
+
+_DYING = """
+import os, runpy, signal, sys
+sync, left = os.fsync, int(sys.argv.pop(1))
+def fsync(fd):
+    global left
+    left -= 1
+    os.kill(os.getpid(), 0 if left else signal.SIGKILL)
+    sync(fd)
+os.fsync = fsync
+runpy.run_module("aiockpt", run_name="__main__")
+"""
+
+
+def killed_at_fsync(number: int, *arguments: object) -> None:
+    """Run a command, which is killed when it syncs for the ``number``-th time."""
+    command = [sys.executable, "-c", _DYING, str(number), *map(str, arguments)]
+    done = subprocess.run(command, env=ENVIRONMENT, check=False, timeout=PATIENCE)
+    assert done.returncode == -signal.SIGKILL

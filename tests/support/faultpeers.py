@@ -27,7 +27,6 @@ from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.swarm.endpoint import SwarmEndpoint
 from aiockpt.testing import Fault, FaultProxy
-from aiockpt.testing.faults import Pipe
 from tests.support import rangepeer, servers
 from tests.support.shortages import exhausted_fds
 
@@ -110,7 +109,7 @@ class Hold(Fault):
         self.reached, self.go_on = asyncio.Event(), asyncio.Event()
         self._count = count
 
-    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+    async def forward(self, pipe: Any, data: bytes, at: int) -> None:
         """Send what comes before, then wait."""
         before = max(self._count - at, 0)
         await pipe.send(data[:before])
@@ -126,7 +125,7 @@ class Line(Fault):
     def __init__(self, rate: float) -> None:
         self._rate, self._free = rate, 0.0
 
-    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+    async def forward(self, pipe: Any, data: bytes, at: int) -> None:
         """Wait for one's turn."""
         now = time.monotonic()
         self._free = max(self._free, now) + len(data) / self._rate

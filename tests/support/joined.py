@@ -2,19 +2,10 @@
 
 The ranks do not exist: this process is each of them in turn. So all senders and all
 receivers live on one loop.
-
-``python joined.py KIND MIB`` forks senders, which are processes of their own. Each
-publishes its part of `numbers`, cut as `KINDS` says, prints its rank, its process id
-and its metadata, and serves until it is killed.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -25,9 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import aiockpt
 from aiockpt.testing import FaultProxy
-from tests.support.faultpeers import said
 from tests.support.mesh_ranks import as_rank, distributed
-from tests.support.ranks import kill_all, process
 from tests.support.transports import MIB, Transport, port_of, proxied, transport
 
 __all__ = [
@@ -39,7 +28,6 @@ __all__ = [
     "grid",
     "joined",
     "numbers",
-    "processes",
     "proxies",
     "publish",
     "received",
@@ -145,38 +133,3 @@ async def received(metadata: str | Sequence[str], **options: Any) -> Any:
         return await receiver.recv_checkpoint(
             metadata=metadata, **{"step": STEP, **options}
         )
-
-
-@asynccontextmanager
-async def processes(kind: str, mib: float) -> AsyncIterator[list[tuple[int, str]]]:
-    """Give four senders in processes of their own: their ids, and their metadata."""
-    options = {"start_new_session": True}
-    async with process(__file__, kind, str(mib), **options) as leader:
-        try:
-            found = [json.loads(await said(leader)) for _ in range(4)]
-            yield [(pid, metadata) for _, pid, metadata in sorted(found)]
-        finally:
-            kill_all(leader.pid)
-
-
-async def serve(rank: int, kind: str, mib: float) -> None:
-    """Be one of the senders, until this process is killed."""
-    with as_rank(rank, 4):
-        state = {"w": KINDS[kind](numbers(mib)), "n": 1}
-    async with transport() as sender:
-        await sender.send_checkpoint([], STEP, state)
-        line = json.dumps([rank, os.getpid(), sender.metadata()])
-        os.write(1, f"{line}\n".encode())  # at once: the others write there, too
-        await asyncio.Event().wait()
-
-
-def main(kind: str, mib: float) -> None:
-    """Fork the senders, and wait to be killed with them."""
-    for rank in range(4):
-        if not os.fork():
-            asyncio.run(serve(rank, kind, mib))
-    signal.pause()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))

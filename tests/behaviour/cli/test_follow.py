@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from aiockpt import Auth, HTTPTransport, Server
-from aiockpt.cli import main
-from tests.support.commandline import ENVIRONMENT, PATIENCE, aiockpt_command
+from tests.support.commandline import ENVIRONMENT, PATIENCE, Commands, aiockpt_command
 from tests.support.ports import free_port
 from tests.support.saving import names
 
@@ -67,7 +66,9 @@ async def told(process: Process) -> Path:
     return Path(line.decode().rstrip("\n"))
 
 
-async def test_each_step_is_a_file_until_it_is_interrupted(tmp_path: Path) -> None:
+async def test_each_step_is_a_file_until_it_is_interrupted(
+    cli: Commands, tmp_path: Path
+) -> None:
     """The one that is served, and the newer ones; nothing else is left behind."""
     place = tmp_path / "steps"
     async with trainer() as sender:
@@ -79,7 +80,7 @@ async def test_each_step_is_a_file_until_it_is_interrupted(tmp_path: Path) -> No
                 file = await told(process)
                 assert file == place / f"step-{step}.safetensors"
                 assert load_file(file)["w"].unique().tolist() == [10 * step]
-                assert main(["verify", str(file)]) == 0
+                await asyncio.to_thread(cli, "verify", file)
         assert process.returncode == 130
     assert names(place) == ["step-3.safetensors", "step-5.safetensors"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -23,9 +24,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import aiockpt
-from aiockpt.storage.lock import SaveLock
 from aiockpt.testing import assert_same
-from tests.support.commandline import ENVIRONMENT, Commands, aiockpt_command
+from tests.support.commandline import (
+    ENVIRONMENT,
+    Commands,
+    aiockpt_command,
+    killed_at_fsync,
+)
 from tests.support.mesh_ranks import assembled, distributed
 from tests.support.saving import flip, names, save
 from tests.support.shortages import SystemCallFault, small_disk
@@ -112,8 +117,9 @@ def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 class TestSources:
     """Several kinds of sources make such a directory."""
 
-    @pytest.mark.parametrize("size", ["5GB", "200"])
-    @pytest.mark.parametrize("kind", LAYOUTS)
+    @pytest.mark.parametrize(
+        ("kind", "size"), [("fsdp", "5GB"), *((kind, "200") for kind in LAYOUTS)]
+    )
     def test_four_ranks(
         self, cli: Commands, tmp_path: Path, kind: str, size: str
     ) -> None:
@@ -211,6 +217,15 @@ class TestSources:
                 dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
                 bits = dense.view(torch.uint8)
                 assert torch.equal(found[name].view(torch.uint8), bits), name
+
+
+def tensors(value: Any) -> Any:
+    """Make tensors of the floats of a state."""
+    if isinstance(value, dict):
+        return {key: tensors(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return (*map(tensors, value),)
+    return torch.tensor(value) if isinstance(value, float) else value
 
 
 class TestTransformers:
@@ -333,6 +348,7 @@ class TestContents:
             ({}, "", "there are no tensors"),
             ({"a": {"x": None}}, "--select a", "a.x: no tensor"),
             ({"a": complex(1)}, "", "a: no tensor"),
+            ({"a": torch.ones(2).to(torch.complex128)}, "", "the dtype complex128"),
         ],
         ids=str,
     )
@@ -340,14 +356,6 @@ class TestContents:
         self, cli: Commands, tmp_path: Path, state: Any, options: str, reason: str
     ) -> None:
         """It is refused, and nothing is written."""
-
-        def tensors(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: tensors(each) for key, each in value.items()}
-            if isinstance(value, tuple):
-                return (*map(tensors, value),)
-            return torch.tensor(value) if isinstance(value, float) else value
-
         source = save(tmp_path / "s-1", tensors(state))
         error = cli.error("convert", source, tmp_path / "out", "--hf", *options.split())
         assert reason in error
@@ -365,24 +373,12 @@ class TestContents:
         self, cli: Commands, tmp_path: Path, state: Any, advice: str
     ) -> None:
         """Each is named, and the advice works."""
-
-        def tensors(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: tensors(each) for key, each in value.items()}
-            return torch.tensor(value) if isinstance(value, float) else value
-
         source, target = save(tmp_path / "s-1", tensors(state)), tmp_path / "out"
         error = cli.error("convert", source, target, "--hf")
         assert re.search(r"(step|lr|b\[0\]).*: no tensor", error)
         assert error.endswith(advice)
         cli("convert", source, target, "--hf", *shlex.split(advice))
         assert len(written(target)) == 1
-
-    def test_dtypes_that_safetensors_lacks(self, cli: Commands, tmp_path: Path) -> None:
-        """The name of the tensor is in the error."""
-        source = save(tmp_path / "s-1", {"a": torch.ones(2).to(torch.complex128)})
-        error = cli.error("convert", source, tmp_path / "out", "--hf")
-        assert "a has the dtype complex128" in error
 
     @pytest.mark.parametrize("kind", ["checkpoint", "torch"])
     def test_ties(self, cli: Commands, tmp_path: Path, kind: str) -> None:
@@ -486,10 +482,11 @@ class TestFiles:
     def test_another_process(self, cli: Commands, tmp_path: Path) -> None:
         """It is writing there, so this one is told."""
         source = save(tmp_path / "s-1", {"a": torch.ones(3)})
-        with SaveLock(tmp_path / "out", wait=0):
+        with (tmp_path / ".out.lock").open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
             error = cli.error("convert", source, tmp_path / "out", "--hf")
         assert "another process is writing it" in error
-        assert names(tmp_path) == ["s-1"]
+        assert names(tmp_path) == [".out.lock", "s-1"]
 
     def test_options_that_need_each_other(self, cli: Commands, tmp_path: Path) -> None:
         """The message says which option needs which."""
@@ -505,26 +502,17 @@ class TestFiles:
         error = cli.error("convert", source, tmp_path / "o", "--hf", "--step=1", code=2)
         assert "--step is for checkpoint directories" in error
 
-    @pytest.mark.parametrize(
-        ("call", "number"),
-        [("fsync", 2), pytest.param("renameat2", 1, marks=pytest.mark.nightly)],
-    )
-    def test_its_own_death(
-        self, cli: Commands, tmp_path: Path, call: str, number: int
-    ) -> None:
+    def test_its_own_death(self, cli: Commands, tmp_path: Path) -> None:
         """A killed command leaves the name free, and the next one cleans up."""
         source, target = sharded(tmp_path / "s-1"), tmp_path / "out"
         options = ["--hf", "--max-shard-size", "200"]
-        fault = SystemCallFault(call, "KILL", number)
-        command = aiockpt_command("convert", source, target, *options)
-        fault.run(command, env=ENVIRONMENT)
-        assert fault.struck
+        killed_at_fsync(2, "convert", source, target, *options)
         temporary, lock, _ = names(tmp_path)
         assert re.fullmatch(r"\.out\.[0-9a-f]{8}\.tmp", temporary)
         assert lock == ".out.lock"
         made = names(tmp_path / temporary)
         assert "model-00001-of-00004.safetensors" in made
-        assert ("model-00004-of-00004.safetensors" in made) is (call != "fsync")
+        assert "model-00004-of-00004.safetensors" not in made
         cli("convert", source, target, *options)
         assert names(tmp_path) == ["out", "s-1"]
         equal(written(target), {f"model.{name}": each for name, each in MODEL.items()})
@@ -570,7 +558,10 @@ class TestFiles:
         assert names(tmp_path) == ["one.safetensors", "s-1"]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("fsdp", ""), ("tp", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [pytest.param("fsdp", "", marks=pytest.mark.nightly), ("tp", "bfloat16")],
+)
 def test_memory(tmp_path: Path, kind: str, dtype: str) -> None:
     """One output file, and little more, also where every element is copied and cast."""
     mib, count = 1 << 20, 6

@@ -165,11 +165,11 @@ def test_a_fetched_file_is_served_again_as_it_was(cli: Commands, file: Path) -> 
     assert "from this host only" in again.announcement
 
 
-@pytest.mark.parametrize("algorithm", ["sha256", "blake3"])
 def test_the_digests_are_those_that_were_chosen(
-    cli: Commands, small: Path, tmp_path: Path, algorithm: str
+    cli: Commands, small: Path, tmp_path: Path
 ) -> None:
     """The file that was fetched keeps them, and can be verified."""
+    algorithm = "blake3"
     with serving(small, "--digest", algorithm) as running:
         shown = cli("inspect", running.metadata)[0]
         cli("fetch", running.metadata, "-o", tmp_path / "f")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -139,3 +140,13 @@ def test_a_file_without_digests_is_a_failure_and_no_wrong_usage(
     """Exit code 2 means wrong usage, and nothing else."""
     save_file({"a": torch.ones(2)}, tmp_path / "f")
     assert "no digests to verify" in cli.error("verify", tmp_path / "f")
+
+
+def test_the_doctor_of_this_machine(cli: Commands) -> None:
+    """Every finding is there, for programs and for people."""
+    facts = json.loads(cli("doctor", "--json")[0])
+    assert {"cores", "kernel", "Python"} <= facts["machine"].keys()
+    found = {each["name"] for each in facts["findings"]}
+    assert {"cores", "memory", "open files"} <= found
+    assert all(each["limits"] == bool(each["remedy"]) for each in facts["findings"])
+    assert cli("doctor")[0].startswith(("! cores ", "  cores "))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import subprocess
 
 import pytest
 
@@ -11,6 +13,8 @@ from aiockpt import Progress
 from aiockpt.cli.arguments import address, size
 from aiockpt.cli.inspect import outline
 from aiockpt.cli.text import (
+    MAX_CELL,
+    MAX_ROWS,
     ProgressBar,
     format_bytes,
     format_seconds,
@@ -18,7 +22,8 @@ from aiockpt.cli.text import (
     render,
 )
 from aiockpt.format.paths import Node
-from aiockpt.runtime.words import printable
+from aiockpt.runtime.words import clipped, command_line, printable
+from tests.support.proofs import proves
 
 pytestmark = pytest.mark.torch_free
 
@@ -87,20 +92,6 @@ def test_columns_of_a_table_are_aligned() -> None:
     assert lines == ["name      size", "a           10", "long one     9"]
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("größe 大", "größe 大"),
-        ("a\x1b[2J\n", "a\\x1b[2J\\n"),
-        ("\u202egnp.exe", "\\u202egnp.exe"),
-        ("\udcff", "\\udcff"),
-    ],
-)
-def test_names_cannot_control_the_terminal(text: str, shown: str) -> None:
-    """Letters of any script are shown; escapes, and what reverses text, are not."""
-    assert printable(text) == shown
-
-
 class TestProgress:
     """A bar on a terminal, lines elsewhere."""
 
@@ -117,10 +108,6 @@ class TestProgress:
     def test_a_line_fits(self, width: int) -> None:
         """The line fits into a window of any width."""
         assert len(render(self.half, width)) <= width
-
-    def test_a_stop_before_the_size_is_known_has_a_name(self) -> None:
-        """The line shows the name of the phase, and nothing else."""
-        assert render(Progress(stop="fetch_manifest"), 80) == "waiting"
 
     def test_the_bar_stays_on_its_line_and_ends_it(self) -> None:
         """Notes go above; what comes afterwards starts a new line."""
@@ -143,24 +130,6 @@ class TestProgress:
         for _ in range(1000):
             bar(self.half)
         assert stream.getvalue().count("\r") <= 2
-
-    def test_elsewhere_a_short_transfer_is_silent(self) -> None:
-        """Without a terminal, a short transfer writes only notes, as plain lines."""
-        stream = io.StringIO()
-        bar = ProgressBar(stream)
-        bar(self.half)
-        bar.note("done")
-        bar.close()
-        assert stream.getvalue() == "done\n"
-
-    def test_quiet_means_silent(self) -> None:
-        """The bar writes nothing with ``quiet``, on a terminal too."""
-        stream = Terminal()
-        bar = ProgressBar(stream, quiet=True)
-        bar(self.half)
-        bar.note("done")
-        bar.close()
-        assert stream.getvalue() == ""
 
 
 class TestOutline:
@@ -189,11 +158,6 @@ class TestOutline:
             "  none   None",
             "  empty  list of 0: empty",
         ]
-
-    def test_a_flat_dict_of_tensors_is_one_line(self) -> None:
-        """The tree shows one line, since the table of tensors lists the rest."""
-        tree: Node = ["tensors", ["a", "b"], [0, 1]]
-        assert outline(tree) == ["dict of 2: 2 tensors"]
 
     def test_a_long_list_is_cut(self) -> None:
         """A list of thousands of items is shortened."""
@@ -249,3 +213,45 @@ class TestAddress:
         with pytest.raises(argparse.ArgumentTypeError, match="http://host:port") as why:
             address(text)
         assert "secret" not in str(why.value)
+
+
+ODD = [
+    "two  blanks",
+    "$(touch PWNED) `x` \"'\\",
+    "-1",
+    "~user",
+    "a\nb\tc",
+    "\x1b]0;EVIL\x07",
+    "\u202egnp",
+    os.fsdecode(b"\xff\xfe1"),
+    "1\x0123",  # an octal number ends after three digits
+]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_shell_gets_each_word_as_it_is(name: str) -> None:
+    """A quoted word survives the shell, and has no control character for a terminal."""
+    line = command_line("printf", "%s", name)
+    assert line.isprintable()
+    done = subprocess.run(["bash", "-c", line], capture_output=True, check=True)
+    assert done.stdout == os.fsencode(name)
+
+
+@proves("threat D21")
+def test_a_table_is_bounded() -> None:
+    """A peer cannot make it wider or longer; the last row counts all."""
+    rows = ((f"{index or 'n' * 10_000_000}\x1b", "1") for index in range(MAX_ROWS + 5))
+    lines = [
+        *format_table(("a", "b"), rows, last=lambda count: (f"{count} in all", ""))
+    ]
+    assert len(lines) == 1 + MAX_ROWS + 2
+    assert max(map(len, lines)) <= MAX_CELL + 3
+    assert all(line.isprintable() for line in lines)
+    assert lines[-2:] == ["... and 5 more", f"{MAX_ROWS + 5} in all"]
+
+
+def test_a_long_name_shows_both_ends() -> None:
+    """Escapes count, too."""
+    assert clipped("a" * 50 + "b" * 50, 21) == "a" * 9 + "..." + "b" * 9
+    assert len(clipped("\x1b" * 50, 21)) <= 21
+    assert printable("\x1b") == "\\x1b"

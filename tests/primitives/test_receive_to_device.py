@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 from collections.abc import Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,7 +19,11 @@ from aiockpt.testing import FaultProxy, FlipBit, assert_same
 from tests.support.accelerators import FakeAccelerator
 from tests.support.servers import settle
 from tests.support.transports import (
+    CHUNK,
+    WIDE,
     HoldBack,
+    chunked,
+    counted,
     pair,
     proxied,
     receive,
@@ -31,12 +34,7 @@ from tests.support.transports import (
 pytestmark = pytest.mark.asyncio
 
 
-CHUNK = 64 << 10
-
-
 COUNT = 8
-
-
 SEGMENT = COUNT * CHUNK
 
 
@@ -128,9 +126,10 @@ def nbytes(state) -> int:
     return sum(each.nbytes for each in state.values())
 
 
-@pytest.mark.parametrize("make", [one, many])
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "portable"])
-@pytest.mark.parametrize("select", [None, [""]], ids=["all", "selected"])
+@pytest.mark.parametrize(
+    ("make", "fast", "select"),
+    [(one, True, None), (many, False, None), (many, True, [""])],
+)
 async def test_the_first_chunk_is_copied_before_the_last_one_comes(
     device, make, fast: bool, select, monkeypatch
 ) -> None:
@@ -263,17 +262,6 @@ async def test_a_busy_device_holds_up_no_other_receive(device, monkeypatch) -> N
             device.run()
 
 
-async def test_who_has_copied_nothing_waits_for_no_device(device) -> None:
-    """A receive without device copies frees its memory at once."""
-    async with held(direct=True) as receiving:
-        await settle(lambda: asked_for(device))
-        receiving.task.cancel()
-        assert await receiving.end() is None
-        names = [thread.name for thread in threading.enumerate()]
-        assert not any("drain" in name for name in names)
-        assert device.idle
-
-
 @pytest.mark.parametrize("direct", [True, False])
 async def test_a_cancel_ends_what_waits_for_who_still_uses_the_template(
     device, direct: bool, monkeypatch
@@ -348,8 +336,8 @@ async def test_memory_that_is_kept_is_page_locked(device) -> None:
     async with transport() as sender:
         await sender.send_checkpoint([], 1, one(1.0))
         async with transport(keep_arena=True) as receiver:
-            for _ in range(3):
-                await receive(sender, receiver, into=one(0.0), direct=True)
+            for direct in (True, True, False):
+                await receive(sender, receiver, into=one(0.0), direct=direct)
                 gc.collect()
                 assert len(device.pinned) == 1
         assert not device.pinned
@@ -417,17 +405,6 @@ async def test_memory_of_the_sender_is_not_page_locked(device, monkeypatch) -> N
         assert_same(template, one(1.0))
 
 
-async def test_kept_memory_is_page_locked_for_a_plain_receive(device) -> None:
-    """Its bytes go to the device as fast as those of a direct one."""
-    device.held = False
-    async with transport() as sender, transport(keep_arena=True) as receiver:
-        await sender.send_checkpoint([], 1, one(1.0))
-        template = one(0.0)
-        await receive(sender, receiver, into=template)
-        assert len(device.pinned) == 1
-        assert_same(template, one(1.0))
-
-
 @pytest.mark.parametrize("how", ["before", "after", "same host", "two sources"])
 async def test_wherever_it_comes_from(device, how: str) -> None:
     """A sender that still stages, the sender's memory, or several sources."""
@@ -452,3 +429,16 @@ async def test_wherever_it_comes_from(device, how: str) -> None:
             await receiver.recv_checkpoint(0, where, 1, into=template, direct=True)
     assert_same(template, many(1.0))
     assert device.copied == nbytes(template)
+
+
+@pytest.mark.parametrize("into", [False, True])
+async def test_what_a_device_has_is_compared_too(device, into: bool) -> None:
+    """Its bytes are staged to be, and what matches is not loaded again."""
+    device.held = False
+    have = chunked() | {"w3": torch.zeros(WIDE)}
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, chunked())
+        options = {"into": have, "have": True} if into else {"have": have}
+        got, sent = await counted(sender, receiver, **options)
+    assert sent == CHUNK
+    assert_same(got, chunked())
