@@ -28,7 +28,7 @@ input()
 def test_what_can_break_by_a_package() -> None:
     """Whoever imports it is found: directly, by a helper, a lazy name or a program."""
     http = affected("http")
-    assert "tests/behaviour/test_receive.py" in http  # a public name that loads it
+    assert "tests/behaviour/test_deltas.py" in http  # a public name that loads it
     assert "tests/behaviour/cli/test_fetch.py" in http  # a command that loads it
     assert "tests/faults/test_clocks.py" in http  # it runs senders.py
     assert "tests/wire/test_ranges.py" in http
