@@ -30,7 +30,9 @@ async def test_a_chunk_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         for step in (0, 1):
             await sender.send_checkpoint(step=step, state_dict=weights_of(step))
-        options = [{"into": weights_of(0), "have": True} for _ in range(3)]
+        options: list[dict[str, Any]] = [
+            {"into": weights_of(0), "have": True} for _ in range(3)
+        ]
         calling = [receive(sender, receiver, **each) for each in options]
         for got in [*await asyncio.gather(*calling[:2]), await calling[2]]:
             assert_same(got, weights_of(1))
