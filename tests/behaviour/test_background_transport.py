@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -201,6 +202,12 @@ def others_than_pools() -> set[threading.Thread]:
     return {each for each in found if not each.name.startswith("aiockpt_")}
 
 
+def is_gone(held: weakref.ref[Any]) -> bool:
+    """Return whether nothing refers to an object any more."""
+    gc.collect()
+    return held() is None
+
+
 def fail_in(steps: Iterator[object]) -> None:
     """Leave a loop by an exception."""
     for _ in steps:
@@ -262,9 +269,13 @@ class TestIterators:
         sender.send_checkpoint(step=1, state_dict=state(1))
         threads = others_than_pools()
         for _ in range(3):
-            steps = receiver.follow(sender.metadata(), into=state(0), prepare=True)
+            template = state(0)
+            held = weakref.ref(template["a"])
+            steps = receiver.follow(sender.metadata(), into=template, prepare=True)
+            del template
             if how == "break":
-                for _ in steps:
+                for prepared in steps:
+                    del prepared
                     break
             elif how == "exception":
                 with pytest.raises(ZeroDivisionError):
@@ -276,10 +287,9 @@ class TestIterators:
                 steps.close()
                 assert list(steps) == []
             del steps
-        assert waits(sender, 0)()
+            wait_until(lambda: is_gone(held), "the end of the template")  # noqa: B023
+        wait_until(waits(sender, 0), "the end of the requests")
         assert others_than_pools() == threads
-        loop = receiver._facade._loop
-        wait_until(lambda: not [*loop._asyncgens], "their end")  # type: ignore[attr-defined]
 
     def test_another_thread_may_close_it(
         self, sender: Transport, receiver: Transport

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import AiockptError, HTTPTransport, TransportError
-from aiockpt.memory.arena import ArenaPool
-from aiockpt.testing import StallAfter, assert_same
-from tests.support.transports import pair, proxied, receive, through, transport
+from aiockpt import AiockptError, HTTPTransport
+from aiockpt.testing import assert_same
+from tests.support.transports import pair, receive, transport
 
 pytestmark = pytest.mark.asyncio
 
@@ -70,41 +69,6 @@ async def test_memory_in_use_is_left_alone(kept: str) -> None:
         assert set(torch.as_tensor(held).tolist()) == {1.0}
 
 
-@pytest.mark.parametrize("have", [None, True])
-async def test_a_template_is_filled_by_way_of_it(have: bool | None) -> None:
-    """Without `direct`, the bytes pass through memory that is kept, too."""
-    async with pair(keep_arena=True) as (sender, receiver):
-        template = state(0)
-        warm: ArenaPool = receiver._defaults.warm  # type: ignore[assignment]
-        used = set()
-        gc.collect()
-        gc.disable()
-        try:
-            for step in range(1, 4):
-                await sender.send_checkpoint([1], step, state(step))
-                await receive(sender, receiver, step, into=template, have=have)
-                assert_same(template, state(step))
-                [arena] = warm.free
-                used.add(arena)
-        finally:
-            gc.enable()
-        assert len(used) == 1
-        assert arena.nbytes >= 600_000
-
-
-async def test_what_a_failed_receive_had_is_not_used_again() -> None:
-    """The memory of a failed receive is dropped, since a thread may still write."""
-    async with pair(keep_arena=True, reconnect_timeout=0) as (sender, receiver):
-        await sender.send_checkpoint([1], 1, state(1))
-        async with proxied(sender, otherwise=StallAfter(200_000)) as proxy:
-            with pytest.raises(TransportError):
-                await receiver.recv_checkpoint(0, through(proxy, sender), 1, timeout=2)
-        gc.collect()
-        warm: ArenaPool = receiver._defaults.warm  # type: ignore[assignment]
-        assert not warm.free
-        assert_same(await receive(sender, receiver), state(1))
-
-
 async def test_what_could_not_be_put_together_leaves_sound_memory() -> None:
     """All bytes had come: it is used again, or freed, and not both."""
     async with (
@@ -120,24 +84,10 @@ async def test_what_could_not_be_put_together_leaves_sound_memory() -> None:
 
 
 async def test_the_end_keeps_nothing_but_what_is_used() -> None:
-    """What was received stays; its memory goes with it."""
+    """What was received stays."""
     async with transport() as sender:
         await sender.send_checkpoint([1], 1, state(1))
         receiver: HTTPTransport[Any] = transport(keep_arena=True)
         received = await receive(sender, receiver)
         await receiver.shutdown()
         assert_same(received, state(1))
-        warm: ArenaPool = receiver._defaults.warm  # type: ignore[assignment]
-        del received
-        assert not warm.free
-
-
-async def test_another_size_takes_other_memory() -> None:
-    """More than twice as large is a waste, and smaller does not fit."""
-    warm = ArenaPool(keep=1, staging=False)
-    for nbytes, reused in [(1 << 20, False), (1 << 19, True), (1 << 18, False)]:
-        lease = warm.lease(nbytes)
-        assert (lease.arena.nbytes != nbytes) == reused
-        lease.finish()
-        del lease
-    warm.close()

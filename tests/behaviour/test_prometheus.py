@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import aiohttp
@@ -15,15 +17,11 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from aiockpt import TransferEvent
 from aiockpt.checkpointers import CheckpointerStatistics, LoadStatistics
 from aiockpt.errors import MissingExtraError
-from aiockpt.events import emit
-from aiockpt.http_transport import TransportStatistics
-from aiockpt.prometheus import _CHECKPOINTER, _TRANSPORT, Exporter, setup
-from aiockpt.runtime.bridge import BridgeStatistics
-from tests.support.servers import running
-from tests.support.transports import pair, receive, weights
+from aiockpt.prometheus import Exporter, setup
+from tests.support.servers import running, settle
+from tests.support.transports import pair, receive, told, transport, weights
 
 
 class Fixed:
@@ -36,9 +34,13 @@ class Fixed:
         return self.record
 
 
-TRANSPORT = TransportStatistics(
-    7, 2, 1.5, 3, 4, 50, 6, 7000, 8, 9, 10, 15, BridgeStatistics(11, 12, 13, 14)
-)
+def figures(step: int | None = 7) -> Any:
+    """Return statistics of a transport."""
+    now = transport().statistics()
+    threads = type(now.threads)(11, 12, 13, 14)
+    return type(now)(step, 2, 1.5, 3, 4, 50, 6, 7000, 8, 9, 10, 15, threads)
+
+
 TRANSPORT_METRICS = [
     "step", "readers", "oldest_reader_seconds", "superseded_checkpoints",
     "waiting_requests", "requests_total", "refused_requests_total", "sent_bytes_total",
@@ -81,33 +83,28 @@ def exporter():
 
 def test_every_figure_is_a_metric(exporter) -> None:
     """Each figure has a name in base units; two objects may share a label."""
-    exporter.add("model", Fixed(TRANSPORT))
+    transports = figures()
+    exporter.add("model", Fixed(transports))
     exporter.add("model", Fixed(CHECKPOINTER))
     found = samples(read(exporter))
-    for kind, names, figures in (
-        ("transport", TRANSPORT_METRICS, [*TRANSPORT[:-1], *TRANSPORT.threads]),
+    for kind, names, expected in (
+        ("transport", TRANSPORT_METRICS, [*transports[:-1], *transports.threads]),
         (
             "checkpointer",
             CHECKPOINTER_METRICS,
             [*CHECKPOINTER[:-1], *CHECKPOINTER.loads],
         ),
     ):
+        # A figure that is added to a record is missed here.
         metrics = [found[f"aiockpt_{kind}_{name}", "model"] for name in names]
-        assert metrics == figures
-    # A figure that is added to a record is missed here.
-    transports = {figure.field for figure in _TRANSPORT}
-    threads = {f"threads.{field}" for field in BridgeStatistics._fields}
-    assert transports == {*TransportStatistics._fields} - {"threads"} | threads
-    checkpointers = {figure.field for figure in _CHECKPOINTER}
-    loads = {f"loads.{field}" for field in LoadStatistics._fields}
-    assert checkpointers == {*CheckpointerStatistics._fields} - {"loads"} | loads
+        assert metrics == expected
 
 
 def test_sources_come_go_and_replace_each_other(exporter) -> None:
     """A name stands for one of each kind; what has no known figures is refused."""
-    exporter.add("a", Fixed(TRANSPORT))
-    exporter.add("b", Fixed(TRANSPORT._replace(step=None)))
-    exporter.add("a", Fixed(TRANSPORT._replace(step=8)))
+    exporter.add("a", Fixed(figures()))
+    exporter.add("b", Fixed(figures(None)))
+    exporter.add("a", Fixed(figures(8)))
     found = samples(read(exporter))
     assert found["aiockpt_transport_step", "a"] == 8
     assert ("aiockpt_transport_step", "b") not in found
@@ -116,7 +113,7 @@ def test_sources_come_go_and_replace_each_other(exporter) -> None:
     exporter.discard("a")
     exporter.discard("nobody")
     assert {name for _, name in samples(read(exporter)) if name} == {"b"}
-    unknown: list[Any] = [object(), Fixed(BridgeStatistics(1, 2, 3, 4))]
+    unknown: list[Any] = [object(), Fixed(figures().threads)]
     for source in unknown:
         with pytest.raises(TypeError, match=r"^model: .* has no known statistics"):
             exporter.add("model", source)
@@ -124,26 +121,40 @@ def test_sources_come_go_and_replace_each_other(exporter) -> None:
             Exporter({"model": source})
 
 
-def test_events_are_counted_until_it_is_closed(exporter) -> None:
+@pytest.mark.asyncio
+async def test_events_are_counted_until_it_is_closed(exporter) -> None:
     """The exporter counts events, bytes and seconds for each phase and level."""
-    emit(TransferEvent(stop="serve", nbytes=100, seconds=0.02))
-    emit(TransferEvent(stop="serve", nbytes=50, reused=7, seconds=5.0, level=30))
-    emit(TransferEvent(stop="retract"))
-    text = read(exporter)
-    for line in (
-        'events_total{level="debug",stop="serve"} 1.0',
-        'events_total{level="warning",stop="serve"} 1.0',
-        'events_total{level="debug",stop="retract"} 1.0',
-        'event_bytes_total{stop="serve"} 150.0',
-        'event_reused_bytes_total{stop="serve"} 7.0',
-        'event_seconds_count{stop="serve"} 2.0',
-        'event_seconds_bucket{le="0.03",stop="serve"} 1.0',
-    ):
-        assert f"aiockpt_{line}" in text
-    assert 'stop="retract"' not in text.partition("aiockpt_event_bytes")[2]
+    template = weights(0.0)
+    async with told() as events, pair() as (sender, receiver):
+        for step in (1, 2):  # the second one is told by a warning: nothing has changed
+            await sender.send_checkpoint([], step, weights())
+            await receive(sender, receiver, step, into=template, have=step == 2)
+        await settle(lambda: sender.statistics().readers == 0)
+        await sender.disallow_checkpoint()
+    value = exporter.registry.get_sample_value
+    assert {each.level for each in events} >= {10, 30}
+    levels = Counter((each.stop, each.level) for each in events)
+    for (stop, level), number in levels.items():
+        labels = {"stop": stop, "level": logging.getLevelName(level).lower()}
+        assert value("aiockpt_events_total", labels) == number
+    for stop in {each.stop for each in events}:
+        these, labels = [each for each in events if each.stop == stop], {"stop": stop}
+        seconds = [each.seconds for each in these if each.seconds]
+        found = [
+            value(f"aiockpt_event_{name}", labels)
+            for name in ("bytes_total", "reused_bytes_total", "seconds_count")
+        ]
+        nbytes = [sum(each.nbytes for each in these), sum(e.reused for e in these)]
+        assert found == [figure or None for figure in (*nbytes, len(seconds))]
+        if seconds:
+            quick = value("aiockpt_event_seconds_bucket", {**labels, "le": "0.03"})
+            assert quick == sum(each <= 0.03 for each in seconds)
+    assert any(each.reused for each in events)
     exporter.close()
     exporter.close()
-    emit(TransferEvent(stop="serve"))
+    async with told() as more, pair() as (sender, _):
+        await sender.send_checkpoint([], 1, weights())
+    assert more
     Exporter(registry=exporter.registry).close()
     assert not samples(read(exporter))
 
@@ -175,7 +186,7 @@ async def test_an_endpoint_shows_what_a_transport_does() -> None:
             await sender.shutdown()
             async with client.get(path) as answer:
                 ended = samples(await answer.text())
-        assert exporter._remove is None
+        assert not samples(read(exporter))  # it has ended with the application
     assert found == {key: modern[key] for key in found if key in modern}
     assert found["aiockpt_transport_step", "sender"] == 7
     sent = "aiockpt_transport_sent_bytes_total", "sender"

@@ -124,13 +124,13 @@ class TestShare:
             audit.addHandler(full)
             audit.setLevel(logging.INFO)
             try:
-                metadata = sender.metadata()
-                held = await receiver.recv_checkpoint(0, metadata, 1, 2.0, share=True)
+                lease = 4.0 if log == "fails" else 20.0
+                held = await receive(sender, receiver, timeout=lease, share=True)
             finally:
                 audit.removeHandler(full)
                 audit.setLevel(before)
             if log == "fails":
-                await asyncio.sleep(2.0)  # its lease has ended
+                await asyncio.sleep(4.0)  # its lease has ended
             for step in range(2, 6):
                 state["w0"].fill_(float(step))
                 await sender.send_checkpoint([1], step, state)

@@ -16,7 +16,7 @@ WANTED = [f"w{n}" for n in range(16, 48)]
 
 
 @pytest.mark.asyncio
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("how", ["fresh", "into", "direct", "select", "have"])
 async def test_a_straggler_is_overtaken(how: str) -> None:
     """Each byte is written by one connection, and what is not wanted by none."""
@@ -35,7 +35,7 @@ async def test_a_straggler_is_overtaken(how: str) -> None:
         await sender.send_checkpoint([], 1, chunked(64))
         async with proxied(sender, faults=faults) as proxy:
             url = through(proxy, sender)
-            got = await receiver.recv_checkpoint(0, url, 1, 50.0, **every[how])
+            got = await receiver.recv_checkpoint(0, url, 1, 170.0, **every[how])
             assert proxy.statistics().connections > 2
     expected = chunked(64)
     if how == "select":

@@ -21,7 +21,6 @@ from aiockpt.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from aiockpt.http.protocol import parse_busy
 from aiockpt.testing import StallAfter, assert_same
 from tests.support.groups import transports as group_transports
 from tests.support.proofs import proves
@@ -304,7 +303,7 @@ class TestBusyHost:
         ):
             await sender.send_checkpoint([1], 1, weights())
             with pytest.raises(TransferTimeoutError) as caught:
-                await receiver.recv_checkpoint(0, through(proxy, sender), 1, 0.5)
+                await receiver.recv_checkpoint(0, through(proxy, sender), 1, 2.0)
         notes = "".join(getattr(caught.value, "__notes__", ()))
         assert ("nice=0" in notes and "niceness 10" in notes) is named
 
@@ -318,10 +317,3 @@ class TestBusyHost:
         async with pair() as (sender, receiver):
             await sender.send_checkpoint([1], 1, weights())
             assert_same(await receive(sender, receiver), weights())
-
-    @pytest.mark.parametrize(
-        "value", ["", "nice=10", "nice=10; load=x; cores=2", "x" * 9]
-    )
-    async def test_other_values_say_nothing(self, value):
-        """A peer may send any value there, and the receiver ignores it."""
-        assert not parse_busy(value)

@@ -364,8 +364,10 @@ class TestPost:
         await running
         await bridge.aclose(timeout=LONG)
         assert done == [1]
-        bridge.post(done.append, 2)
-        await until(lambda: done == [1, 2])
+        threads: list[threading.Thread] = []
+        bridge.post(lambda: threads.append(threading.current_thread()))
+        await until(lambda: bool(threads))
+        assert threads != [threading.current_thread()]
 
     async def test_a_failure_of_posted_work_is_logged(self, bridge, allow_error_logs):
         """Nobody else would hear of it; the thread goes on."""

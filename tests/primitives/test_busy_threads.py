@@ -156,14 +156,15 @@ class TestShutdown:
     )
     async def test_a_cancelled_one_goes_on(self):
         """A cancelled shutdown leaves nothing half closed."""
-        sender = transport()
+        sender, go = transport(), threading.Event()
         await sender.send_checkpoint([], 1, weights())
-        sender._bridge.post(time.sleep, 0.05)
+        sender._bridge.post(go.wait, 30)
         first = asyncio.create_task(sender.shutdown())
         await asyncio.sleep(0.01)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
+        go.set()
         await sender.shutdown()
 
     @pytest.mark.parametrize("step", ["_describe", "_plan"])

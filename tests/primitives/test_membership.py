@@ -369,7 +369,7 @@ async def test_nobody_waits_until_a_silent_sender_knows_the_last_end(
         await member.said_goodbye()
         assert not lingering._host.members
         assert not await members_of(sender)
-        await all_of([brief], url, timeout=8, progress=fall_silent)
+        await all_of([brief], url, timeout=12, progress=fall_silent)
         assert len(brief._host.members) == 1  # it still tries
         mute.speaks.set()
 
@@ -397,7 +397,10 @@ async def test_members_give_what_was_reserved_for_a_source_that_has_gone(
         monkeypatch.setattr(Download, "__init__", reserve)
         sources = [url, empty.metadata()]
         task = asyncio.create_task(receiver.recv_checkpoint(0, sources, 1))
-        await settle(lambda: any(each.known.members for each in receiver._host.members))
+        await settle(
+            lambda: any(each.known.members for each in receiver._host.members),
+            patience=60,
+        )
         assert sent(*whole) == 0
         await sender.shutdown(wait=False)
         assert_same(await task, STATE)

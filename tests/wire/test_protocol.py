@@ -22,6 +22,7 @@ from aiockpt.http.protocol import (
     if_none_match,
     if_range,
     parse_after,
+    parse_busy,
     parse_digest,
     parse_etag,
     parse_metadata,
@@ -215,3 +216,9 @@ def test_any_condition_is_decided(header: str) -> None:
     assert if_match(header, ID) in (True, False)
     assert if_none_match(header, ID) in (True, False)
     assert if_range(header, ID) in (True, False)
+
+
+@pytest.mark.parametrize("value", ["", "nice=10", "nice=10; load=x; cores=2", "x" * 9])
+def test_other_values_of_a_busy_host_say_nothing(value: str) -> None:
+    """A peer may send any value there, and the receiver ignores it."""
+    assert not parse_busy(value)
