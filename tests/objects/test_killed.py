@@ -107,11 +107,10 @@ def test_a_saver_is_killed(
     """Nothing is torn, and the next sweep leaves no object and no upload."""
     saver = Saver(place, proxied, kind, tmp_path)
     saver.prepare("whole")
-    chosen = [*points(saver.run("whole"))]
+    every = chosen = [*points(saver.run("whole"))]
     assert outcome(place, "whole") == 2
     if not EXHAUSTIVE:
-        last = len(chosen) - 1
-        chosen = [chosen[at * last // (FEW - 1)] for at in range(FEW)]
+        chosen = [every[at * (len(every) - 1) // (FEW - 1)] for at in range(FEW)]
     seen = set()
     for number, point in enumerate(chosen):
         saver.prepare(f"at-{number}")
@@ -128,7 +127,8 @@ def test_a_saver_is_killed(
             assert value_of(aiockpt.load(place(f"at-{number}/step-1"))) == 1
     assert len(seen) == 2
     left = len(place.uploads())
-    print(f"{kind}: killed at {len(chosen)} points, {left} uploads are open")
+    of = f"{len(chosen)} of {len(every)} points"
+    print(f"{kind}: killed at {of}; {left} uploads are open")
 
     # The store tells the age of what was left in whole seconds.
     time.sleep(2.1)
