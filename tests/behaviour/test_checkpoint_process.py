@@ -390,15 +390,6 @@ class TestDeath:
         assert_same(loaded(tmp_path / "b"), state(2.0))
         assert not (tmp_path / "a").exists()
 
-    async def test_an_idle_one_is_replaced_before_it_is_needed(self, tmp_path) -> None:
-        """The next save finds a process that is ready."""
-        async with process() as made:
-            await made.ready()
-            os.kill(pid_of(made), signal.SIGKILL)
-            await eventually(lambda: made.restarts == 1, "the replacement")
-            await made.ready()
-            await made.write(state(), tmp_path / "a")
-
     async def test_pauses_grow_between_those_that_die(self, tmp_path, caplog) -> None:
         """A save meanwhile returns, and is written by the next one."""
         async with process() as made:
