@@ -451,22 +451,6 @@ class TestFailure:
 class TestEnd:
     """After the end, nothing is left and nothing is lost."""
 
-    @proves("cell AsyncCheckpointer.close, aclose: success")
-    async def test_leaving_the_block_writes_what_was_staged(
-        self, tmp_path, config
-    ) -> None:
-        """The block writes it also if an exception ends the block."""
-
-        async def broken() -> None:
-            async with make_async_checkpointer(config) as made:
-                await saves(made, tmp_path, 1, 2)
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            await broken()
-        for step in (1, 2):
-            assert_same(loaded(tmp_path / f"{step}"), state(step))
-
     @proves("cell AsyncCheckpointer.close, aclose: timeout")
     @pytest.mark.allow_error_logs
     async def test_a_writer_that_hangs_does_not_hold_the_end(

@@ -202,14 +202,6 @@ class TestWhole:
 class TestReplacing:
     """A name has the old checkpoint or the new one."""
 
-    def test_a_second_save_replaces_the_first(self, tmp_path) -> None:
-        """The second save replaces all files, and makes the directories above."""
-        path = save(tmp_path / "above" / "it" / "last", {"a": 1}, fsync=True)
-        save(path, {"a": 2})
-        assert load(path) == {"a": 2}
-        assert names(path) == [FILE, MARKER]
-        assert names(path.parent) == ["last"]
-
     def test_what_others_put_there_moves_along(self, tmp_path) -> None:
         """Files, directories, and what is only called like a rank's file."""
         path = save_by_two(tmp_path / "last")

@@ -156,7 +156,7 @@ class TestDamage:
         with pytest.raises(IntegrityError) as caught:
             load(path, template)
         assert caught.value.__notes__ == ["the template was modified"]
-        assert caught.value.chunk == 2
+        assert caught.value.chunk == 11
         assert template["n"] == 0
 
     @pytest.mark.parametrize("call", ["pread", "preadv", "scandir", "stat", "open"])

@@ -34,6 +34,10 @@ class TestSyncCheckpointer(CheckpointerConformance[SyncCheckpointer]):
 
 
 @proves(
+    "cell AsyncCheckpointer.close, aclose: success",
+    by="test_closing_waits_for_what_was_saved",
+)
+@proves(
     "cell AsyncCheckpointer.load: success",
     "cell SaveHandle.written: success",
     by="test_what_is_saved_is_loaded",
