@@ -1123,6 +1123,13 @@ class TestDamage:
         with pytest.raises(CheckpointNotFoundError, match="missing"):
             aiockpt.load(four, rank_values=0)
 
+    def test_a_file_of_another_checkpoint(self, four: Path, tmp_path: Path) -> None:
+        """The marker says which file belongs to it."""
+        other = assembled(tmp_path / "other-1", 4, lambda rank: {"w": cut(4)})
+        name = "checkpoint_2.safetensors"
+        shutil.copy(other / name, four / name)
+        self.refused((IntegrityError, errors.StorageError), "step-1", four)
+
     def test_a_file_of_another_checkpoint_of_the_same_size(
         self, four: Path, tmp_path: Path
     ) -> None:
