@@ -188,8 +188,8 @@ def load(
         map_location: The device of tensors that have no place in the template.
             A tensor that is also a part of a registered leaf stays on the CPU with it.
         strict: Raise if the checkpoint lacks a key of the template or of ``select``, or
-            if a container is empty in the template and full in the checkpoint. Keys
-            that only the checkpoint has never count.
+            if a container is empty in the template and full in the checkpoint. Other
+            keys that only the checkpoint has are left out silently.
         select: The dotted paths to read, or a function that is asked for each path.
         verify: ``full`` or ``none``: whether to compare digests.
         mmap: Return tensors over a private mapping of the file.

@@ -131,10 +131,11 @@ class CheckpointReader:
                 any value.
             map_location: The device of tensors that have no place in the template.
                 A tensor that is also a part of a registered leaf stays on the CPU.
-            strict: Raise before any tensor is read if a key of the template, or a path
-                of ``select``, is missing; or if a container is empty in the template
-                and full in the checkpoint. Otherwise a warning names them, and the
-                container stays empty. Keys that only the checkpoint has never count.
+            strict: Raise if a key of the template, or a path of ``select``, is missing,
+                before a tensor is read; or if a container is empty in the template and
+                full in the checkpoint. Otherwise a warning names them, and the
+                container stays empty. Other keys that only the checkpoint has are left
+                out silently.
             select: The dotted paths to read, each with everything below it; or a
                 function that is called with each path and returns a bool.
             verify: ``full``: compare the digest of every chunk that is read. ``none``:
@@ -379,7 +380,28 @@ def _fitted(
                     raise
     sources = found.every()
     wanted = None if template is None else template.wanted
-    united = _united(sources, wanted, policy, how)
+    first, early = _first_union(sources, wanted, policy, how), None
+    if first.claims:  # their bytes are read; a key that is missing is found before
+        try:
+            early = _matched(first, sources, policy, matched, how)
+        except MissingKeysError:
+            raise
+        except StateDictError:
+            pass  # a value that differs by rank may stay as it is
+    united, are_equal = _united(first, sources, wanted, policy, how)
+    if early is not None and are_equal:
+        return early
+    return _matched(united, sources, policy, matched, how)
+
+
+def _matched(
+    united: United,
+    sources: Sequence[LoadSource],
+    policy: Policy,
+    matched: Callable[..., Matching],
+    how: Reading,
+) -> tuple[Sequence[LoadSource], Matching]:
+    """Return the sources with the one of new pieces, and what is taken of them."""
     if united.pieces:
         pairs = zip(united.paths, united.pieces, strict=True)
         made = [path for path, piece in pairs if piece.start < piece.stop]
@@ -413,19 +435,33 @@ def unite_all(
         StorageError, IntegrityError: a file cannot be read, or is damaged.
     """
     sources = found.every()
-    return sources, _united(sources, None, policy, how)
+    first = _first_union(sources, None, policy, how)
+    united, _ = _united(first, sources, None, policy, how)
+    return sources, united
+
+
+def _first_union(
+    sources: Sequence[LoadSource], wanted: Wanted | None, policy: Policy, how: Reading
+) -> United:
+    """Unite the trees of the sources, as if the values that may differ were equal."""
+    manifests = [source.segment.manifest for source in sources]
+    return unite(manifests, wanted, policy, limits=how.limits, known={})
 
 
 def _united(
-    sources: Sequence[LoadSource], wanted: Wanted | None, policy: Policy, how: Reading
-) -> United:
-    """Unite the trees of the sources, and compare the values that must agree."""
+    united: United,
+    sources: Sequence[LoadSource],
+    wanted: Wanted | None,
+    policy: Policy,
+    how: Reading,
+) -> tuple[United, bool]:
+    """Compare the values that must agree, and unite the trees by what was found.
+
+    Also return whether all of them are equal.
+    """
     manifests = [source.segment.manifest for source in sources]
     known: dict[Claim, bool] = {}
-    while True:
-        united = unite(manifests, wanted, policy, limits=how.limits, known=known)
-        if united.claims.keys() <= known.keys():
-            return united
+    while not united.claims.keys() <= known.keys():
         known |= compare(
             united,
             sources,
@@ -434,6 +470,8 @@ def _united(
             verify=how.verify,
             on_bytes=how.on_bytes,
         )
+        united = unite(manifests, wanted, policy, limits=how.limits, known=known)
+    return united, all(known.values())
 
 
 def _whole(source: LoadSource, part: Matching, how: Reading) -> object:

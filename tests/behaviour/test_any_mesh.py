@@ -1093,6 +1093,21 @@ class TestTemplates:
         with pytest.raises(ZeroDivisionError):
             aiockpt.load(four, select=["w"], on_bytes=enough)
 
+    def test_a_missing_key_is_found_before_a_byte_is_read(self, tmp_path: Path) -> None:
+        """Tensors that the ranks must agree about are compared after the keys."""
+        whole = torch.arange(300_000.0)
+        seen: list[int] = []
+        # At another offset, so that the digests of the chunks do not tell.
+        states = [{"pad": torch.zeros(n), "w": whole} for n in (400_000, 500_000)]
+        path = by_ranks(tmp_path / "s", *states)
+        into = {"w": 0 * whole, "more": torch.zeros(3)}
+        with pytest.raises(MissingKeysError, match="more"):
+            aiockpt.load(path, into=into, on_bytes=seen.append)
+        assert not seen
+        aiockpt.load(path, into={"w": into["w"]}, on_bytes=seen.append)
+        assert sum(seen) >= 2 * whole.nbytes
+        assert_same(into["w"], whole)
+
     def test_nothing_is_verified_if_nobody_wants_it(self, four: Path) -> None:
         """`verify="none"` compares no digest, as on the same mesh."""
         assert_same(aiockpt.load(four, select=["w"], verify="none"), {"w": WHOLE})
