@@ -18,9 +18,8 @@ def run(rank: int, port: int, directory: str) -> None:
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
     )
     shard = torch.full((1000,), float(rank))
-    config = aiockpt.CheckpointerConfig(
-        writer_config=CheckpointWriterConfig(keep_last=2)
-    )
+    keep = CheckpointWriterConfig(keep_last=2)
+    config = aiockpt.CheckpointerConfig(writer_config=keep)
     # The rank is found, and so is where to meet: the store of the process group.
     with aiockpt.make_sync_checkpointer(config) as checkpointer:
         for step in (10, 20, 30):
