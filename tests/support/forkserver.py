@@ -1,12 +1,12 @@
 """Starts Python processes as forks of one that has imported torch already.
 
 A fresh interpreter needs two seconds of CPU to import torch and this package. After
-:func:`install`, ``subprocess.Popen`` and everything built on it hand a plain ``python
-script.py``, ``python -m module`` or ``python -c code``, also with ``-W``, to a fork
-server: a child of this process that has done nothing but imports. The server forks
-twice, so the new process becomes a child of this one. It has the descriptors, the
-environment, the directory, the process group and the ``__main__`` that a fresh
-interpreter would have, and is waited for, stopped and killed as usual.
+:func:`install`, ``subprocess.Popen`` and everything built on it, and ``spawn`` of
+multiprocessing, hand a plain ``python script.py``, ``python -m module`` or ``python -c
+code``, also with ``-W``, to a fork server: a child of this process that has done only
+imports. The server forks twice, so the new process becomes a child of this one. It has
+the descriptors, the environment, the directory, the process group and the ``__main__``
+that a fresh interpreter would have, and is waited for, stopped and killed as usual.
 
 A test whose processes must be fresh interpreters, for example because it asks what they
 import, uses the fixture ``fresh_interpreters``.
@@ -23,6 +23,7 @@ import inspect
 import json
 import multiprocessing.process
 import multiprocessing.shared_memory
+import multiprocessing.util
 import os
 import random
 import resource
@@ -59,7 +60,9 @@ SHARED = "TEST_SHARED_NAMES"
 PRELOADED = (
     "pytest",
     "torch",
+    "torch._dynamo",  # the first optimizer imports it
     "torch.distributed",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "safetensors.torch",
@@ -78,6 +81,13 @@ PRELOADED = (
 )
 NAME = "fork server"
 """What the kernel calls a fork server."""
+
+_PLAIN: dict[str, Any] = {
+    **dict.fromkeys(("cwd", "env", "gid", "gids", "preexec_fn", "uid", "umask")),
+    **dict.fromkeys(("shell", "start_new_session"), False),
+    "close_fds": True,
+}
+"""How multiprocessing starts a process, in the words of ``subprocess``."""
 
 ADOPTED: set[int] = set()
 """Children that another process of the tests left while this one made a new one."""
@@ -129,6 +139,17 @@ def install(server: socket.socket | None = None) -> None:
         popen._closed_child_pipe_fds = True
 
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
+    spawn_fresh = multiprocessing.util.spawnv_passfds
+
+    def spawn(path: Any, args: Any, passfds: Any) -> int:
+        given = {**_PLAIN, "args": args, "executable": path, "pass_fds": passfds}
+        ours = args[-1] == "--multiprocessing-fork"  # a resource tracker has another
+        request = _request(given) if ours else None
+        if request is None or not client.like_this():
+            return int(spawn_fresh(path, args, passfds))
+        return client.fork(request, [0, 1, 2, *request["pass_fds"]])
+
+    multiprocessing.util.spawnv_passfds = spawn
 
 
 def name_shared_memory() -> None:
