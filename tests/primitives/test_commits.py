@@ -82,33 +82,6 @@ def test_a_long_name_without_exchange(tmp_path) -> None:
     assert names(tmp_path) == [f"{name}3"]
 
 
-def test_two_processes_with_one_name(tmp_path) -> None:
-    """The second one is told; the first one goes on."""
-    for rank in (0, 1):
-        with Draft(tmp_path / "s", rank, durable=False) as draft:
-            for kept in (False, True):
-                if kept:
-                    draft.keep_file()
-                with pytest.raises(StorageError) as caught:
-                    Draft(tmp_path / "s", rank, durable=False)
-                assert "another process is writing it" in str(caught.value)
-                assert "save to another path" in str(caught.value)
-                assert caught.value.path == str(tmp_path / "s")
-                assert (draft.path if kept else draft.temporary).exists()
-            draft.discard()
-    assert names(tmp_path) == []
-
-
-def test_one_that_is_being_replaced_stays(tmp_path) -> None:
-    """Its saver would lose what it was told that it has saved."""
-    for step in (1, 2):
-        save(tmp_path / f"s-{step}", {"a": step})
-    with Draft(tmp_path / "s-1", 0, durable=False):
-        assert retire(tmp_path, keep_last=1) == []
-    assert steps(tmp_path) == [1, 2]
-    assert [each.step for each in retire(tmp_path, keep_last=1)] == [1]
-
-
 def test_one_that_was_just_replaced_stays(tmp_path, monkeypatch) -> None:
     """A checkpoint that was just replaced stays, also if no lock says so."""
     for step in (1, 2):
