@@ -201,7 +201,8 @@ class CheckpointProcessConfig:
         nice: The increase of its niceness once it is ready; it starts with the
             trainer's priority. With 10, the process gets a tenth of a core that
             training also uses, and all of an idle core; with 0, half of a shared core.
-        io_idle: Let the process use the disk only when no other process does.
+        io_idle: Let the process use the disk only when no other process does, if the
+            I/O scheduler knows priorities.
         keep_last_seconds: How long the process lives on after the trainer has died, and
             keeps the last staged snapshot for a restarted trainer. 0: only until that
             snapshot is written.
