@@ -68,30 +68,6 @@ async def mirroring(
     assert not [each for each in left if "/lifetime.py" in each], "still shutting down"
 
 
-async def test_processes_of_a_host_fetch_once(tmp_path: Path) -> None:
-    """Each maps the same memory; later steps cost the changed elements."""
-    async with transport(keep_base=True, same_host=False) as sender:
-        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
-        metadata = sender.metadata()
-        async with (
-            mirroring(metadata, tmp_path / "locks") as one,
-            mirroring(metadata, tmp_path / "locks") as other,
-        ):
-            for step in range(1, 4):
-                before = sender.statistics().bytes_sent
-                if step > 1:
-                    await sender.send_checkpoint(step=step, state_dict=weights_of(step))
-                first = await one.wait_for(step, 30)
-                second = await other.wait_for(step, 30)
-                assert_same(first, weights_of(step))
-                assert_same(second, weights_of(step))
-                sent = sender.statistics().bytes_sent - before
-                assert sent < (4.1 if step == 1 else 0.1) * MIB
-                del first, second
-            assert one.is_leader != other.is_leader
-    assert not list((tmp_path / "locks").iterdir())
-
-
 @pytest.mark.parametrize("swarm", [False, True])
 async def test_hosts_may_serve_each_other(tmp_path: Path, swarm: bool) -> None:
     """Hosts serve each full step to each other, if they were asked to."""
@@ -126,27 +102,50 @@ async def send_shards(senders: Sequence[Transport], step: int) -> None:
             await sender.send_checkpoint(step=step, state_dict=state)
 
 
-async def test_processes_of_a_host_fetch_the_shards_of_all_senders_once(
+@pytest.mark.parametrize("count", [1, 2])
+async def test_processes_of_a_host_fetch_once(tmp_path: Path, count: int) -> None:
+    """Each maps the same memory; later steps cost the changed elements.
+
+    They get the full tensors of which several senders have the shards.
+    """
+    place = tmp_path / "locks"
+    async with AsyncExitStack() as stack:
+        senders = [
+            await stack.enter_async_context(transport(keep_base=True, same_host=False))
+            for _ in range(count)
+        ]
+        joined = join_metadata([each.metadata() for each in senders])
+        async with mirroring(joined, place) as one, mirroring(joined, place) as other:
+            for step in range(1, 4):
+                before = [each.statistics().bytes_sent for each in senders]
+                if count == 1:
+                    await senders[0].send_checkpoint([], step, weights_of(step))
+                else:
+                    await send_shards(senders, step)
+                held = [await each.wait_for(step, 30) for each in (one, other)]
+                for each in held:
+                    assert_same(each, weights_of(step))
+                del held, each
+                for was, sender in zip(before, senders, strict=True):
+                    sent = sender.statistics().bytes_sent - was
+                    assert sent < (4 / count + 0.1 if step == 1 else 0.1) * MIB
+            assert one.is_leader != other.is_leader
+    assert not list(place.iterdir())
+
+
+async def test_metadata_that_cannot_be_mirrored_is_refused_at_once(
     tmp_path: Path,
 ) -> None:
-    """They get full tensors. Later steps cost the changed elements."""
-    options: Any = {"keep_base": True, "same_host": False}
-    async with transport(**options) as first, transport(**options) as second:
-        senders = first, second
-        joined = join_metadata([each.metadata() for each in senders])
-        async with (
-            mirroring(joined, tmp_path / "locks") as one,
-            mirroring(joined, tmp_path / "locks") as other,
-        ):
-            for step in range(1, 5):
-                before = [each.statistics().bytes_sent for each in senders]
-                await send_shards(senders, step)
-                for mirror in (one, other):
-                    assert_same(await mirror.wait_for(step, 30), weights_of(step))
-                for was, each in zip(before, senders, strict=True):
-                    sent = each.statistics().bytes_sent - was
-                    assert sent < (2.1 if step == 1 else 0.1) * MIB
-            assert one.is_leader != other.is_leader
+    """A typing error is no trainer that is still to come.
+
+    There is no swarm of several senders.
+    """
+    with pytest.raises(LocalProtocolError):
+        HostMirror("no address", place=tmp_path)
+    async with transport() as first, transport() as second:
+        joined = join_metadata([first.metadata(), second.metadata()])
+        with pytest.raises(LocalProtocolError, match="swarm="):
+            HostMirror(joined, place=tmp_path, swarm=True)
 
 
 async def test_a_sender_of_shards_that_restarts_is_followed(tmp_path: Path) -> None:
@@ -169,14 +168,6 @@ async def test_a_sender_of_shards_that_restarts_is_followed(tmp_path: Path) -> N
             async with transport(token=TOKEN, port=port) as again:
                 await send_shards([first, again], 3)
                 assert_same(await mirror.wait_for(3, 30), weights_of(3))
-
-
-async def test_there_is_no_swarm_of_several_senders(tmp_path: Path) -> None:
-    """The mirror says so before it starts."""
-    async with transport() as first, transport() as second:
-        joined = join_metadata([first.metadata(), second.metadata()])
-        with pytest.raises(LocalProtocolError, match="swarm="):
-            HostMirror(joined, place=tmp_path, swarm=True)
 
 
 async def test_a_wrong_step_is_an_error(tmp_path: Path) -> None:
@@ -370,12 +361,6 @@ async def test_a_leader_answers_before_the_first_step(tmp_path: Path) -> None:
             session.get(f"{url}1/full") as answer,
         ):
             assert answer.status == HTTPStatus.NOT_FOUND
-
-
-async def test_malformed_metadata_is_refused_at_once(tmp_path: Path) -> None:
-    """A typing error is not a trainer that is still to come."""
-    with pytest.raises(LocalProtocolError):
-        HostMirror("no address", place=tmp_path)
 
 
 async def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:

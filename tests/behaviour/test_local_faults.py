@@ -90,23 +90,6 @@ async def test_no_thread_can_be_started(
         assert_same(await receive(sender, receiver), weights())
 
 
-@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EMFILE])
-async def test_a_host_that_refuses_while_bytes_come(
-    code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is not a connection that broke, which would be tried again."""
-
-    def refuse(size: int) -> NoReturn:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr("aiockpt.http.manifests.memory_for", refuse)
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, weights())
-        with pytest.raises(StagingError, match=os.strerror(code)):
-            await receive(sender, receiver)
-        assert sender.statistics().requests == 1
-
-
 async def test_a_range_that_a_peer_denies_is_its_fault() -> None:
     """It has sent a manifest in which the range lies."""
     answer = b"HTTP/1.1 416 no\r\nContent-Length: 0\r\n\r\n"

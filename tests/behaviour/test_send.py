@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import pytest_asyncio
@@ -33,7 +32,7 @@ from tests.support.transports import (
     transport,
     weights,
 )
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, forked
 
 pytestmark = pytest.mark.asyncio
 
@@ -315,24 +314,6 @@ class TestShutdown:
         sender = transport()
         sender.metadata()
         await sender.shutdown()
-
-
-@contextmanager
-def forked():
-    """Fork a child, which lives until the end of the block."""
-    ready, done = os.pipe(), os.pipe()
-    if (pid := os.fork()) == 0:
-        os.write(ready[1], b"!")
-        os.read(done[0], 1)
-        os._exit(0)
-    try:
-        os.read(ready[0], 1)
-        yield
-    finally:
-        os.write(done[1], b"!")
-        os.waitpid(pid, 0)
-        for end in (*ready, *done):
-            os.close(end)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork with threads

@@ -15,8 +15,7 @@ import signal
 import ssl
 import subprocess
 import sys
-import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import pytest
@@ -52,6 +51,7 @@ from tests.support.transports import (
 )
 from tests.support.waiting import (
     OF_TRAINER,
+    forked,
     has_torch,
     ignored,
     is_running,
@@ -343,20 +343,6 @@ async def main():
     await asyncio.Event().wait()
 asyncio.run(main())
 """
-
-
-@contextmanager
-def forked():
-    """Have a forked child, as of a data loader, that does nothing."""
-    child = os.fork()
-    if not child:
-        time.sleep(60)
-        os._exit(0)
-    try:
-        yield
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 class TestTheTrainersDeath:

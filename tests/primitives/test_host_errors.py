@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from typing import NoReturn
+
 import pytest
 
-from aiockpt.errors import AiockptError, StagingError, StorageError
+from aiockpt.errors import (
+    AiockptError,
+    LimitExceededError,
+    StagingError,
+    StorageError,
+)
 from aiockpt.runtime.system import failing_here
+from aiockpt.testing import assert_same
 from tests.support.transports import pair, receive, weights
 
 
@@ -50,3 +60,36 @@ async def test_a_receive_says_what_it_leaves_of_its_template(
         with pytest.raises(AiockptError, match="Cannot allocate") as caught:
             await receive(sender, receiver, into=weights(0.0, mib=16.0))
     assert "the template was not modified" in caught.value.__notes__
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EMFILE])
+async def test_a_host_that_refuses_while_bytes_come(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not a connection that broke, which would be tried again."""
+
+    def refuse(size: int) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("aiockpt.http.manifests.memory_for", refuse)
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, weights())
+        with pytest.raises(StagingError, match=os.strerror(code)):
+            await receive(sender, receiver)
+        assert sender.statistics().requests == 1
+
+
+@pytest.mark.asyncio
+async def test_more_than_the_host_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A receive into the memory of a template needs no more than it."""
+    monkeypatch.setattr("aiockpt.runtime.system.available_memory", lambda _: 1 << 20)
+    template = weights(0.0)
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, weights())
+        with pytest.raises(LimitExceededError, match="size"):
+            await receive(sender, receiver)
+        await receive(sender, receiver, into=template, direct=True)
+    assert_same(template, weights())

@@ -38,6 +38,7 @@ from tests.support.swarms import (
     authorized,
     members_of,
     offer_to_join,
+    places,
     receivers,
     sending,
     sent,
@@ -234,6 +235,24 @@ async def test_members_that_failed_leave_room_for_others(
             await settle(lambda: len(asked) > before, patience=60)
             assert len(asked[before]["known"]) == 6
             await settle(lambda: known.members, patience=60)
+
+
+async def test_through_a_tunnel_nobody_is_told_of_another_hosts_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The source takes both ends of a tunnel for its own host."""
+    identities = iter([b"one", b"two"])
+    monkeypatch.setattr("aiockpt.swarm.membership.identity", lambda: next(identities))
+    async with (
+        told() as events,
+        sending() as sender,
+        receivers(2, Swarm(linger=60)) as members,
+        slow(sender) as url,
+    ):
+        await all_of(members, url)
+        assert sent(*members) == 0
+    assert len(places(events)) == 2
+    assert not [each for each in events if each.level > 20]
 
 
 # ------------------------------------------------------------ requests that fail

@@ -27,6 +27,7 @@ from tests.support.swarms import (
     members_of,
     receivers,
     sending,
+    sent,
     slow,
     until_members,
 )
@@ -262,3 +263,41 @@ async def test_an_announcement_cannot_point_elsewhere() -> None:
                 members = (await answer.json())["members"] if number else []
             named += [each["url"] for each in members]
     assert named == ["http://127.0.0.1:1/checkpoint/"]
+
+
+@proves("threat I11")
+async def test_a_grant_that_lapses_loses_the_token_of_the_swarm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Members refuse it soon, and go on serving each other."""
+    monkeypatch.setattr("aiockpt.http.tokens.CLOCK_SKEW", 0.0)
+    monkeypatch.setattr("aiockpt.swarm.tracker.heartbeat", lambda _: 0.5)
+    monkeypatch.setattr("aiockpt.swarm.membership._MIN_LEASE_S", 0.3)
+    async with (
+        sending() as sender,
+        receivers(2, Swarm(linger=60)) as (one, two),
+        aiohttp.ClientSession() as session,
+        slow(sender) as url,
+    ):
+        await all_of([one, two], url)
+        base, _, token = sender.grant("spy", lifetime=5.0).partition("#")
+
+        async def ask(address: str, token: str, **more: str) -> tuple[int, str]:
+            headers = {"Authorization": f"Bearer {token}", **more}
+            async with session.get(f"{address}1/metadata", headers=headers) as got:
+                return got.status, got.headers.get("Aiockpt-Swarm", "")
+
+        lease = {"Aiockpt-Lease": f"{7:032x}; ttl=60", "Aiockpt-Swarm": "join"}
+        status, of_swarm = await ask(base, token, **lease)
+        assert (status, len(of_swarm)) == (HTTPStatus.OK, 43)
+        for each in (one, two):
+            assert (await ask(each.address(), of_swarm))[0] == HTTPStatus.OK
+        async with asyncio.timeout(60):
+            for each in (one, two):
+                while (await ask(each.address(), of_swarm))[0] != 401:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+        assert (await ask(base, token))[0] == HTTPStatus.UNAUTHORIZED
+        before = sent(one, two)
+        async with receivers(1) as late:
+            await all_of(late, url)
+        await settle(lambda: sent(one, two) > before)

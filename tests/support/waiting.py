@@ -7,8 +7,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +91,21 @@ def maps(pid: int, what: str) -> bool:
 def has_torch(pid: int) -> bool:
     """Tell whether a process has loaded torch."""
     return maps(pid, "libtorch")
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """Fork a child, which lives until the end of the block."""
+    ready, done = os.pipe(), os.pipe()
+    if (pid := os.fork()) == 0:
+        os.write(ready[1], b"!")
+        os.read(done[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        yield
+    finally:
+        os.write(done[1], b"!")
+        os.waitpid(pid, 0)
+        for end in (*ready, *done):
+            os.close(end)
