@@ -222,6 +222,7 @@ class TestPool:
         pool.give_back(small)
         pool.give_back(large)
         assert pool.take(100) is small
+        assert pool.take(5_000) is large  # at most twice as large
         assert disposed == []
 
     def test_threads_may_share_it(self, disposed) -> None:
