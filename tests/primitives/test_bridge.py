@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import random
 import signal
 import threading
 import time
@@ -222,38 +221,6 @@ class TestCancellation:
         assert await bridge.run(int) == 0  # the thread has passed the cancelled call
         assert not second.ended
 
-    async def test_no_thread_works_for_a_task_that_has_ended(self):
-        """500 calls, cancelled at random: whenever one is over, so is its thread."""
-        bridge = Bridge(threads=4, name="bridge")
-        chance = random.Random(1)
-        inside: set[int] = set()
-
-        def work(number: int) -> int:
-            inside.add(number)
-            time.sleep(0.0002)
-            inside.remove(number)
-            return number
-
-        async def call(number: int) -> int | None:
-            try:
-                return await bridge.run(work, number)
-            finally:
-                assert number not in inside
-
-        tasks = []
-        for number in range(500):
-            tasks.append(asyncio.create_task(call(number)))
-            for _ in range(chance.randrange(4)):
-                await asyncio.sleep(0)
-            for task in chance.sample(tasks, min(len(tasks), 3)):
-                task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        bridge.close()
-        expected = [number for number, task in enumerate(tasks) if not task.cancelled()]
-        assert [r for r in results if isinstance(r, int)] == expected
-        assert 0 < len(expected) < 500
-        assert bridge.statistics() == BridgeStatistics(4, 0, 0, 0)
-
 
 class CountingTask(asyncio.Task):
     """A task that counts how often it was cancelled."""
@@ -454,25 +421,6 @@ class TestMemory:
         del task
         await turns()
         assert not alive
-
-
-@pytest.mark.asyncio
-class TestStatistics:
-    """The bridge counts its threads and its calls."""
-
-    async def test_calls_are_counted_by_where_they_are(self, bridge):
-        """Running, waiting for a thread, and running though cancelled."""
-        assert bridge.statistics() == BridgeStatistics(1, 0, 0, 0)
-        blocker = Blocker()
-        running = await start(bridge, blocker)
-        queued = [asyncio.create_task(bridge.run(int)) for _ in range(2)]
-        running.cancel()
-        await turns()
-        assert bridge.statistics() == BridgeStatistics(1, 1, 2, 1)
-        blocker.release()
-        await asyncio.gather(running, *queued, return_exceptions=True)
-        assert bridge.statistics() == BridgeStatistics(1, 0, 0, 0)
-        assert not bridge._works  # they would pile up unseen
 
 
 class TestLoops:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 import weakref
-from contextvars import ContextVar
 
 import pytest
 
@@ -16,7 +15,6 @@ from aiockpt.runtime.bridge import Bridge
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 
 LONG = 30.0
-VARIABLE: ContextVar[int] = ContextVar("variable")
 
 
 class Wait:
@@ -56,24 +54,6 @@ async def test_every_call_has_a_thread_of_its_own() -> None:
     first.end.set()
     assert await calls[0] == "ended"
     bridge.close()
-
-
-async def test_a_cancel_leaves_the_thread_behind() -> None:
-    """The await ends at once; the thread is a daemon, and ends when it can."""
-    bridge = Bridge(threads=1, name="bridge-apart")
-    wait = Wait()
-    call = asyncio.create_task(bridge.run_apart(wait))
-    await begun(wait)
-    call.cancel()
-    await asyncio.wait({call})
-    assert call.cancelled()
-    (left,) = alive()
-    assert left.daemon
-    bridge.close()  # does not wait for it
-    assert left.is_alive()
-    wait.end.set()
-    while left.is_alive():  # noqa: ASYNC110 - joining it would block
-        await asyncio.sleep(0.001)
 
 
 async def test_closing_ends_the_call_at_once() -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import distributed
 
 from aiockpt.errors import (
-    AiockptError,
     RankValuesError,
     RemoteProtocolError,
     StateDictError,
@@ -22,19 +21,8 @@ from aiockpt.state.catalogue import Catalogue
 from aiockpt.state.flatten import wanted
 from aiockpt.state.match import LAX, LOAD, RECEIVE, Matched, Rule, match
 from aiockpt.state.reshard import Claim, Policy, unite
-from aiockpt.state.trees import items_of
 from tests.support.states import described, manifest_of
-from tests.support.template_rows import ROWS, WAYS, on_mesh
-
-RULES = (RECEIVE, LOAD, LAX, LOAD, LOAD, LAX)
-
-WITHIN = ("a shorter list here, of tensors", "an OrderedDict here, a dict there")
-
-CELLS = [
-    (name, way, cell)
-    for name, row in ROWS.items()
-    for way, cell in enumerate(row.cells)
-]
+from tests.support.template_rows import on_mesh
 
 
 @pytest.fixture(scope="module")
@@ -70,42 +58,6 @@ def names_of(found: Matched, catalogue: Catalogue) -> tuple[list[str], ...]:
         )
         for numbers in (found.straight.pieces, found.copied.pieces, found.new)
     )
-
-
-# A load joins the sources for the mesh of the template before they are matched.
-JOINED = {"another mesh", "other placements", "distributed here", "distributed there"}
-
-
-@pytest.mark.usefixtures("a_group")
-@pytest.mark.parametrize(("name", "way", "outcome"), CELLS)
-def test_every_difference_is_decided(name: str, way: int, outcome: str) -> None:
-    """Each row has its result. A row that the table leaves open is decided here."""
-    row, select = ROWS[name], ["a", "b"] if "select" in WAYS[way] else None
-    word, _, warned = outcome.partition(", ")
-    if name in JOINED:
-        word = "TemplateMismatchError"
-    how: dict[str, Any] = {"rule": RULES[way], "select": select}
-    if word.endswith("Error"):
-        with pytest.raises(AiockptError) as caught:
-            matched(row.own(), row.state(), **how)
-        assert type(caught.value).__name__ == word
-        return
-    found, _ = matched(row.own(), row.state(), **how)
-    fills = len(found.straight.pieces) + len(found.copied.pieces)
-    tensors = sum(map(torch.is_tensor, row.own().values()))
-    tensors += name in WITHIN
-    if word == "filled" or name == "empty there":
-        assert taken(found)["b"] is not None
-        assert fills == tensors
-    else:
-        assert ("b" in taken(found)) == (word in ("new", "added"))
-        assert fills == 1
-    assert bool(warned) == bool(found.missing or found.warnings)
-
-
-def taken(found: Matched) -> dict[str, Node]:
-    """Return what is taken of a dict."""
-    return dict(items_of(found.tree) or {})  # type: ignore[arg-type]
 
 
 W = torch.arange(6.0)

@@ -17,7 +17,6 @@ from aiockpt.state.mesh import Box, ByteRuns
 from aiockpt.state.sharding import (
     DTensorLayout,
     Mesh,
-    Partial,
     Placement,
     Ranks,
     Replicate,
@@ -122,33 +121,6 @@ def coordinates(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 class TestShards:
     """A rank holds a shard of each tensor."""
-
-    @pytest.mark.parametrize(
-        ("shape", "sizes", "placements", "at", "expected"),
-        [
-            ((), (2,), (Replicate(),), (1,), ()),
-            ((5,), (2,), (Replicate(),), (1,), (((0, 5),),)),
-            ((5,), (2,), (Partial("sum"),), (1,), (((0, 5),),)),
-            ((5,), (2,), (Split(0),), (0,), (((0, 3),),)),
-            ((5,), (2,), (Split(0),), (1,), (((3, 5),),)),
-            ((5,), (4,), (Split(0),), (3,), ((),)),
-            ((0, 3), (2,), (Split(0),), (0,), ((), ((0, 3),))),
-            ((4, 6), (2,), (Split(1),), (1,), (((0, 4),), ((3, 6),))),
-            ((8,), (2, 2), (Split(0), Split(0)), (0, 1), (((2, 4),),)),
-            ((8,), (2, 2), (StridedSplit(0, 2), Split(0)), (0, 1), (((4, 6),),)),
-            ((8,), (2,), (StridedSplit(0, 2),), (1,), (((2, 4), (6, 8)),)),
-        ],
-    )
-    def test_a_rank_holds_runs_of_indices(
-        self,
-        shape: tuple[int, ...],
-        sizes: tuple[int, ...],
-        placements: tuple[Placement, ...],
-        at: tuple[int, ...],
-        expected: mesh.ShardRuns,
-    ) -> None:
-        """Each dimension has its runs, in the order of the local tensor."""
-        assert mesh.shard_of(layout_of(shape, sizes, placements, at)) == expected
 
     def test_torch_holds_the_same(self) -> None:
         """Even, uneven, empty, strided, replicated; on meshes up to 4 x 4 x 4."""
@@ -261,24 +233,6 @@ class TestBoxes:
         assert mesh.cover(mesh.whole((4, 3)), have).missing == 6
         assert mesh.cover(mesh.whole((0, 3)), have) == ([], 0)
 
-    @pytest.mark.parametrize(
-        ("shards", "expected"),
-        [
-            ([], True),
-            ([((0, 0), (2, 2)), ((0, 0), (2, 2))], True),
-            ([((0, 0), (2, 2)), ((2, 0), (2, 2))], True),
-            ([((0, 0), (2, 2)), ((1, 0), (2, 2))], False),
-            # No grid: along each dimension the blocks overlap.
-            ([((0, 0), (2, 3)), ((1, 3), (2, 1)), ((2, 0), (1, 3))], True),
-            ([((0, 0), (2, 3)), ((1, 2), (2, 1)), ((2, 0), (1, 2))], False),
-        ],
-    )
-    def test_shards_are_apart_or_overlap(
-        self, shards: list[tuple[tuple[int, ...], tuple[int, ...]]], expected: bool
-    ) -> None:
-        """Replicas are apart; blocks need not form a grid."""
-        assert mesh.apart(mesh.block(*each) for each in shards) == expected
-
 
 def filled(
     shard: mesh.ShardRuns,
@@ -312,32 +266,6 @@ def filled(
 
 class TestBytes:
     """A box has a place in memory."""
-
-    @pytest.mark.parametrize(
-        ("first", "sizes", "shape", "stride", "expected"),
-        [
-            ((), (), (), (), [(0, 4, 4, 1)]),
-            ((2,), (3,), (8,), (1,), [(8, 12, 12, 1)]),
-            ((1, 0), (2, 4), (5, 4), (4, 1), [(16, 32, 32, 1)]),
-            ((1, 1), (3, 2), (5, 4), (4, 1), [(20, 8, 16, 3)]),
-            ((0, 1, 0), (2, 2, 3), (2, 4, 3), (12, 3, 1), [(12, 24, 48, 2)]),
-            ((0, 0), (2, 3), (2, 3), (1, 2), [(0, 4, 8, 3), (4, 4, 8, 3)]),
-            ((0, 0), (1, 3), (1, 3), (77, 1), [(0, 12, 12, 1)]),
-            ((3, 0), (1, 4), (5, 4), (4, 1), [(48, 16, 16, 1)]),
-            ((0, 0), (4, 3), (4, 3), (0, 1), [(0, 12, 0, 4)]),
-        ],
-    )
-    def test_a_box_is_runs_of_bytes(
-        self,
-        first: tuple[int, ...],
-        sizes: tuple[int, ...],
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-        expected: list[tuple[int, ...]],
-    ) -> None:
-        """The runs are as long as the inner dimensions are whole."""
-        found = mesh.byte_runs(first, sizes, shape, stride, 4)
-        assert [*found] == [ByteRuns(*each) for each in expected]
 
     def test_small_gaps_are_read_too(self) -> None:
         """A read of a small gap is faster than two reads."""

@@ -14,7 +14,7 @@ from aiockpt.http.peers import ALL, Peer
 from aiockpt.http.planner import Assignment, Dismiss, Planner, Rest, Stop
 from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import Liveness
-from aiockpt.http.tuning import Doubling, MemberTuning, SlowAfter, Tuning, Usual
+from aiockpt.http.tuning import Doubling, MemberTuning, Tuning, Usual
 
 pytestmark = pytest.mark.torch_free
 
@@ -686,21 +686,6 @@ def test_when_a_download_cannot_go_on() -> None:
 
 
 # -------------------------------------------------------------------- what is slow
-
-
-@pytest.mark.parametrize(
-    ("rule", "usual", "vain", "seconds"),
-    [
-        (SlowAfter(2.0, 0.25), 1.0, 0, 2.25),
-        (SlowAfter(2.0, 0.25), 1.0, 2, 3.0),
-        (SlowAfter(5.0, 1.0), 0.0, 0, 1.0),
-        (SlowAfter(3.0, unknown_s=30.0), None, 4, 30.0),
-        (SlowAfter(12.0), None, 0, float("inf")),
-    ],
-)
-def test_slow(rule: SlowAfter, usual: float | None, vain: int, seconds: float) -> None:
-    """The one rule for what is much slower than usual."""
-    assert rule.seconds(usual, vain) == seconds
 
 
 @pytest.mark.parametrize(

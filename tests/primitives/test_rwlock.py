@@ -9,12 +9,11 @@ import asyncio
 import gc
 import time
 import weakref
-from functools import partial
 
 import pytest
 import uvloop
 
-from aiockpt.runtime.rwlock import Hold, RWLock, RWLockStatistics
+from aiockpt.runtime.rwlock import Hold, RWLock
 from tests.support.lockmodel import (
     IDLE,
     TroubleError,
@@ -138,27 +137,6 @@ class TestCancellation:
 class TestEviction:
     """A writer with a grace does not wait for readers forever."""
 
-    async def test_each_remaining_reader_is_evicted_once_after_the_grace(self):
-        """A reader that left in time is not; the writer waits until all have left."""
-        lock = RWLock()
-        evicted: list[str] = []
-        leases = {
-            name: await lock.acquire_read(evict=partial(evicted.append, name))
-            for name in ("gone", "first", "second")
-        }
-        leases["mute"] = await lock.acquire_read()
-        writers = [asyncio.create_task(lock.acquire_write(grace=0.0)) for _ in "12"]
-        await asyncio.sleep(0)  # now they wait, and their grace ends next turn
-        leases.pop("gone").release()
-        await settle()
-        assert evicted == ["first", "second"]
-        assert facts(lock) == RWLockStatistics(3, 0, 0, 2, 0.0)
-        for lease in leases.values():
-            assert not writers[0].done()
-            lease.release()
-        for writer in writers:
-            (await writer).release()
-
     async def test_a_grace_is_waited_out(self):
         """Nobody is evicted before the grace has passed."""
         lock = RWLock()
@@ -250,25 +228,3 @@ class TestEviction:
         assert [record.exc_info[0] for record in allow_error_logs] == [
             ZeroDivisionError
         ]
-
-
-@pytest.mark.asyncio
-class TestStatistics:
-    """The lock tells how many readers it has, and for how long."""
-
-    async def test_everyone_is_counted(self):
-        """Holders and waiters by kind, and the age of the oldest reader."""
-        lock = RWLock()
-        first = await lock.acquire_read()
-        await asyncio.sleep(0.01)
-        second = await lock.acquire_read()
-        waiters = [await queue(acquire(lock, kind)) for kind in "WRR"]
-        assert facts(lock) == RWLockStatistics(2, 0, 2, 1, 0.0)
-        assert lock.statistics().oldest_reader >= 0.008
-        first.release()
-        assert 0 <= lock.statistics().oldest_reader < 30
-        second.release()
-        assert facts(lock) == RWLockStatistics(0, 1, 2, 0, 0.0)
-        for task in waiters:
-            (await task).release()
-        assert lock.statistics() == IDLE

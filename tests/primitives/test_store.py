@@ -147,24 +147,6 @@ async def test_waiting_ends_when_the_step_was_skipped():
     assert caught.value.serving == 10
 
 
-@proves("cell HTTPTransport.send_checkpoint: success")
-@proves("invariant 9")
-async def test_a_reader_of_a_superseded_snapshot_keeps_its_bytes():
-    """Publishing does not wait for readers of a snapshot, nor take it from them."""
-    store = Store()
-    old, new = Memory(step=1), Memory(step=2)
-    await store.publish(old, grace=0)
-    reader = await Reader.of(store, 1)
-    await store.publish(new, grace=0)
-    assert (await store.wait_for(2, wait=0)).servable is new
-    assert old.references
-    assert store.statistics().superseded == 1
-    await reader.stop()
-    assert not reader.evicted
-    assert old.references == 0
-    assert store.statistics().superseded == 0
-
-
 @proves("cell HTTPTransport.send_checkpoint, zero_copy=True: success")
 async def test_a_reader_of_live_memory_is_evicted_after_the_grace():
     """A hung receiver delays the trainer by the grace and no more."""

@@ -45,27 +45,6 @@ def announce(
     )
 
 
-async def test_members_are_named_to_each_other() -> None:
-    """No member learns of itself, and its last announcement counts."""
-    tracker = Tracker(8)
-    first = announce(tracker, 1, zone="a", have=3)
-    assert not first.members
-    second = announce(tracker, 2)
-    (named,) = second.members
-    assert (named.id, named.url, named.zone, named.have) == (
-        first.id,
-        "http://10.0.0.1:1001/checkpoint/",
-        "a",
-        3,
-    )
-    announce(tracker, 1, have=99)
-    (named,) = announce(tracker, 2).members
-    assert named.have == 8
-    tracker.leave(lease_of(1))
-    assert not announce(tracker, 2).members
-    assert len(tracker) == 1
-
-
 async def test_members_of_the_same_zone_are_named_first() -> None:
     """Those of other zones have their part, too."""
     tracker = Tracker(8)
@@ -220,45 +199,6 @@ async def test_complaints_about_members_that_left_are_forgotten() -> None:
     assert not is_named(tracker, bad)
 
 
-@proves("threat D14", "threat D15")
-async def test_the_work_does_not_grow_with_the_members(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Neither that of a join, nor that of a complaint."""
-    tracker = Tracker(8)
-    bad = [announce(tracker, number).id for number in range(1000)][:3]
-    unpacked, unpack = [0], module._unpack
-
-    def count(packed: bytes) -> Any:
-        unpacked[0] += 1
-        return unpack(packed)
-
-    monkeypatch.setattr(module, "_unpack", count)
-    announce(tracker, 1001)
-    announce(tracker, 1002, bad=tuple(bad[:2]))
-    announce(tracker, 1002, bad=tuple(bad[2:]))
-    assert unpacked[0] < 3 * 100
-
-
-@proves("threat S7")
-@pytest.mark.parametrize(
-    ("url", "trusts", "named"),
-    [
-        ("http://192.0.2.7:5/x", False, "http://10.0.0.1:5/checkpoint/"),
-        ("https://[2001:db8::1]:5/", False, "https://10.0.0.1:5/checkpoint/"),
-        ("http://proxy.job.svc/a/b/", True, "http://proxy.job.svc/checkpoint/"),
-        ("http://169.254.169.254/", False, "http://10.0.0.1/checkpoint/"),
-    ],
-)
-async def test_the_host_is_that_of_the_announcement(
-    url: str, trusts: bool, named: str
-) -> None:
-    """Unless the source allows the one in the URL."""
-    tracker = Tracker(8)
-    announce(tracker, 1, url=url, trusts_url=trusts)
-    assert [each.url for each in announce(tracker, 2).members] == [named]
-
-
 @proves("threat S8")
 @pytest.mark.parametrize(
     ("member", "asker", "named"),
@@ -333,34 +273,6 @@ async def test_a_list_of_hosts_makes_nobody_ask_itself(
     tracker = Tracker(8)
     announce(tracker, 1, url=url, address=address, trusts_url=True)
     assert [each.url for each in announce(tracker, 2).members] == [named]
-
-
-async def test_a_member_behind_a_proxy_is_named_to_nobody() -> None:
-    """It is not at the address from which its announcement came. It learns of others.
-
-    If the source lists the host in the URL, others are told of that.
-    """
-    tracker = Tracker(8)
-    announce(tracker, 1)
-    behind: dict[str, Any] = {"address": "127.0.0.1", "url": "http://10.0.0.7:5/"}
-    hidden = announce(tracker, 2, **behind, local="10.0.0.7")
-    assert hidden.seen == "127.0.0.1"
-    assert len(hidden.members) == 1
-    # Nor is another one behind the proxy on the host of those with loopback addresses.
-    direct = announce(tracker, 3, address="127.0.0.1", local="127.0.0.1")
-    assert direct.seen is None
-    assert direct.id not in [each.id for each in announce(tracker, 4).members]
-    assert not is_named(tracker, hidden)
-    # Nor is a loopback address in the URL that of the proxy's host.
-    own = {**behind, "url": "http://127.0.0.1:5/", "trusts_url": True}
-    hidden = announce(tracker, 2, **own, local="10.0.0.7")
-    assert hidden.seen == "127.0.0.1"
-    assert hidden.id not in [
-        each.id for each in announce(tracker, 3, address="127.0.0.1").members
-    ]
-    listed = announce(tracker, 2, **behind, local="10.0.0.7", trusts_url=True)
-    assert listed.seen is None
-    assert is_named(tracker, listed)
 
 
 @proves("threat T10", "threat T13")

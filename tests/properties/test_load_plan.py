@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from aiockpt.checkpointers import make_sync_checkpointer
 from aiockpt.errors import TemplateMismatchError
@@ -117,48 +114,3 @@ def test_only_what_is_selected_is_read(tmp_path: Path) -> None:
     assert planned(file, None, ["b"]).ranges == [(64, 128)]
     assert planned(file, None, ["a", "b"]).ranges == [(0, 128)]
     assert planned(file, None, ["a", "c"]).ranges == [(0, 64), (128, 192)]
-
-
-@st.composite
-def pairs(draw: st.DrawFn) -> tuple[State, State]:
-    """Draw a state, and a template with the same shapes and any sharing."""
-
-    def drawn(fill: int) -> State:
-        whole = torch.arange(64) * fill
-        return {f"{n}": _placed(draw, whole, size) for n, size in enumerate(sizes)}
-
-    sizes = draw(st.lists(st.integers(0, 8), min_size=1, max_size=5))
-    state = drawn(1)
-    template: State = {}
-    for name, value in state.items():
-        kind = draw(st.sampled_from(["dense", "strided", "missing", "none"]))
-        if kind == "dense":
-            template[name] = torch.zeros_like(value)
-        elif kind == "strided":
-            template[name] = torch.zeros(len(value), 3, dtype=value.dtype)[:, 1]
-        elif kind == "none":
-            template[name] = None
-    return state, template
-
-
-def _placed(draw: st.DrawFn, whole: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a part of one storage, or a tensor of its own."""
-    start = draw(st.integers(0, 16))
-    part = whole[start : start + size]
-    return part if draw(st.booleans()) else part.clone()
-
-
-@given(pairs(), st.booleans())
-def test_a_template_holds_what_was_saved(
-    pair: tuple[State, State],
-    mmap: bool,
-) -> None:
-    """It does so for any shared memory, and for any missing paths."""
-    state, template = pair
-    with tempfile.TemporaryDirectory() as place, make_sync_checkpointer() as loader:
-        loader.save(state, f"{place}/c")
-        own = {name: value for name, value in template.items() if value is not None}
-        got = loader.load(f"{place}/c", template, mmap=mmap)
-        assert got is template
-        assert all(torch.equal(got[name], state[name]) for name in template)
-        assert all(got[name] is value for name, value in own.items())
