@@ -188,7 +188,7 @@ class TestSteps:
                 given = await soon(steps) if task.cancelled() else task.result()
                 assert given == 3
             await settle(lambda: sender.statistics().waiting == 0)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await receiver.shutdown()
 
     @pytest.mark.parametrize(
@@ -858,7 +858,7 @@ class TestSeveralSenders:
                 await publish(second, 90)
                 async with restarted(senders[0]) as first:
                     await publish(first, 90)
-                    async with asyncio.timeout(10):
+                    async with asyncio.timeout(60):
                         assert await steps.receive(receive_once) == (90, None)
             assert asked == [102, 102, 90, 90]
 
@@ -927,7 +927,7 @@ async def test_a_restart_before_the_manifest_is_noticed(follows):
         await publish(before, 102)
         await publish(after, 90)
         senders = chain([before], repeat(after))
-        async with asyncio.timeout(20), shared_address(senders) as (url, _):
+        async with asyncio.timeout(60), shared_address(senders) as (url, _):
             if follows:
                 async with aclosing(receiver.follow(url)) as follower:
                     check(*await anext(follower))

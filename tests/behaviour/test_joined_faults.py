@@ -154,7 +154,7 @@ class TestDeaths:
             lines[VICTIM].otherwise = Dies(lines[VICTIM], 100 << 10)
             into = zeroed(whole())
             with pytest.raises(TransferTimeoutError, match="timed out") as caught:
-                await receiver.recv_checkpoint(0, metadata, STEP, 1.0, into=into)
+                await receiver.recv_checkpoint(0, metadata, STEP, 3.0, into=into)
             assert says(caught.value, lines[VICTIM])
             assert is_zero(into)
 
@@ -269,7 +269,7 @@ class TestDeaths:
         """A sender that stands still is like one that is gone."""
         async with (
             behind(kind) as (_, lines, metadata),
-            impatient(stall_timeout=0.5) as receiver,
+            impatient() as receiver,
         ):
             lines[VICTIM].otherwise = Dies(lines[VICTIM], 200 << 10, silent=True)
             call = receiver.recv_checkpoint(0, metadata, STEP)
@@ -450,7 +450,7 @@ class TestWithoutTheStep:
             ours.require(await receiver.fingerprint(metadata, STEP))
         async with self.emptied("fsdp") as (fresh, metadata), impatient() as receiver:
             with pytest.raises(TransferTimeoutError, match=fresh.address()):
-                await receiver.fingerprint(metadata, STEP, timeout=1)
+                await receiver.fingerprint(metadata, STEP, timeout=2)
             task = asyncio.create_task(receiver.fingerprint(metadata, STEP))
             await asyncio.sleep(0.5)
             assert not task.done()
@@ -482,7 +482,7 @@ class TestWithoutTheStep:
             metadata, dead = joined([*senders[:3], fresh]), senders[VICTIM].address()
             await senders[VICTIM].shutdown()
             with pytest.raises(TransferTimeoutError) as caught:
-                await receiver.recv_checkpoint(0, metadata, STEP, 2)
+                await receiver.recv_checkpoint(0, metadata, STEP, 3)
             assert f"published at {fresh.address()}" in str(caught.value)
             assert any(dead in note for note in caught.value.__notes__)
 
@@ -507,7 +507,7 @@ class TestWithoutTheStep:
         ):
             for each in (patient, receiver):
                 with pytest.raises(TransferTimeoutError) as told:
-                    await each.recv_checkpoint(0, metadata, step, 1.0)
+                    await each.recv_checkpoint(0, metadata, step, 2.0)
                 assert f"published at {fresh.address()}" in str(told.value)
             call = receiver.recv_checkpoint(0, metadata, step)
             task = asyncio.create_task(call)

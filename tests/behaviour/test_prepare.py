@@ -195,7 +195,7 @@ async def test_a_prepare_that_fails_leaves_no_trace() -> None:
         await sender.send_checkpoint(step=1, state_dict=weights_of(1))
         metadata, before = sender.metadata(), arenas()
         with pytest.raises(StepNotFoundError):
-            await receiver.prepare(metadata, 0, into=live, timeout=5)
+            await receiver.prepare(metadata, 0, into=live, timeout=30)
         with pytest.raises(TemplateMismatchError):
             await receiver.prepare(metadata, 1, into={"w": torch.zeros(2)})
         for count in (500, MIB // 2, MIB):

@@ -111,7 +111,8 @@ async def test_memory_goes_though_the_exception_stays(
 ) -> None:
     """Its traceback refers to every frame that the bytes have passed."""
     given = dict(OPTIONS[options])
-    async with pair(reconnect_timeout=0, chunk_bytes=4 * MIB) as (sender, receiver):
+    options_of = {"reconnect_timeout": 0, "stall_timeout": 2, "chunk_bytes": 4 * MIB}
+    async with pair(**options_of) as (sender, receiver):
         await sender.send_checkpoint([], 1, weights(mib=128, count=16))
         if "into" in given:
             given["into"] = weights(2.0, mib=128, count=16)
@@ -120,7 +121,7 @@ async def test_memory_goes_though_the_exception_stays(
         async with proxied(sender, faults=faults, otherwise=StallAfter(0)) as proxy:
             url = through(proxy, sender)
             with pytest.raises(TransportError) as caught:
-                await receiver.recv_checkpoint(0, url, 1, timeout=2, **given)
+                await receiver.recv_checkpoint(0, url, 1, **given)
             moved = proxy.statistics().bytes_down
         assert moved > 1.2 * 24 * MIB
         await settle(lambda: resident("VmRSS") - before < 24 * MIB)  # threads unmap it

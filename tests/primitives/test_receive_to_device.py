@@ -188,7 +188,7 @@ async def test_a_deadline_does_not_tear_the_template(device) -> None:
     async with pair() as (sender, receiver):
         await sender.send_checkpoint([], 1, strided(1.0))
         template = strided(0.0)
-        call = receiver.recv_checkpoint(0, sender.metadata(), 1, 0.3, into=template)
+        call = receiver.recv_checkpoint(0, sender.metadata(), 1, 2.0, into=template)
         task = asyncio.create_task(call)
         await settle(lambda: device.run(copies=0) >= 0 and not device.idle)
         with pytest.raises(TransferTimeoutError, match="while copying step 1"):
@@ -255,7 +255,7 @@ async def test_a_busy_device_holds_up_no_other_receive(device, monkeypatch) -> N
             await asyncio.wait({task})
         monkeypatch.setattr("aiockpt.http_transport.port_for", lambda _: None)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 assert_same(await receive(sender, receiver), one(1.0))
         finally:
             device.held = False
@@ -280,7 +280,7 @@ async def test_a_cancel_ends_what_waits_for_who_still_uses_the_template(
         await settle(lambda: bool(blocked) or asked_for(device))
         receiving.task.cancel()
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 assert await receiving.end() is None
         finally:
             device.held = False
