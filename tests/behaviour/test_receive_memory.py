@@ -117,7 +117,7 @@ async def test_memory_goes_though_the_exception_stays(
         if "into" in given:
             given["into"] = weights(2.0, mib=128, count=16)
         before = resident("VmRSS")
-        faults = [StallAfter(38 * MIB)] * 4
+        faults = [StallAfter(24 * MIB)] * 4
         async with proxied(sender, faults=faults, otherwise=StallAfter(0)) as proxy:
             url = through(proxy, sender)
             with pytest.raises(TransportError) as caught:
