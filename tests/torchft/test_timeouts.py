@@ -69,10 +69,8 @@ class TestGroup:
             "send": partial(transport.send_checkpoint, [1], 1, STATE),
             "receive": partial(transport.recv_checkpoint, 1, "", 1),
         }[direction]
-        started = time.monotonic()
         with pytest.raises(RuntimeError, match=f"timed out after {SHORT} s"):
             call(**given)
-        assert time.monotonic() - started < 10
         transport.shutdown()
 
     @default
@@ -110,10 +108,8 @@ class TestHTTP:
     def test_the_constructor_s_holds(self, make: Make, given: dict[str, Any]) -> None:
         """A step that is never sent is an error at the deadline."""
         source, heir = make(), make(SHORT)
-        started = time.monotonic()
         with pytest.raises(RuntimeError, match=f"timed out after {SHORT} s"):
             heir.recv_checkpoint(0, source.metadata(), 1, **given)
-        assert time.monotonic() - started < 10
 
     @default
     def test_a_transfer_without_one(self, make: Make, given: dict[str, Any]) -> None:

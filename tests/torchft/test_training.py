@@ -27,7 +27,7 @@ def test_a_killed_replica_is_healed(tmp_path: Path, replicas: int, quorum: str) 
     assert [each["error"] for each in heir.events("recv")] == [""]
     assert heir.events("healed")
     assert any(each["error"] == "" for each in first.events("send"))
-    assert max(each["seconds"] for each in first.events("disallow")) < 1
+    assert max(each["seconds"] for each in first.events("disallow")) < 5  # the grace
 
 
 def test_a_killed_group_of_fsdp2_is_healed_shard_by_shard(tmp_path: Path) -> None:
