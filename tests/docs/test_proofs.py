@@ -6,11 +6,7 @@ import re
 from functools import reduce
 from importlib import import_module
 
-import pytest
-
 from tests.support.proofs import promises, proofs, render
-
-pytestmark = pytest.mark.torch_free
 
 
 def test_every_promise_has_a_proof_and_every_proof_a_promise() -> None:
@@ -23,7 +19,6 @@ def test_every_promise_has_a_proof_and_every_proof_a_promise() -> None:
 
 def test_every_proof_is_a_test() -> None:
     """A class that inherits its tests has the one that its mark names."""
-    pytest.importorskip("torch", reason="the suites need it")
     for test in {test for tests in proofs().values() for test in tests}:
         file, *names = test.split("::")
         assert names[-1].startswith(("test_", "Test")), test

@@ -164,20 +164,20 @@ async def test_silent_peer_is_given_up_after_the_stall_timeout(
     assert caught.value.chunk == 0
 
 
-@pytest.mark.parametrize("busy", [0, 0.5])
+@pytest.mark.parametrize("busy", [0, 1.5])
 async def test_slow_peer_is_no_silent_peer(fast_path, busy) -> None:
     """A drip is waited for; time in which nobody could read a byte does not count."""
     async with (
         serving(noise(2000)) as peer,
-        FaultProxy("127.0.0.1", peer.port, otherwise=Drip(4000, burst=20)) as proxy,
-        receiver(fast_path=fast_path, stall_timeout=0.2) as client,
+        FaultProxy("127.0.0.1", peer.port, otherwise=Drip(1500, burst=10)) as proxy,
+        receiver(fast_path=fast_path, stall_timeout=1.0) as client,
     ):
         start = time.monotonic()
         task = asyncio.create_task(fetch(client, peer, port=proxy.port))
         await settle(lambda: proxy.statistics().bytes_down)
         time.sleep(busy)  # noqa: ASYNC251 - the loop is busy elsewhere
         assert (await task).content == peer.segment
-        assert time.monotonic() - start > 0.4
+        assert time.monotonic() - start > 1.0
 
 
 @pytest.mark.parametrize("seconds", [0, 0.3])

@@ -15,8 +15,6 @@ import pytest
 from tests.support.affected import ROOT, affected
 from tests.support.leakcheck import shm
 
-pytestmark = pytest.mark.torch_free
-
 KEEPER = """
 import multiprocessing
 lock = multiprocessing.get_context("spawn").Lock()

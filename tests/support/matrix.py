@@ -11,7 +11,7 @@ takes the fixture ``record`` and names its row::
             record.within("to the error", seconds, 0.2)  # the worst is shown
 
 ``AIOCKPT_FAULTS=exhaustive`` asks for every seed and for the exact figures. In the
-ordinary suite a test does a little of its row, and a figure may be ten times its limit.
+ordinary suite a test does a little of its row, and a busy machine fails no figure.
 ``AIOCKPT_FAULTS_OUT`` names a file that gets a line of JSON from every test, and
 ``python -m tests.support.matrix FILE PAGE`` makes a page of these results.
 """
@@ -35,6 +35,8 @@ T = TypeVar("T")
 EXHAUSTIVE: Final = os.environ.get("AIOCKPT_FAULTS") == "exhaustive"
 OUT: Final = os.environ.get("AIOCKPT_FAULTS_OUT")
 NOT_RUN: Final = "not run"
+BUSY_S: Final = 20.0
+"""What a busy machine may add to a time in the ordinary suite."""
 
 
 def _rows() -> dict[int, list[str]]:
@@ -135,10 +137,12 @@ class Record:
     ) -> None:
         """State a figure that may be ``limit`` at most, and fail where it is more.
 
-        The ordinary suite runs beside other work: there it may be ``slack`` times that.
+        The ordinary suite runs beside other work: there it may be ``slack`` times that,
+        and a time may be longer by ``BUSY_S``.
         """
         self._keep_worse(what, Figure(value, limit, unit))
-        allowed = limit if EXHAUSTIVE else limit * slack
+        busy = limit + BUSY_S if unit == " s" else 0.0
+        allowed = limit if EXHAUSTIVE else max(limit * slack, busy)
         assert value <= allowed, f"{what}: {value:g}{unit}, not {limit:g} at most"
 
     def at_least(
