@@ -201,14 +201,16 @@ async def test_a_step_of_replicas_is_prepared() -> None:
 
 
 @pytest.mark.asyncio
-async def test_keys_that_do_not_fit() -> None:
-    """A receive brings everything, as from one sender."""
+async def test_what_does_not_fit() -> None:
+    """A receive brings everything, to memory of the template."""
     async with shards(shared) as senders:
         into = {**zeroed(SHARED), "more": torch.zeros(2)}
         with pytest.raises(AiockptError, match="more"):
             await received(joined(senders), into=into)
-        with pytest.raises(AiockptError, match=r"\bb\b"):
-            await received(joined(senders), into={"w": 0 * WHOLE, "n": 0})
+        misfits = [{"w": 0 * WHOLE, "n": 0}, {**zeroed(SHARED), "b": WHOLE.to("meta")}]
+        for misfit in misfits:
+            with pytest.raises(AiockptError, match=r"\bb\b"):
+                await received(joined(senders), into=misfit)
 
 
 @pytest.mark.asyncio
