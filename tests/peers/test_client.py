@@ -389,20 +389,6 @@ class TestCredentials:
 class TestSession:
     """The owner of a session closes it."""
 
-    async def test_session_of_the_caller_is_used_and_left_open(self) -> None:
-        """Its settings may differ from those that the client would choose."""
-
-        async def fail(_: object) -> None:
-            raise AssertionError("the client judges statuses itself")
-
-        async with ClientSession(
-            raise_for_status=fail, read_bufsize=64, headers={"X-Mine": "1"}
-        ) as session:
-            async with serving(SEGMENT) as peer, receiver(session) as client:
-                assert (await fetch(client, peer)).content == SEGMENT
-            assert peer.requests[0][1]["X-Mine"] == "1"
-            assert not session.closed
-
     async def test_closed_session_of_the_caller_is_named(self) -> None:
         """It is not the client that is closed."""
         async with ClientSession() as session:

@@ -85,21 +85,6 @@ async def test_hosts_take_turns() -> None:
 
 @pytest.mark.usefixtures("quick")
 @proves("threat D23")
-async def test_the_slowest_body_makes_way() -> None:
-    """The slowest body ends, also if one host such as a proxy has all of them."""
-    places, slow = Admission(3), Body(1)
-    fast = [Body(1000), Body(500)]
-    async with (
-        asyncio.timeout(30),
-        holding(places, (A, fast[0]), (A, slow), (A, fast[1])),
-        places.take(A, Body(), wait=30),
-    ):
-        assert slow.ended.is_set()
-        assert not any(body.ended.is_set() for body in fast)
-
-
-@pytest.mark.usefixtures("quick")
-@proves("threat D23")
 async def test_nobody_is_ended_while_there_is_a_place() -> None:
     """No body is ended while there is a place, however slow it is."""
     places, slow = Admission(2), Body(0)

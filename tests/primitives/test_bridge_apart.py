@@ -9,7 +9,6 @@ import weakref
 
 import pytest
 
-from aiockpt.errors import ClosedError
 from aiockpt.runtime.bridge import Bridge
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
@@ -39,35 +38,6 @@ async def begun(wait: Wait) -> None:
     """Wait until a thread is in it."""
     while not wait.begun.is_set():  # noqa: ASYNC110 - a thread sets it
         await asyncio.sleep(0.001)
-
-
-async def test_every_call_has_a_thread_of_its_own() -> None:
-    """They do not wait for one another, nor for the pool."""
-    bridge = Bridge(threads=1, name="bridge-apart")
-    first, second = Wait(), Wait()
-    calls = [asyncio.create_task(bridge.run_apart(wait)) for wait in (first, second)]
-    await begun(first)
-    await begun(second)
-    assert await bridge.run(int) == 0
-    second.end.set()
-    assert await calls[1] == "ended"
-    first.end.set()
-    assert await calls[0] == "ended"
-    bridge.close()
-
-
-async def test_closing_ends_the_call_at_once() -> None:
-    """Closing ends the call, and refuses later ones."""
-    bridge = Bridge(threads=1, name="bridge-apart")
-    wait = Wait()
-    call = asyncio.create_task(bridge.run_apart(wait))
-    await begun(wait)
-    await bridge.aclose(timeout=LONG)
-    with pytest.raises(ClosedError):
-        await call
-    with pytest.raises(ClosedError):
-        await bridge.run_apart(int)
-    wait.end.set()
 
 
 class Thing:

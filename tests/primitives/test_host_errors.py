@@ -9,7 +9,6 @@ from typing import NoReturn
 import pytest
 
 from aiockpt.errors import (
-    AiockptError,
     LimitExceededError,
     StagingError,
     StorageError,
@@ -43,23 +42,6 @@ def test_others_stay_what_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, failing_here("receiving"):
         raise error
     assert caught.value is error
-
-
-@pytest.mark.asyncio
-async def test_a_receive_says_what_it_leaves_of_its_template(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The error says that the template is unchanged, also if the host failed."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, weights(mib=16.0))
-        monkeypatch.setattr("aiockpt.memory.arena.Arena.populate", refuse)
-        with pytest.raises(AiockptError, match="Cannot allocate") as caught:
-            await receive(sender, receiver, into=weights(0.0, mib=16.0))
-    assert "the template was not modified" in caught.value.__notes__
 
 
 @pytest.mark.asyncio

@@ -35,20 +35,6 @@ def call(facade: SyncFacade, function, timeout: float = 5):
     return facade.call(function, timeout=timeout, phase="test")
 
 
-def test_what_comes_of_a_coroutine_comes_out(facade: SyncFacade) -> None:
-    """The caller's thread gets the coroutine's result or error."""
-
-    async def name() -> str:
-        return threading.current_thread().name
-
-    async def fail() -> None:
-        raise ZeroDivisionError
-
-    assert call(facade, name) == "aiockpt-the test"
-    with pytest.raises(ZeroDivisionError):
-        call(facade, fail)
-
-
 @pytest.mark.parametrize(
     ("inside", "outside"),
     [

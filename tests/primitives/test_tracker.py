@@ -435,21 +435,6 @@ async def test_a_promise_that_has_lapsed_stays_so(
     assert announce(tracker, 3).next == 0
 
 
-async def test_a_promise_that_is_in_vain_is_made_to_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The tracker waits a few times as long as such a chunk usually takes."""
-    monkeypatch.setattr(module, "_MIN_LAPSE_S", 60.0)
-    tracker = Tracker(2)
-    first = announce(tracker, 1).next
-    assert first is not None
-    tracker.promises.give(range(first, first + 1))
-    second = announce(tracker, 2).next
-    assert announce(tracker, 3).next is None
-    monkeypatch.setattr(module, "_MIN_LAPSE_S", 0.1)
-    await settle(lambda: announce(tracker, 3).next == second)
-
-
 async def test_a_member_is_not_told_of_those_that_it_knows() -> None:
     """If it knows enough, it is told of a few that few others know."""
     tracker = Tracker(8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,56 +49,10 @@ def two() -> State:
     return {"a": torch.ones(4), "b": torch.ones(8)}
 
 
-def tied() -> State:
-    """One tensor under two names."""
-    weight = torch.ones(4)
-    return {"a": weight, "b": weight}
-
-
-def views() -> State:
-    """Two halves of one storage."""
-    whole = torch.ones(8)
-    return {"a": whole[:4], "b": whole[4:]}
-
-
 def overlapping() -> State:
     """Two tensors that overlap in memory."""
     whole = torch.ones(12)
     return {"a": whole[:4], "b": whole[2:10]}
-
-
-def strided() -> State:
-    """The first tensor is a column."""
-    return {"a": torch.ones(4, 2)[:, 0], "b": torch.ones(8)}
-
-
-CASES: dict[str, tuple[Callable[[], State], Callable[[], State | None], int, int]] = {
-    # name: (what was saved, the template, straight ranges, kept ranges)
-    "alike": (two, two, 2, 0),
-    "no template": (two, lambda: None, 0, 1),
-    "a key": (two, lambda: {"b": torch.zeros(8)}, 1, 0),
-    "a place without a tensor": (two, lambda: {"a": None, "b": torch.zeros(8)}, 1, 1),
-    "tied in both": (tied, tied, 1, 0),
-    "tied in the checkpoint": (
-        tied,
-        lambda: {"a": torch.zeros(4), "b": torch.zeros(4)},
-        0,
-        1,
-    ),
-    "views that are apart": (views, views, 2, 0),
-    "overlapping in both": (overlapping, overlapping, 1, 0),
-    "strided in the template": (two, strided, 1, 1),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_bytes_go_straight_where_both_are_alike(tmp_path: Path, case: str) -> None:
-    """Everything else is kept in the arena, and copied at the end."""
-    saved, template, straight, kept = CASES[case]
-    plan = planned(save(tmp_path / "c", saved()), template())
-    assert plan.backings is not None
-    assert sum(size > 0 for size in plan.backings.sizes) == straight
-    assert sum(plan.kept) == kept
 
 
 def test_two_tensors_for_overlapping_memory_are_refused(tmp_path: Path) -> None:

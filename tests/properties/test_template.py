@@ -104,19 +104,6 @@ class TestMismatch:
         error = mismatch({"a": torch.ones(2), "b": torch.ones(2)}, {"a": one, "b": one})
         assert (error.path, error.actual) == ("b", "memory shared with a")
 
-    def test_tied_there_and_not_here(self) -> None:
-        """Both are filled."""
-        one = torch.arange(2.0)
-        own = {"a": torch.zeros(2), "b": torch.zeros(2)}
-        fill({"a": one, "b": one}, own, direct=True)
-        assert all(torch.equal(each, one) for each in own.values())
-        whole = torch.arange(6.0)
-        state = {"a": whole[:4], "b": whole[2:]}
-        base = torch.zeros(6)
-        own = {"a": base[:4], "b": torch.zeros(4)}
-        fill(state, own, direct=False)
-        assert all(torch.equal(own[name], state[name]) for name in own)
-
     def test_overlapping_otherwise(self) -> None:
         """Some elements would get two values."""
         there, here = torch.ones(10), torch.ones(10)
