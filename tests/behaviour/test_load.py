@@ -209,7 +209,7 @@ class TestDamage:
 
     def test_it_is_replaced_before_any_call(self, tmp_path, monkeypatch) -> None:
         """There is always a whole one of this name, so the load begins again."""
-        path, opened = save(tmp_path / "s-1", {"a": 0}), io.open
+        path, opened = save(tmp_path / "s-1", {"a": 0}), os.open
         for number in itertools.count():
             left = [number]
 
@@ -220,7 +220,7 @@ class TestDamage:
                 return opened(*args, **more)
 
             left.append(number + 1)
-            monkeypatch.setattr(io, "open", replacing)
+            monkeypatch.setattr(os, "open", replacing)
             found = load(path)["a"]
             monkeypatch.undo()
             assert found in (number, number + 1)

@@ -368,6 +368,31 @@ class TestStoreThatOutlivesTheJob:
         yield port
         del hosted
 
+    @pytest.mark.parametrize("first", [0, 1])
+    @pytest.mark.parametrize(
+        "lives", [("at", "stays-away"), ("stays-away", "at"), ("at", "before")]
+    )
+    def test_the_dead_of_an_earlier_attempt_do_not_count(
+        self, tmp_path, monkeypatch, port: int, lives: tuple[str, str], first: int
+    ) -> None:
+        """They had written their files, and waited for the others, when they died."""
+        assert ranks(tmp_path, "tcp_store", *lives, port=port) == [["1 saved"]] * 2
+        monkeypatch.chdir(tmp_path.parent)
+        path = Path("/proc/self/cwd", tmp_path.name, "step-2")  # their name for it
+        assert not path.exists()
+        assert path.with_name(".step-2.part").exists()
+        with ThreadPoolExecutor(2) as pool:
+            begun = []
+            for rank in (first, 1 - first):
+                meets = barrier(rank, 2, port, is_master=False, timeout_exit_secs=0)
+                limits = config(write_barrier_timeout_secs=LONG)
+                made = CheckpointWriter(limits, RankInfo(rank, 2), meets)
+                begun.append(pool.submit(made.write, path, {"value": rank}))
+                time.sleep(0.3)
+            for each in begun:
+                each.result(LONG)
+        assert [load(path, rank=rank)["value"] for rank in (0, 1)] == [0, 1]
+
     @pytest.mark.parametrize("dead", [0, 1])
     def test_a_failure_is_told_to_one_save_only(
         self, tmp_path, port: int, dead: int
