@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
-__all__ = ["forget_the_peak", "mapped", "resident"]
+__all__ = ["arenas", "forget_the_peak", "mapped", "resident"]
 
 
 def resident(field: str) -> int:
@@ -22,11 +22,17 @@ def forget_the_peak() -> int:
     return resident("VmRSS")
 
 
+def _lendable() -> list[list[str]]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split() for line in lines if "/memfd:aiockpt" in line]
+
+
 def mapped() -> int:
     """Return how many bytes of memory that can be lent this process has mapped."""
-    total = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "/memfd:aiockpt" in line:
-            start, stop = (int(each, 16) for each in line.split()[0].split("-"))
-            total += stop - start
-    return total
+    bounds = [[int(each, 16) for each in found[0].split("-")] for found in _lendable()]
+    return sum(stop - start for start, stop in bounds)
+
+
+def arenas() -> set[str]:
+    """Return which memory that can be lent this process has mapped."""
+    return {found[4] for found in _lendable()}
