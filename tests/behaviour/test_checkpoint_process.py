@@ -137,6 +137,15 @@ class TestWriting:
         found = torch.load(tmp_path / "a" / "0.own")
         assert_same(found, [state(), {"tag": "x"}])
 
+    async def test_writes_keep_their_order(self, tmp_path, gate) -> None:
+        """The last one stands, whoever was handed over while another was written."""
+        async with process(gate=gate) as made:
+            path = str(tmp_path / "a")
+            tasks = [await submit(made, state(fill), path) for fill in (1, 2, 3.0)]
+            gate.open(3)
+            assert all([await task.written() for task in tasks])
+        assert_same(loaded(tmp_path / "a"), state(3.0))
+
 
 async def later(result):
     """Return it, or raise it, a moment later."""
