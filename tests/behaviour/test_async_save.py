@@ -84,6 +84,16 @@ def places(handles):
     return {each.snapshot.arena.address for each in handles if each.snapshot}
 
 
+async def cut(call, turns):
+    """Begin a call, and cancel it after some turns of the loop; return its task."""
+    task = asyncio.ensure_future(call)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    return task
+
+
 @proves("cell AsyncCheckpointer.save: success")
 async def test_a_save_returns_when_the_state_is_staged(tmp_path, gate, config) -> None:
     """The write has not begun, and nothing of a later step gets into it."""
@@ -472,6 +482,21 @@ class TestEnd:
             assert_same(loaded(tmp_path / "1"), state(1))
         assert (tmp_path / "1").exists() is not config.use_process
         assert not (tmp_path / "2").exists()
+
+
+async def test_a_save_can_be_cancelled_at_every_await(tmp_path, config) -> None:
+    """A cancelled save leaves nothing, or the whole checkpoint."""
+    async with make_async_checkpointer(config) as made:
+        await (await made.save(state(), tmp_path / "first")).written()
+        for turns in range(0, 60, 2):
+            task = await cut(made.save(state(turns), tmp_path / f"step-{turns}"), turns)
+            if not task.cancelled():
+                await task.result().written()
+        await (await made.save(state(), tmp_path / "last")).written()
+        assert made.statistics().failed == 0
+    for each in aiockpt.list_checkpoints(tmp_path):
+        fill = each.step if each.name.startswith("step") else 1.0
+        assert_same(loaded(each.path), state(fill))
 
 
 @pytest.mark.parametrize("heard", [0, 200_000])
