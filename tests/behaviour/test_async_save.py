@@ -499,6 +499,20 @@ async def test_a_save_can_be_cancelled_at_every_await(tmp_path, config) -> None:
         assert_same(loaded(each.path), state(fill))
 
 
+@proves("cell AsyncCheckpointer.load, state_dict=: cancel")
+async def test_nothing_writes_after_a_cancelled_load(tmp_path) -> None:
+    """The template is left alone from then on."""
+    async with make_async_checkpointer(THREAD) as made:
+        await (await made.save(state(), tmp_path / "a")).written()
+        for turns in range(30):
+            template = state(0.0)
+            await cut(made.load(tmp_path / "a", template), turns)
+            template["weight"].fill_(7.0)
+            await asyncio.sleep(0.001)
+            assert template["weight"].eq(7.0).all()
+        assert_same(await made.load(tmp_path / "a"), state())
+
+
 @pytest.mark.parametrize("heard", [0, 200_000])
 async def test_a_cancelled_load_does_not_wait_for_a_silent_peer(
     monkeypatch, heard: int
