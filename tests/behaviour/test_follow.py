@@ -894,7 +894,11 @@ async def shared_address(senders):
     ports, asked = map(port_of, senders), list[int]()
 
     async def relay(down, back):
-        head = (await down.readuntil(b"\r\n\r\n"))[:-2]
+        try:
+            head = (await down.readuntil(b"\r\n\r\n"))[:-2]
+        except asyncio.IncompleteReadError:  # the receiver has ended
+            back.close()
+            return
         asked.append(next(ports))
         up, to = await asyncio.open_connection("127.0.0.1", asked[-1])
         to.write(head + b"Connection: close\r\n\r\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -293,7 +294,7 @@ async def test_a_cancelled_apply_is_whole_or_nothing() -> None:
     live: Any = weights_of(0)
     async with pair() as (sender, receiver):
         await sender.send_checkpoint(step=1, state_dict=weights_of(1))
-        for turns in range(6):
+        for turns in itertools.count():
             step = await receiver.prepare(sender.metadata(), 1, into=live)
             task = asyncio.create_task(step.apply_async())
             for _ in range(turns):
@@ -302,11 +303,10 @@ async def test_a_cancelled_apply_is_whole_or_nothing() -> None:
             await asyncio.wait([task])
             applied = live["step"].item()
             assert_same(live, weights_of(applied))
-            assert applied == bool(turns)
             await asyncio.sleep(0.05)
             assert_same(live, weights_of(applied))
-            for name, each in weights_of(0).items():
-                live[name].copy_(each)
+            if applied:
+                break
 
 
 async def test_a_template_is_required() -> None:

@@ -292,6 +292,7 @@ def test_a_command_that_does_not_know_a_type(
     values = {"value": "[kind]", "key": "{kind: 1}", "item of a set": "{kind}"}
     path = "step-1"
     code = (
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
         f"import aiockpt, {name}\n"
         f"kind = {name}.Phase.WARMUP\n"
         "with aiockpt.make_sync_checkpointer() as checkpointer:\n"

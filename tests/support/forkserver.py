@@ -401,6 +401,8 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     name_shared_memory()
+    # A fork of Python 3.11 takes its main thread for that of its parent.
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     time.tzset()
     os.chdir(request["cwd"])
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"python", 0, 0, 0)

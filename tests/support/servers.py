@@ -295,7 +295,7 @@ class Peer:
         return await self.answer(method=method)
 
 
-async def settle(condition: Any, *, patience: float = 10.0) -> None:
+async def settle(condition: Any, *, patience: float = 30.0) -> None:
     """Wait until ``condition()`` holds, which something is about to bring about."""
     async with asyncio.timeout(patience):
         while not condition():  # noqa: ASYNC110 - any condition, without an event

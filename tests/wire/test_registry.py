@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from aiockpt import Limits, register_leaf
+from aiockpt import Limits
 from aiockpt.errors import AiockptError, RemoteProtocolError
 from aiockpt.format.limits import WorkCancelledError
-from aiockpt.format.registry import REGISTRY, Registry
+from aiockpt.format.registry import REGISTRY, Registry, register_leaf
 from aiockpt.format.tree import decode_tree, encode_tree
 
 if TYPE_CHECKING:
