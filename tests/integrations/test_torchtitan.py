@@ -10,6 +10,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.optimizer import (
@@ -34,10 +36,20 @@ class Steps:
         self.step = state["step"]
 
 
+class Adapter:
+    """Stands for that of a model, which knows Hugging Face's names."""
+
+    def to_hf(self, state):
+        return {f"model.{name}": state[name] for name in state}
+
+    def from_hf(self, state):
+        return {name.removeprefix("model."): state[name] for name in state}
+
+
 class Run:
     """A sharded model, and what torchtitan makes for it."""
 
-    def __init__(self, place) -> None:
+    def __init__(self, place, **options) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Linear(8, 8)
         fully_shard(self.model)
@@ -48,13 +60,16 @@ class Run:
         self.optimizers = config.build(model_parts=[self.model])
         self.schedulers = LRSchedulersContainer(self.optimizers, lambda _: 1.0)
         self.trainer = Steps()
-        config = BackgroundManager.Config(enable=True, folder=str(place), interval=2)
+        config = BackgroundManager.Config(
+            enable=True, folder=str(place), interval=2, **options
+        )
         self.manager = config.build(
             dataloader=None,
             model_parts=[self.model],
             optimizers=self.optimizers,
             lr_schedulers=self.schedulers,
             states={"train_state": self.trainer},
+            sd_adapter=Adapter(),
         )
 
     def train(self, last: int) -> None:
@@ -96,6 +111,26 @@ def test_a_run_goes_on(group, tmp_path) -> None:
     second.train(5)
     one, other = (run.model.weight.to_local() for run in (undisturbed, second))
     assert torch.equal(one, other)
+
+
+@pytest.mark.allow_leaks("threads", "fds")  # gloo's
+@pytest.mark.parametrize("in_hf", [False, True], ids=["dcp", "hugging face"])
+def test_a_run_begins_from_given_weights(in_hf, group, tmp_path) -> None:
+    """The model has them, and nothing else has changed."""
+    given = {"weight": torch.randn(8, 8), "bias": torch.randn(8)}
+    place = tmp_path / "given"
+    if in_hf:
+        place.mkdir()
+        save_file(Adapter().to_hf(given), place / "model.safetensors")
+    else:
+        dcp.save(given, checkpoint_id=place)
+    options = {"initial_load_path": str(place), "initial_load_in_hf": in_hf}
+    run = Run(tmp_path / "run", **options)
+    assert run.manager.load()
+    assert run.trainer.step == 0
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(value.full_tensor(), given[name])
+    run.manager.close()
 
 
 @dataclass

@@ -39,6 +39,8 @@ class BackgroundManager(BaseCheckpointManager):
         self.enable, self.interval = config.enable, config.interval
         self.save_future = self.handle = None
         self.folder = os.path.join(base_folder, config.folder)
+        self.initial = config.initial_load_path
+        self.adapter = sd_adapter if config.initial_load_in_hf else None
         self.states = states | {
             MODEL: ModelWrapper(model_parts),
             OPTIMIZER: optimizers,
@@ -67,11 +69,24 @@ class BackgroundManager(BaseCheckpointManager):
         found = [newest if step < 0 else f"{self.folder}/step-{step}"]
         dist.broadcast_object_list(found)  # all ranks take the one that rank 0 sees
         if found[0] is None:
-            return False
+            return self._load_weights()  # those of `initial_load_path`, if any
         state = aiockpt.load(found[0], into=self._state(), rank_values="keep")
         for name, each in self.states.items():
             if each:
                 each.load_state_dict(state[name])
+        return True
+
+    def _load_weights(self):
+        if not self.initial:
+            return False
+        model = self.states[MODEL]
+        weights = model.state_dict()
+        if self.adapter:  # from Hugging Face's names
+            theirs = aiockpt.load(self.initial, into=self.adapter.to_hf(weights))
+            weights = self.adapter.from_hf(theirs)
+        else:
+            aiockpt.load(self.initial, into=weights)
+        model.load_state_dict(weights)
         return True
 
     def _maybe_wait_for_staging(self):
