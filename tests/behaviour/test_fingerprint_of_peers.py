@@ -138,7 +138,7 @@ async def test_an_answer_that_is_malformed_or_too_large_is_refused(body: bytes) 
 
 
 async def test_conditions_hold() -> None:
-    """It has the ETag of the snapshot; a HEAD computes nothing."""
+    """It has the ETag of the snapshot."""
     async with transport(insecure=True) as sender:
         await sender.send_checkpoint(step=1, state_dict=STATE)
         path = "/checkpoint/1/fingerprint"

@@ -11,6 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
+import torch
 
 import aiockpt
 from aiockpt import IntegrityError, Progress, StepNotFoundError
@@ -647,6 +648,22 @@ class TestCancellations:
                     assert_same(into, whole())
             again = await receiver.recv_checkpoint(0, metadata, STEP)
             assert_same(again, whole())
+
+    async def test_after_any_number_of_turns(self) -> None:
+        """An await between two stops is no worse."""
+        async with shards(state_of("fsdp")) as senders, transport() as receiver:
+            metadata, before = joined(senders), arenas()
+            for turns in (*range(0, 40, 2), *range(40, 400, 40)):
+                into = zeroed(whole())
+                call = receiver.recv_checkpoint(0, metadata, STEP, into=into)
+                task = asyncio.create_task(call)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait({task})
+                assert is_zero(into) or torch.equal(into["w"], numbers(MIB_SENT))
+                del task, call
+            await self.is_over(senders, before)
 
     async def test_while_a_late_sender_is_awaited(self) -> None:
         """The leases on the others end as well."""

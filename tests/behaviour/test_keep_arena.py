@@ -83,8 +83,8 @@ async def test_what_could_not_be_put_together_leaves_sound_memory() -> None:
         assert_same(await receive(sender, receiver, 2), state(2))
 
 
-async def test_the_end_keeps_nothing_but_what_is_used() -> None:
-    """What was received stays."""
+async def test_what_was_received_outlives_the_receiver() -> None:
+    """Its shutdown frees no memory that the caller uses."""
     async with transport() as sender:
         await sender.send_checkpoint([1], 1, state(1))
         receiver: HTTPTransport[Any] = transport(keep_arena=True)

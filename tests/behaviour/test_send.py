@@ -279,7 +279,7 @@ class TestShutdown:
 
     async def test_a_second_one_need_not_wait(self):
         """With ``wait=False``, it cuts the grace of the first."""
-        sender = transport(grace=600, insecure=True)
+        sender = transport(grace=600, stall_timeout=600, insecure=True)
         await sender.send_checkpoint([], 1, LARGE)
         async with slow_reader(sender):
             first = asyncio.create_task(sender.shutdown())

@@ -18,6 +18,7 @@ from aiockpt.errors import (
     LimitExceededError,
     LocalProtocolError,
     RemoteProtocolError,
+    StepNotFoundError,
     TransferTimeoutError,
     UnsupportedLeafError,
 )
@@ -194,7 +195,7 @@ class TestAddress:
 
 
 async def test_a_session_of_the_callers_is_used_and_left_open():
-    """The caller closes a session that the caller has passed."""
+    """Its settings may be odd, and the caller closes it."""
     asked: list[str] = []
 
     async def note(_: object, __: object, params: Any) -> None:
@@ -202,10 +203,13 @@ async def test_a_session_of_the_callers_is_used_and_left_open():
 
     tracing = aiohttp.TraceConfig()
     tracing.on_request_start.append(note)
-    async with aiohttp.ClientSession(trace_configs=[tracing]) as session:
+    odd: Any = {"raise_for_status": True, "read_bufsize": 64}
+    async with aiohttp.ClientSession(trace_configs=[tracing], **odd) as session:
         async with transport() as sender, transport(session=session) as receiver:
             await sender.send_checkpoint([], 1, weights())
             assert_same(await receive(sender, receiver), weights())
+            with pytest.raises(StepNotFoundError):
+                await receive(sender, receiver, 0)
         assert "/checkpoint/1/metadata" in asked
         assert not session.closed
 

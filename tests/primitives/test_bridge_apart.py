@@ -40,6 +40,23 @@ async def begun(wait: Wait) -> None:
         await asyncio.sleep(0.001)
 
 
+async def test_a_cancel_leaves_the_thread_behind() -> None:
+    """The call ends before its thread, which no end of the bridge waits for."""
+    bridge, wait = Bridge(threads=1, name="bridge-apart"), Wait()
+    call = asyncio.create_task(bridge.run_apart(wait))
+    await begun(wait)
+    (left,) = alive()
+    call.cancel()
+    await asyncio.wait({call})
+    bridge.close()
+    assert call.cancelled()
+    assert left.is_alive()
+    assert left.daemon
+    wait.end.set()
+    while left.is_alive():  # noqa: ASYNC110 - joining it would block
+        await asyncio.sleep(0.001)
+
+
 class Thing:
     """Something that must not be kept alive."""
 

@@ -225,6 +225,20 @@ class TestPool:
         assert pool.take(5_000) is large  # at most twice as large
         assert disposed == []
 
+    @pytest.mark.parametrize("end", [ArenaPool.trim, ArenaPool.close])
+    def test_trimming_keeps_nothing(self, disposed, end) -> None:
+        """What comes back later goes, too: until the next take, or for ever."""
+        pool = ArenaPool(shared=False, keep=1, dispose=disposed.append)
+        free, late, later = pool.take(1000), pool.take(1000), pool.take(1000)
+        pool.give_back(free)
+        end(pool)
+        pool.give_back(late)
+        assert disposed == [free, late]
+        last = pool.take(1000)
+        pool.give_back(later)
+        assert (later in disposed) == (end is ArenaPool.close)
+        disposed += [later, last]
+
     def test_threads_may_share_it(self, disposed) -> None:
         """An arena has one user at a time, and none is lost."""
         pool = ArenaPool(shared=False, keep=1, dispose=disposed.append)

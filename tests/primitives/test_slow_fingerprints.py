@@ -91,6 +91,17 @@ async def test_many_who_ask_get_one_computation(slow: Slow, process: bool) -> No
         assert slow.count == 1
 
 
+async def test_a_head_computes_nothing(slow: Slow) -> None:
+    """Its answer has no body."""
+    slow.go_on.set()
+    async with transport(insecure=True) as sender:
+        await sender.send_checkpoint(step=1, state_dict=STATE)
+        async with Peer(port_of(sender), token=None) as peer:
+            path = "/checkpoint/1/fingerprint"
+            assert (await peer.ask(path, method="HEAD")).status == 200
+    assert slow.count == 0
+
+
 async def test_one_is_computed_at_a_time(slow: Slow) -> None:
     """A second snapshot waits for its turn; a superseded one is kept meanwhile."""
     async with pair() as (sender, receiver):

@@ -105,6 +105,8 @@ CONDITIONS = [
     ({"If_Match": "W/{etag}"}, 412), ({"If_None_Match": "{etag}"}, 304),
     ({"If_None_Match": "W/{etag}"}, 304), ({"If_None_Match": "*"}, 304),
     ({"If_None_Match": '"other"'}, 206), ({"If_Range": "{etag}"}, 206),
+    ({"If_None_Match": '"other", W/{etag}'}, 304), ({"If_None_Match": "other"}, 206),
+    ({"If_Range": '{etag}, "other"'}, 200), ({"If_Range": "*"}, 200),
     ({"If_Match": '"other"', "If_None_Match": "{etag}"}, 412),
     ({"If_Range": '"other"'}, 200), ({"If_Range": "W/{etag}"}, 200),
     ({"If_Range": "Sat, 01 Jan 2000 00:00:00 GMT"}, 200),

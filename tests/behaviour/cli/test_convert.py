@@ -14,7 +14,6 @@ import subprocess
 import warnings
 import zipfile
 from collections import OrderedDict
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -271,8 +270,7 @@ class TestHostileSources:
                 at = noise.randrange(1000)
                 flip(bad, at if number % 2 else len(whole) - 1 - at)
             target = tmp_path / f"out-{number}"
-            with suppress(AssertionError):  # it may be refused
-                cli("convert", bad, target)
+            cli("convert", bad, target, code=None)  # it may be refused
             if target.exists():
                 load(target)
 
