@@ -39,6 +39,7 @@ def test_every_sample_as_json() -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("fresh_interpreters")
 @pytest.mark.parametrize("delay", [0.0, 1.0], ids=["at once", "a second later"])
 def test_ctrl_c_prints_one_line(delay: float) -> None:
     """The sending process ends, too, and prints nothing of its own."""
