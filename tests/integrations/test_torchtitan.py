@@ -13,7 +13,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import IterableDataset
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
+from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import (
     LRSchedulersContainer,
     OptimizersContainer,
@@ -22,6 +24,11 @@ from torchtitan.components.optimizer import (
 from torchtitan.config import ConfigManager
 
 from tests.integrations.torchtitan_manager import BackgroundManager
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:To get the last learning rate:UserWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital':UserWarning"),  # in torchdata
+]
 
 
 class Steps:
@@ -34,6 +41,23 @@ class Steps:
 
     def load_state_dict(self, state):
         self.step = state["step"]
+
+
+class Numbers(IterableDataset):
+    """Stands for the text, which has no length and knows its position."""
+
+    at = 0
+
+    def __iter__(self):
+        while True:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
 
 
 class Adapter:
@@ -49,7 +73,7 @@ class Adapter:
 class Run:
     """A sharded model, and what torchtitan makes for it."""
 
-    def __init__(self, place, **options) -> None:
+    def __init__(self, place, degree=1, **options) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Linear(8, 8)
         fully_shard(self.model)
@@ -59,12 +83,13 @@ class Run:
         )
         self.optimizers = config.build(model_parts=[self.model])
         self.schedulers = LRSchedulersContainer(self.optimizers, lambda _: 1.0)
+        self.loader = ParallelAwareDataloader(Numbers(), 0, degree)
         self.trainer = Steps()
         config = BackgroundManager.Config(
             enable=True, folder=str(place), interval=2, **options
         )
         self.manager = config.build(
-            dataloader=None,
+            dataloader=self.loader,
             model_parts=[self.model],
             optimizers=self.optimizers,
             lr_schedulers=self.schedulers,
@@ -73,8 +98,9 @@ class Run:
         )
 
     def train(self, last: int) -> None:
+        numbers = iter(self.loader)
         while self.trainer.step < last:
-            torch.manual_seed(self.trainer.step)
+            torch.manual_seed(int(next(numbers)))
             self.model(torch.randn(4, 8)).square().mean().backward()
             self.optimizers.step()
             self.optimizers.zero_grad()
@@ -92,7 +118,6 @@ def group():
 
 
 @pytest.mark.allow_leaks("threads", "fds")  # gloo's
-@pytest.mark.filterwarnings("ignore:To get the last learning rate:UserWarning")
 @pytest.mark.timeout(240)
 def test_a_run_goes_on(group, tmp_path) -> None:
     """The weights are those of an undisturbed run, bit for bit."""
@@ -111,6 +136,21 @@ def test_a_run_goes_on(group, tmp_path) -> None:
     second.train(5)
     one, other = (run.model.weight.to_local() for run in (undisturbed, second))
     assert torch.equal(one, other)
+
+
+@pytest.mark.allow_leaks("threads", "fds")  # gloo's
+def test_a_loader_takes_no_other_degree(group, tmp_path) -> None:
+    """Without its state, the rest is loaded, and the data begin anew."""
+    Run(tmp_path).train(2)
+    second = Run(tmp_path, degree=2)
+    with pytest.raises(AssertionError, match="dp_degree is inconsistent"):
+        second.manager.load()
+    second.manager.close()
+    third = Run(tmp_path, degree=2, exclude_from_loading=["dataloader"])
+    assert third.manager.load()
+    third.manager.close()
+    assert third.trainer.step == 2
+    assert next(iter(third.loader)) == 1
 
 
 @pytest.mark.allow_leaks("threads", "fds")  # gloo's
@@ -152,8 +192,11 @@ def test_a_configuration_names_the_manager(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torchtitan.models.llama3", llama3)
     monkeypatch.syspath_prepend(Path(__file__).parent)
     words = ["--module", "torchtitan_run", "--config", "llama3_8b"]
-    config = ConfigManager().parse_args([*words, "--checkpoint.keep_latest_k", "3"])
+    words += ["--checkpoint.keep_latest_k", "3"]
+    words += ["--checkpoint.exclude_from_loading", "dataloader"]
+    config = ConfigManager().parse_args(words)
     assert config.checkpoint.enable
     assert config.checkpoint.interval == 500
     assert config.checkpoint.keep_latest_k == 3
+    assert config.checkpoint.exclude_from_loading == ["dataloader"]
     assert type(config.checkpoint).__module__ == "torchtitan_manager"

@@ -18,7 +18,7 @@ from aiockpt.checkpointers import CheckpointWriterConfig
 
 
 class BackgroundManager(BaseCheckpointManager):
-    """Each rank saves its shards; any mesh loads them."""
+    """Each rank saves its shards; other meshes can load them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
@@ -39,6 +39,7 @@ class BackgroundManager(BaseCheckpointManager):
         self.enable, self.interval = config.enable, config.interval
         self.save_future = self.handle = None
         self.folder = os.path.join(base_folder, config.folder)
+        self.excluded = config.exclude_from_loading
         self.initial = config.initial_load_path
         self.adapter = sd_adapter if config.initial_load_in_hf else None
         self.states = states | {
@@ -52,8 +53,12 @@ class BackgroundManager(BaseCheckpointManager):
             aiockpt.CheckpointerConfig(writer_config=keep)
         )
 
-    def _state(self):
-        return {name: each.state_dict() for name, each in self.states.items() if each}
+    def _state(self, excluded=()):
+        return {
+            name: each.state_dict()
+            for name, each in self.states.items()
+            if each is not None and name not in excluded
+        }
 
     def _save(self, curr_step, last_step=False):
         if curr_step % self.interval and not last_step:
@@ -70,10 +75,10 @@ class BackgroundManager(BaseCheckpointManager):
         dist.broadcast_object_list(found)  # all ranks take the one that rank 0 sees
         if found[0] is None:
             return self._load_weights()  # those of `initial_load_path`, if any
-        state = aiockpt.load(found[0], into=self._state(), rank_values="keep")
-        for name, each in self.states.items():
-            if each:
-                each.load_state_dict(state[name])
+        template = self._state(self.excluded)
+        state = aiockpt.load(found[0], into=template, rank_values="keep")
+        for name in state:
+            self.states[name].load_state_dict(state[name])
         return True
 
     def _load_weights(self):
