@@ -127,6 +127,9 @@ def develop(session: nox.Session) -> None:
             *("--no-setuptools", "--no-wheel", str(DEV)),
             external=True,
         )
+        installed.touch()  # from here on it is ours
+    elif not installed.exists():
+        session.error(f"nox did not make {DEV}: remove it, or use another clone")
 
     def install(*what: str) -> None:
         pip = (str(DEV / "bin/python"), "-m", "pip", "install", "--quiet")
