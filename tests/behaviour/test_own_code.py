@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 from collections import namedtuple
@@ -27,6 +28,9 @@ from aiockpt.checkpointers import (
 )
 
 Pair = namedtuple("Pair", "x w")
+
+# pytest-timeout's own method uses SIGALRM, too.
+no_alarm = pytest.mark.timeout(method="thread")
 
 
 class Odd:
@@ -153,6 +157,10 @@ def interrupted(request: pytest.FixtureRequest) -> Iterator[type[BaseException]]
     yield request.param
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
+    for each in logging.root.handlers:
+        # Python acquires the lock of a handler before its `try`. An exception in
+        # between leaves it locked, and every other thread that logs then waits forever.
+        each.createLock()
 
 
 @contextlib.contextmanager
@@ -171,6 +179,7 @@ def _comes_out(interrupted: type[BaseException]) -> Iterator[None]:
     assert str(error) == "the job's own"
 
 
+@no_alarm
 @pytest.mark.allow_leaks("fds")  # the exception may come just before a close
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_in_a_synchronous_save(tmp_path, interrupted) -> None:
@@ -193,6 +202,7 @@ def test_a_signal_in_a_synchronous_save(tmp_path, interrupted) -> None:
             made.load(tmp_path / "b", on_bytes=on_bytes)
 
 
+@no_alarm
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_signal_at_the_first_and_the_last_step(
     tmp_path, interrupted, monkeypatch, saved: bool
@@ -215,6 +225,7 @@ def test_a_signal_at_the_first_and_the_last_step(
     assert (tmp_path / "c" / "a" / "commit.json").exists() is saved
 
 
+@no_alarm
 def test_a_signal_in_a_blocking_save(tmp_path, interrupted) -> None:
     """The save did not time out, and saves nothing."""
 
