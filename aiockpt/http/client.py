@@ -231,8 +231,9 @@ class CheckpointClient:
 
     Attributes:
         options: The options of a receive. A session of the caller is never closed, and
-            looks names up itself, unchecked. Members of a swarm, which the
-            caller did not name, are asked through sessions of the client's own.
+            looks names up itself: with ``Auth(peers=)``, only those on the list.
+            Members of a swarm, which the caller did not name, are asked through
+            sessions of the client's own.
         auth: Which hosts to connect to, and which manifests to accept. The token goes
             to an origin that brings none.
         stall_timeout: Seconds in which a connection must be established, and without a
@@ -347,7 +348,8 @@ class CheckpointClient:
             url = URL(request.url, encoded=True)
             context = self.auth.client_ssl_context
             checked = self._session_for(request.origin.within)
-            checked.reach.check_host(url.host or "")
+            ours = checked.resolver is not None
+            checked.reach.check_host(url.host or "", looked_up_here=ours)
             return await checked.session.request(
                 request.method,
                 url,

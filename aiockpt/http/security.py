@@ -106,8 +106,13 @@ class Reach:
             else:
                 self._names.append(each.lower())
 
-    def check_host(self, host: str) -> None:
+    def check_host(self, host: str, *, looked_up_here: bool = True) -> None:
         """Check the host of a URL, as far as no name has to be looked up.
+
+        Args:
+            host: The host.
+            looked_up_here: A `CheckedResolver` checks the addresses of a name later.
+                Otherwise nothing does, and only a name on the list passes.
 
         Raises:
             LocalProtocolError: no receiver connects there.
@@ -116,6 +121,8 @@ class Reach:
         fault = self._fault_of_scope(host, scope_of(host))
         if fault is None and (address := address_of(host)) is not None:
             fault = self.fault_of(host, address, spelled_out=True)
+        elif not (fault or looked_up_here or self._has_name(host)) and self._is_limited:
+            fault = f"{host} is none of the peers that are allowed"
         if fault is not None:
             raise self.refusal(host, fault)
 

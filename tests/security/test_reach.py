@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 from aiohttp.abc import AbstractResolver
 
 from aiockpt import Auth
@@ -249,6 +249,26 @@ async def test_peers_bound_who_gets_a_shared_token() -> None:
                 await fetch(client, peer)
         assert bool(heard) == (peers == ["127.0.0.0/8"])
     assert {*heard} == {"Bearer shared-by-the-job"}
+
+
+@proves("threat I10")
+@pytest.mark.asyncio
+async def test_peers_bound_a_session_of_the_callers() -> None:
+    """It looks names up unchecked, so it may ask only a listed name."""
+    heard: list[str] = []
+
+    async def note(_: object, request: web.Request) -> web.Response:
+        heard.append(request.headers["Authorization"])
+        return web.Response(status=404)
+
+    async with serving(b"x", meddle=note) as peer, ClientSession() as session:
+        source = parse_metadata(peer.base_url.replace("127.0.0.1", "localhost"))
+        for name, error in [("trainer", LocalProtocolError), ("localhost", None)]:
+            shared: dict[str, Any] = {"token": "t", "peers": ["127.0.0.0/8", name]}
+            async with receiver(session, **shared) as client:
+                with pytest.raises(error or RemoteProtocolError):
+                    await fetch_manifest(client, source, STEP, deadline=soon())
+            assert bool(heard) == (error is None)
 
 
 @pytest.mark.parametrize(
