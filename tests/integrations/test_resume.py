@@ -17,6 +17,7 @@ from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs/howto/resume-training.md"
 SECONDS = 240
 
 
@@ -104,6 +105,21 @@ def test_a_killed_run_goes_on_within_its_epoch(program, ranks, tmp_path) -> None
     assert run(killed, program, ranks=ranks) == 0
     assert run(killed, program, ranks=ranks) == 0  # nothing is left to do
     assert differences(states(undisturbed), states(killed)) == []
+
+
+@pytest.mark.timeout(4 * SECONDS)
+def test_the_page_resumes_on_other_numbers_of_ranks(tmp_path) -> None:
+    """Its first program goes on with FSDP under torchrun, and by itself."""
+    text = PAGE.read_text().split("```python\n")[1].partition("```")[0]
+    assert "31)" in text
+    for last, ranks in ((10, 2), (20, 3), (30, 1)):
+        program = tmp_path / "train.py"
+        program.write_text(text.replace("31)", f"{last + 1})"))
+        assert run(tmp_path, str(program), ranks=ranks) == 0
+        wait_for(tmp_path, step=last)
+        assert len(states(tmp_path)) == ranks
+        [moments] = states(tmp_path)[:1]
+        assert moments["optimizer"]["state"]["weight"]["step"] == last
 
 
 @pytest.mark.timeout(4 * SECONDS)

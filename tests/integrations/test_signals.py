@@ -26,9 +26,12 @@ def put_up(place: Path) -> None:
     place.mkdir()
     shutil.copy(HERE / "preempted_job.py", place / "train.py")
     text = (HERE / "job.sbatch").read_text()
-    assert "29500" in text
-    assert "100000" in text
-    text = text.replace("29500", str(free_port())).replace("100000", str(LAST))
+    for old, new in (
+        ("$((20000 + SLURM_JOB_ID % 10000))", free_port()),
+        ("100000", LAST),
+    ):
+        assert old in text
+        text = text.replace(old, str(new))
     (place / "job.sbatch").write_text(text)
     commands = {
         "python": f'{sys.executable} -W ignore "$@"',
