@@ -8,7 +8,7 @@ import time
 
 import pytest
 import trustme
-from aiohttp import ClientSession, TCPConnector, web
+from aiohttp import web
 
 from aiockpt.errors import (
     AiockptError,
@@ -23,10 +23,10 @@ from aiockpt.testing import (
     Drip,
     Drop,
     FaultProxy,
-    FlipBit,
     Refuse,
     StallAfter,
 )
+from tests.support.matrix import EXHAUSTIVE
 from tests.support.proofs import proves
 from tests.support.rangepeer import (
     Client,
@@ -51,6 +51,8 @@ pytestmark = [
 CHUNK = 1 << 16
 SMALL = noise(200)
 LARGE = noise(16 * CHUNK)
+STRIDE = 1 if EXHAUSTIVE else 7
+"""Every seventh byte of an answer is a place for a fault, and at night every one."""
 HEAD, LENGTH = b"HTTP/1.1 206 OK\r\n", b"Content-Length: %d\r\n"
 
 
@@ -96,23 +98,9 @@ async def test_every_truncation_point_is_survived(fast_path, reset) -> None:
         receiver(fast_path=fast_path, reconnect_timeout=20) as client,
         FaultProxy("127.0.0.1", peer.port) as proxy,
     ):
-        points = range(await length_of_answer(client, peer) + 1)
+        points = range(0, await length_of_answer(client, peer) + 1, STRIDE)
         proxy.faults = [CutAfter(count, reset=reset) for count in points]
         assert await until_used_up(client, peer, proxy, may_fail=False)
-
-
-@proves("threat T1", "invariant 1")
-async def test_no_flipped_bit_gets_through(fast_path) -> None:
-    """In the body it is repaired; in the head it may be an error, never a success."""
-    async with (
-        serving(SMALL) as peer,
-        ClientSession(connector=TCPConnector(force_close=True)) as session,
-        receiver(session, fast_path=fast_path, stall_timeout=0.3) as client,
-        FaultProxy("127.0.0.1", peer.port) as proxy,
-    ):
-        points = range(await length_of_answer(client, peer))
-        proxy.faults = [FlipBit(at, bit=at % 8) for at in points]
-        assert await until_used_up(client, peer, proxy, may_fail=True)
 
 
 async def test_missing_bytes_are_noticed(fast_path) -> None:

@@ -82,7 +82,6 @@ def test_it_lives_until_the_device_is_idle() -> None:
     assert gone() is None
 
 
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_no_exit_waits_for_a_device() -> None:
     """A process whose device hangs ends all the same."""
     program = (

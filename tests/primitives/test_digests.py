@@ -90,11 +90,16 @@ class TestReceive:
     """Each kind of receive, of each algorithm, without an option at the receiver."""
 
     @pytest.mark.asyncio
-    @each
     @pytest.mark.parametrize(
-        "options", [{}, {"process": True}, {"keep_base": True}, {"zero_copy": True}],
+        ("algorithm", "options"),
+        [
+            ("sha256", {}),
+            ("blake3", {"process": True}),
+            ("blake3", {"keep_base": True}),
+            ("sha256", {"zero_copy": True}),
+        ],
         ids=["loop", "process", "base", "live"],
-    )  # fmt: skip
+    )
     async def test_it_is_what_was_sent(
         self, algorithm: str, options: dict[str, Any]
     ) -> None:

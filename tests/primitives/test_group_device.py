@@ -161,7 +161,7 @@ class TestMixed:
             return buffer(segment, nbytes)
 
         monkeypatch.setattr(MixedSegment, "buffer", counted)
-        state = {"w": torch.ones(10 * MIB)}
+        state = {"w": torch.ones(5 * MIB)}
         async with device_transports(
             monkeypatch, ours, theirs, chunk_bytes=8 * MIB
         ) as (sender, receiver):
@@ -255,14 +255,14 @@ class TestStreams:
         watch_leaving(
             monkeypatch, lambda channel, _: ranks.append(channel.rank), DeviceChannel
         )
-        state = {"w": torch.ones(8 * MIB)}
+        state = {"w": torch.ones(3 * MIB)}
         async with device_transports(monkeypatch, *boards) as (sender, *receivers):
             _, *got = await asyncio.gather(
                 sender.send_checkpoint([1, 2], 1, state),
                 *(each.recv_checkpoint(0, "", 1) for each in receivers),
             )
         assert ranks == sorted(ranks)
-        assert len(ranks) == 2 * 32 * MIB // DeviceChannel.message_bytes
+        assert len(ranks) == 2 * 12 * MIB // DeviceChannel.message_bytes
         for each in got:
             assert_same(each, state)
 

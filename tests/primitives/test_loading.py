@@ -23,11 +23,19 @@ from tests.support.rangepeer import serving
 from tests.support.saving import ALONE, CHUNK, load, save, training_state
 from tests.support.transports import transport
 
-WAYS = [{}, {"verify": "none"}, {"mmap": True}, {"mmap": True, "verify": "none"}]
 
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("held", [None, False, True])
+@pytest.mark.parametrize(
+    ("held", "way"),
+    [
+        (None, {}),
+        (None, {"mmap": True}),
+        (False, {"verify": "none"}),
+        (False, {"mmap": True, "verify": "none"}),
+        (True, {}),
+        (True, {"mmap": True}),
+    ],
+    ids=str,
+)
 def test_onto_a_device(tmp_path, way, held, monkeypatch) -> None:
     """Through pinned memory, into a template or not, while more is read."""
     state = {**training_state(), "large": torch.randn(40 * CHUNK)}

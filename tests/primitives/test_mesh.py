@@ -23,6 +23,7 @@ from aiockpt.state.sharding import (
     Split,
     StridedSplit,
 )
+from tests.support.matrix import EXHAUSTIVE
 
 ROW = tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]
 
@@ -105,10 +106,10 @@ def drawn_mesh(
     return sizes, (*placements,)
 
 
-def rows(count: int) -> Iterator[ROW]:
+def rows() -> Iterator[ROW]:
     """Draw tensors and meshes; the same in each run."""
     rng = random.Random(7)
-    for _ in range(count):
+    for _ in range(1600 if EXHAUSTIVE else 300):
         dims = rng.choice([0, 1, 1, 2, 2, 3])
         shape = tuple(rng.choice([0, 1, 2, 3, 5, 8, 12]) for _ in range(dims))
         yield shape, *drawn_mesh(rng, dims)
@@ -124,8 +125,7 @@ class TestShards:
 
     def test_torch_holds_the_same(self) -> None:
         """Even, uneven, empty, strided, replicated; on meshes up to 4 x 4 x 4."""
-        seen = 0
-        for shape, sizes, placements in rows(1600):
+        for shape, sizes, placements in rows():
             whole = numbered(shape)
             for at in coordinates(sizes):
                 shard = mesh.shard_of(layout_of(shape, sizes, placements, at))
@@ -141,8 +141,6 @@ class TestShards:
                 if math.prod(own[0]):
                     firsts = tuple(runs[0][0] for runs in shard)
                     assert own[1] == firsts, (shape, sizes, placements, at)
-                seen += 1
-        assert seen > 10_000
 
     def test_the_order_of_the_splits_counts(self) -> None:
         """A layout may say that a later mesh dimension splits first."""
@@ -202,8 +200,7 @@ class TestBoxes:
 
     def test_every_receiver_gets_every_element_once(self) -> None:
         """Any mesh can be the source of any other one, with replicas."""
-        seen = 0
-        for number, (shape, sizes, placements) in enumerate(rows(1600)):
+        for number, (shape, sizes, placements) in enumerate(rows()):
             rng = random.Random(number)
             there, mine = drawn_mesh(rng, len(shape)), (sizes, placements)
             have, need = (
@@ -217,8 +214,6 @@ class TestBoxes:
             for prefer, shard in enumerate(need):
                 wanted = taken(whole, shard)
                 assert torch.equal(filled(shard, have, locals_, prefer), wanted)
-                seen += 1
-        assert seen > 10_000
 
     def test_replicas_are_shared_out(self) -> None:
         """A receiver's own number chooses among them."""

@@ -23,6 +23,7 @@ input()
 """
 
 
+@pytest.mark.nightly  # it parses the whole project, for a session of developers
 def test_what_can_break_by_a_package() -> None:
     """Whoever imports it is found: directly, by a helper, a lazy name or a program."""
     http = affected("http")
@@ -34,6 +35,7 @@ def test_what_can_break_by_a_package() -> None:
     assert {*affected("http.tokens")} <= {*http}
 
 
+@pytest.mark.nightly
 def test_no_direct_import_is_missed() -> None:
     """A module that names the package, or a helper that does, is among those."""
     names = re.compile(r"^ *(?:from|import) aiockpt\.http\b", re.MULTILINE)
@@ -53,6 +55,7 @@ def test_no_direct_import_is_missed() -> None:
     assert found - {*affected("http")} == set()
 
 
+@pytest.mark.nightly
 def test_a_directory_and_a_module_have_names_too() -> None:
     """A word may stand for tests, and an unknown word for none."""
     assert affected("test_ranges") == ["tests/wire/test_ranges.py"]

@@ -192,10 +192,8 @@ def test_a_receiver_that_knows_nobody_asks_the_source_at_once() -> None:
 @pytest.mark.parametrize(
     ("case", "egress"),
     [
-        (Case("eight", 8, 128), 1.1),
         (Case("a quarter is replaced", 8, 128, killed=1 / 4), 1.3),
-        (Case("spread joins", 8, 128, join_within=0.5), 1.1),
-        (Case("zones", 8, 128, zones=2), 1.1),
+        (Case("spread joins, zones", 8, 128, join_within=0.5, zones=2), 1.1),
         (Case("probes", 8, 128, probes=3), 1.1),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",

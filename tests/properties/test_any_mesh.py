@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -42,6 +42,9 @@ GRIDS: dict[int, list[tuple[int, ...]]] = {
     8: [(8,), (2, 4), (2, 2, 2)],
 }
 """The meshes of so many ranks."""
+
+fewer = settings(max_examples=settings().max_examples * 2 // 5)
+"""An example saves and loads with many ranks."""
 
 
 class Cut(NamedTuple):
@@ -114,6 +117,7 @@ def drawn_cuts(
     return {name: drawn_cut(rng, each.dim(), world) for name, each in whole.items()}
 
 
+@fewer
 @given(rng=st.randoms(use_true_random=False))
 def test_any_state_of_any_mesh(rng: random.Random) -> None:
     """The load returns full tensors or other ranks' shards, and ties stay."""
@@ -156,6 +160,7 @@ WAYS: dict[str, Any] = {
 }
 
 
+@fewer
 @given(state=states())
 def test_equal_ranks_load_like_one(state: State) -> None:
     """Ranks that saved the same load as one rank does, whatever the tree holds."""
