@@ -153,8 +153,9 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
 
         The copy waits for the device work that the current streams have when this call
         begins to run, and for no later work. You may change the state dict as soon as
-        the call returns. If cancelled, nothing is saved; the other ranks are told, and
-        their saves of this step fail.
+        the call returns. If cancelled before the writer has the copy, nothing is saved;
+        the other ranks are told, and their saves of this step fail. If cancelled later,
+        the save goes on.
 
         Args:
             state_dict: The state to save.

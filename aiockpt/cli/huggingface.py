@@ -33,7 +33,7 @@ from aiockpt.checkpointers.sources import Reading, open_sources
 from aiockpt.cli.tensors import CODE_OF, TensorToWrite, tensors_of
 from aiockpt.cli.text import counted
 from aiockpt.errors import StateDictError, StorageError
-from aiockpt.format.chunks import ChunkGrid, ChunkHasher, digest
+from aiockpt.format.chunks import BLOCK, ChunkGrid, ChunkHasher, digest
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.entries import Bytes, Entries, Entry
 from aiockpt.format.limits import FILE_LIMITS
@@ -63,7 +63,7 @@ from aiockpt.storage.lock import SaveLock
 from aiockpt.storage.partfile import TAKEN
 from aiockpt.storage.placement import Placement
 from aiockpt.storage.read import LoadSource
-from aiockpt.storage.write import BLOCK, plain_header
+from aiockpt.storage.write import plain_header
 
 _INDEX: Final = "model.safetensors.index.json"
 _OUTPUT: Final = re.compile(

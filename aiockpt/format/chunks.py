@@ -23,6 +23,8 @@ ALGORITHM: Final[Algorithm] = "xxh3-128"
 DEVICE_ALGORITHM: Final = "multilinear-xxh3-128"  # aiockpt.pg.device computes it
 CHUNK_ALIGNMENT: Final = 64
 MIN_CHUNK_BYTES: Final = 64 * 1024
+BLOCK: Final = 4 << 20
+"""Bytes that are digested and written at once; they fit into the cache."""
 
 
 class _Hasher(Protocol):

@@ -1,9 +1,10 @@
 """Who fetched what: one line for each answer, on a logger of its own.
 
-The logger ``aiockpt.audit`` gets a record for every request that was answered with a
-checkpoint's bytes, or refused for lack of a token. The argument of the record is an
-:class:`Access`, for programs that want more than a line. All records are at ``INFO``,
-so they are off by default.
+The logger ``aiockpt.audit`` gets a record for each request. The argument of the record
+is an :class:`Access`, for programs that want more than a line. Successes, answers with
+bytes and refusals of a token are at ``INFO``, so they are off by default. Other errors
+and looks at the status page are at ``DEBUG``. Of many refusals, a minute's first 20
+have records, and a line counts the rest.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ VISIT: web.RequestKey[Visit] = web.RequestKey("aiockpt.visit", Visit)
 
 
 class Auditor:
-    """Logs accesses at INFO; of many refusals it logs some, and counts the others."""
+    """Logs accesses; of many refusals it logs some, and counts the others."""
 
     def __init__(self) -> None:
         self._since = -_PERIOD_S

@@ -56,7 +56,8 @@ class PGTransport(CheckpointTransport[T]):
 
     Pass a separate group, not the one that trains. A cancelled call, a timeout or a
     dead peer leaves messages in the group that cannot be taken back. Then the transport
-    is broken: every call raises ``ProcessGroupError``, and you need a new group.
+    is broken: every send and receive raises ``ProcessGroupError``, and you need a new
+    group.
 
     Args:
         pg: The group: gloo for host memory, NCCL for CUDA; a

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from aiockpt.format.chunks import ChunkHasher
+from aiockpt.format.chunks import BLOCK, ChunkHasher
 from aiockpt.format.entries import Entries, encode_entries
 from aiockpt.format.header import LENGTH_BYTES, with_digests
 from aiockpt.format.manifest import ForeignHeader, Manifest
@@ -29,9 +29,6 @@ from aiockpt.storage.files import (
     start_writeback,
     write_at,
 )
-
-BLOCK: Final = 4 << 20
-"""Bytes that are digested and written at once; they fit into the cache."""
 
 _WRITEBACK_BYTES: Final = 32 << 20  # written to the disk while more are digested
 

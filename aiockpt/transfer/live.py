@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from aiockpt.errors import AiockptError, StagingError
-from aiockpt.format.chunks import ChunkGrid, ChunkHasher
+from aiockpt.format.chunks import BLOCK, ChunkGrid, ChunkHasher
 from aiockpt.format.limits import FILE_LIMITS, OF_A_SAVE, advising
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool
@@ -24,7 +24,6 @@ from aiockpt.memory.device import Event, PortFor, port_for
 from aiockpt.runtime.bridge import SerialThread
 from aiockpt.runtime.system import is_programs
 from aiockpt.state.flatten import describe
-from aiockpt.storage.write import BLOCK
 from aiockpt.transfer.remarks import Remarks
 from aiockpt.transfer.stager import manifest_of
 
