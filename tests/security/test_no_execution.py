@@ -61,7 +61,6 @@ async def told(peers: dict[str, RangePeer], directory: Path) -> list[dict[str, A
 
 @proves("threat D6", "threat E1", "threat E2", "invariant 2")
 @pytest.mark.timeout(240)
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_no_sender_makes_a_receiver_run_anything(tmp_path: Path) -> None:
     """Pickles, dangerous tags, absurd manifests, redirects, odd ranges: 60 ways."""
     mark = tmp_path / "mark"
@@ -104,7 +103,6 @@ def test_the_guard_sees_what_it_is_for(tmp_path: Path) -> None:
 
 @proves("threat E1")
 @pytest.mark.timeout(120)
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_no_mutation_is_executed() -> None:
     """A thousand hostile headers, trees and fields: ``nox -s fuzz`` has a million."""
     done = subprocess.run(
