@@ -54,7 +54,7 @@ SAID = {
     "call posix.system": "it mentions posix.system",
     "put far away": "memo entry 2147483647 out of order",
     "marks": "the depth of a pickle is 65",
-    "dicts": "the number of values in a pickle is 500001",
+    "dicts": "the number of values in a pickle is 100001",
     "memo": "more memo entries than values",
     "a large file": "more than the limit of 8388608",
     "a long integer": "an integer of 255 bytes",
@@ -81,7 +81,7 @@ SAID = {
     "a path above a leaf": "the path of 'steps.0' is taken",
     "a key in a list": "a container has both keys and indices",
     "a far index": "the number of items in lists is 1099511627777",
-    "one list of chunks": "the number of shards is 500",
+    "one list of chunks": "the number of shards is 10",
 }
 """What some of the errors say."""
 

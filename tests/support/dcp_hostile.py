@@ -42,7 +42,7 @@ from tests.support.auditing import Guard
 FILE = "__0_0.distcp"
 SIZE = 4096
 OPCODES = [*range(256), *b"(.0RbctueNhjqr\x81\x85\x86\x93\x94" * 20]
-LIMITS = Limits(max_header_bytes=8 << 20)
+LIMITS = Limits(max_header_bytes=8 << 20, max_nodes=100_000)
 
 
 class Call:
@@ -228,10 +228,10 @@ BOMBS = {
     "a long frame": START + b"\x95" + b"\xff" * 8,
     "a long integer": START + b"\x8a\xff" + b"\xff" * 255 + b".",
     "marks": START + b"(" * 1_000_000 + b".",
-    "dicts": START + b"}" * 2_000_000 + b".",
-    "memo": START + b"N" + b"\x94" * 2_000_000 + b".",
-    "deep tuples": START + b")" + b"\x85" * 400_000 + b".",
-    "deep lists": START + b"]" * 400_000 + b"a" * 399_999 + b".",
+    "dicts": START + b"}" * 200_000 + b".",
+    "memo": START + b"N" + b"\x94" * 200_000 + b".",
+    "deep tuples": START + b")" + b"\x85" * 80_000 + b".",
+    "deep lists": START + b"]" * 80_000 + b"a" * 79_999 + b".",
     "a large file": START + b"N" * (9 << 20) + b".",
     "laughs": START + b"]\x94" + b"](h\x00h\x00h\x00h\x00e\x94" * 60 + b".",
 }
