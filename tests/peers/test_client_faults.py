@@ -26,7 +26,6 @@ from aiockpt.testing import (
     Refuse,
     StallAfter,
 )
-from tests.support.matrix import EXHAUSTIVE
 from tests.support.proofs import proves
 from tests.support.rangepeer import (
     Client,
@@ -51,8 +50,6 @@ pytestmark = [
 CHUNK = 1 << 16
 SMALL = noise(200)
 LARGE = noise(16 * CHUNK)
-STRIDE = 1 if EXHAUSTIVE else 7
-"""Every seventh byte of an answer is a place for a fault, and at night every one."""
 HEAD, LENGTH = b"HTTP/1.1 206 OK\r\n", b"Content-Length: %d\r\n"
 
 
@@ -63,44 +60,29 @@ async def length_of_answer(client: Client, peer: RangePeer) -> int:
         return proxy.statistics().bytes_down
 
 
-async def until_used_up(
-    client: Client, peer: RangePeer, proxy: FaultProxy, *, may_fail: bool
-) -> int:
-    """Fetch until every fault of the proxy has had its turn; count the successes."""
-    successes = 0
-
-    async def work() -> None:
-        nonlocal successes
-        while proxy.statistics().connections < len(proxy.faults):
-            memory = Memory(len(peer.segment), pieces=range(0, 200, 7))
-            try:
-                await fetch(client, peer, memory, port=proxy.port)
-            except AiockptError:
-                assert may_fail
-                assert memory.chunks == 0
-            else:
-                assert memory.content == peer.segment
-                assert memory.bytes == len(peer.segment)
-                successes += 1
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(32):
-            group.create_task(work())
-    return successes
-
-
 @proves("threat T1")
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
-async def test_every_truncation_point_is_survived(fast_path, reset) -> None:
+async def test_every_truncation_point_is_survived(fast_path, reset, stride) -> None:
     """A connection may end after any byte: the transfer goes on from there."""
     async with (
         serving(SMALL) as peer,
         receiver(fast_path=fast_path, reconnect_timeout=20) as client,
         FaultProxy("127.0.0.1", peer.port) as proxy,
     ):
-        points = range(0, await length_of_answer(client, peer) + 1, STRIDE)
+        points = range(0, await length_of_answer(client, peer) + 1, stride)
         proxy.faults = [CutAfter(count, reset=reset) for count in points]
-        assert await until_used_up(client, peer, proxy, may_fail=False)
+
+        async def work() -> None:
+            while proxy.statistics().connections < len(proxy.faults):
+                memory = Memory(len(peer.segment), pieces=range(0, 200, 7))
+                await fetch(client, peer, memory, port=proxy.port)
+                assert memory.content == peer.segment
+                assert memory.bytes == len(peer.segment)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(32):
+                group.create_task(work())
 
 
 async def test_missing_bytes_are_noticed(fast_path) -> None:

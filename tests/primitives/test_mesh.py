@@ -23,7 +23,6 @@ from aiockpt.state.sharding import (
     Split,
     StridedSplit,
 )
-from tests.support.matrix import EXHAUSTIVE
 
 ROW = tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]
 
@@ -106,10 +105,15 @@ def drawn_mesh(
     return sizes, (*placements,)
 
 
-def rows() -> Iterator[ROW]:
+many = pytest.mark.parametrize(
+    "count", [300, pytest.param(1600, marks=pytest.mark.nightly)]
+)
+
+
+def rows(count: int) -> Iterator[ROW]:
     """Draw tensors and meshes; the same in each run."""
     rng = random.Random(7)
-    for _ in range(1600 if EXHAUSTIVE else 300):
+    for _ in range(count):
         dims = rng.choice([0, 1, 1, 2, 2, 3])
         shape = tuple(rng.choice([0, 1, 2, 3, 5, 8, 12]) for _ in range(dims))
         yield shape, *drawn_mesh(rng, dims)
@@ -123,9 +127,10 @@ def coordinates(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 class TestShards:
     """A rank holds a shard of each tensor."""
 
-    def test_torch_holds_the_same(self) -> None:
+    @many
+    def test_torch_holds_the_same(self, count: int) -> None:
         """Even, uneven, empty, strided, replicated; on meshes up to 4 x 4 x 4."""
-        for shape, sizes, placements in rows():
+        for shape, sizes, placements in rows(count):
             whole = numbered(shape)
             for at in coordinates(sizes):
                 shard = mesh.shard_of(layout_of(shape, sizes, placements, at))
@@ -198,9 +203,10 @@ class TestBoxes:
         with pytest.raises(ValueError, match="1000000 boxes"):
             next(mesh.boxes((every, every), mesh.whole((2000, 2000))))
 
-    def test_every_receiver_gets_every_element_once(self) -> None:
+    @many
+    def test_every_receiver_gets_every_element_once(self, count: int) -> None:
         """Any mesh can be the source of any other one, with replicas."""
-        for number, (shape, sizes, placements) in enumerate(rows()):
+        for number, (shape, sizes, placements) in enumerate(rows(count)):
             rng = random.Random(number)
             there, mine = drawn_mesh(rng, len(shape)), (sizes, placements)
             have, need = (
