@@ -168,19 +168,6 @@ async def test_a_body_arrives_whole(way, nbytes, piece):
     assert body.asked < 4 * nbytes
 
 
-async def test_bodies_on_one_connection_do_not_mix(way):
-    """A response waits until the one before it has left the buffers."""
-    async with (
-        staged(Body(100_000), send_buffer=4096, overwrites=False) as stage,
-        Peer(stage.port, receive_buffer=4096) as peer,
-    ):
-        for at_once in (1, 20):
-            for _ in range(at_once):
-                await peer.request("/")
-            for _ in range(at_once):
-                assert only_old((await peer.answer()).body)
-
-
 async def test_memory_is_free_as_soon_as_the_sending_ends(way):
     """What is written into the memory after the response is not in the response."""
     # The kernel takes little, so much is still to be sent when the last slice, which

@@ -26,15 +26,6 @@ def test_host_memory_needs_no_port() -> None:
 class TestCompleted:
     """The loop awaits an event of a device."""
 
-    async def test_it_returns_when_the_event_is_there(self) -> None:
-        """The wait ends with the event, and not before."""
-        device = FakeAccelerator()
-        waiting = asyncio.create_task(completed(device.fence()))
-        await asyncio.sleep(0.005)
-        assert not waiting.done()
-        device.run()
-        await waiting
-
     async def test_it_does_not_yield_for_an_event_that_is_past(self) -> None:
         """A chunk that was copied meanwhile costs nothing."""
         device = FakeAccelerator(held=False)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import placement_types as kinds
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from aiockpt.state import mesh
-from aiockpt.state.mesh import Box, ByteRuns
+from aiockpt.state.mesh import ByteRuns
 from aiockpt.state.sharding import (
     DTensorLayout,
     Mesh,
@@ -172,18 +172,6 @@ class TestShards:
 
 class TestBoxes:
     """Two shards have boxes in common."""
-
-    def test_two_blocks(self) -> None:
-        """The box has its offsets in both blocks."""
-        rows, columns = mesh.block((2, 0), (3, 4)), mesh.block((0, 1), (5, 2))
-        assert [*mesh.boxes(rows, columns)] == [Box((0, 1), (2, 0), (3, 2))]
-        assert [*mesh.boxes(rows, mesh.block((0, 0), (2, 4)))] == []
-
-    def test_two_scalars_are_alike(self) -> None:
-        """They have one element, and no dimension."""
-        found = [*mesh.boxes((), ())]
-        assert found == [Box((), (), ())]
-        assert found[0].count == 1
 
     def test_many_shards_that_form_no_grid(self) -> None:
         """The planner compares only few pairs of shards."""

@@ -151,15 +151,6 @@ class TestReceive:
 class TestResume:
     """What a failed receive left is used, if its digest is right."""
 
-    def test_verified_chunks_stay(self, tmp_path) -> None:
-        """The others, half written ones too, are fetched again."""
-        source = memory()
-        with opened(tmp_path / "f", source, 0, 2) as part:
-            (view,) = part.buffers(CHUNK, CHUNK + 1000)
-            view[:] = source.data[CHUNK : CHUNK + 1000]
-        with opened(tmp_path / "f", source) as part:
-            assert held(part) == [0, 2]
-
     @pytest.mark.parametrize("size", [0, 20, 45, 5000, 70_000, 100_000, 163_000])
     def test_a_part_of_any_length_is_a_start(self, tmp_path, size: int) -> None:
         """A crash may cut the file at any byte."""

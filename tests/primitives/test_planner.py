@@ -14,7 +14,7 @@ from aiockpt.http.peers import ALL, Peer
 from aiockpt.http.planner import Assignment, Dismiss, Planner, Rest, Stop
 from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import Liveness
-from aiockpt.http.tuning import Doubling, MemberTuning, Tuning, Usual
+from aiockpt.http.tuning import MemberTuning, Tuning, Usual
 
 pytestmark = pytest.mark.torch_free
 
@@ -218,22 +218,6 @@ def test_a_source_that_breaks_off_a_long_run_may_have_a_swarm() -> None:
     receive(mine, MIB / 4)
     assert one.planner.broke(mine, 2.0)
     assert (len(mine.run), mine.began, mine.size) == (1, 2.0, 0.75 * MIB)
-
-
-def test_a_peer_that_has_not_joined_is_not_asked() -> None:
-    """The planner asks no peer that was dropped, and ends its assignments."""
-    one = Session(connections=1, sources=2)
-    one.sources[0].has_checkpoint = False
-    (mine,) = one.take_all()
-    assert mine.peer is one.sources[1]
-    assert not one.planner.is_last(mine.peer)
-    assert one.planner.drop(mine.peer) == [mine]
-    one.fail(mine)
-    assert one.planner.is_last(one.sources[0])
-    one.now = EVER
-    assert one.take_all() == []
-    one.sources[0].has_checkpoint = True
-    assert one.take().run is mine.run
 
 
 def test_when_it_is_done() -> None:
@@ -707,9 +691,3 @@ def test_what_is_usual(requests: list[tuple[int, float]], seconds: float) -> Non
     for size, took in requests:
         usual.learn(size, took)
     assert usual.seconds(100) == (seconds and pytest.approx(seconds, rel=0.02))
-
-
-def test_rests_double() -> None:
-    """Each rest is twice as long as the last one, up to the longest."""
-    rests = Doubling(0.5, 3.0, equal=1)
-    assert [rests.seconds(n) for n in range(6)] == [0.5, 0.5, 1.0, 2.0, 3.0, 3.0]

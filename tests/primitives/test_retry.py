@@ -10,19 +10,16 @@ from aiockpt.errors import (
     AiockptError,
     AuthenticationError,
     CheckpointChangedError,
-    IntegrityError,
     LimitExceededError,
     LocalProtocolError,
     PeerFailedError,
     PeerUnreachableError,
-    RemoteProtocolError,
     StepNotFoundError,
     TransferStalledError,
     advice,
 )
 from aiockpt.http.problems import PeerBusy
 from aiockpt.http.retry import (
-    MAX_BAD_ANSWERS,
     Liveness,
     OnRetry,
     Retries,
@@ -44,25 +41,6 @@ def retries(
 
 class TestDelay:
     """One request, and the peer's sign of life on any connection."""
-
-    def test_silent_peer_is_tried_until_the_reconnect_timeout(self) -> None:
-        """Counted from the first attempt that brought nothing."""
-        attempts = retries(reconnect=10)
-        assert attempts.delay_after(GONE, started=110, now=110) is not None
-        assert attempts.delay_after(GONE, started=119, now=119.9) is not None
-        assert attempts.delay_after(GONE, started=119, now=120) is None
-
-    def test_without_a_reconnect_timeout_the_first_silence_is_final(self) -> None:
-        """A refused connection is reported at once."""
-        assert retries(reconnect=0).delay_after(GONE, started=110, now=110) is None
-
-    def test_connection_that_brought_a_byte_is_replaced_at_once(self) -> None:
-        """The retry is immediate, even if no silence is tolerated."""
-        attempts = retries(reconnect=0)
-        attempts.liveness.heard(111)
-        delay = attempts.delay_after(GONE, started=110, now=112)
-        assert delay is not None
-        assert delay <= 0.05
 
     def test_a_coarse_clock_hides_no_sign_of_life(self) -> None:
         """A byte may come as the attempt begins: uvloop's has milliseconds."""
@@ -88,18 +66,6 @@ class TestDelay:
         assert attempts.delay_after(STALLED, started=110, now=115) is None
         attempts.liveness.heard(113)
         assert attempts.delay_after(STALLED, started=110, now=115) is not None
-
-    @pytest.mark.parametrize(
-        "error",
-        [IntegrityError(expected="a", actual="b"), RemoteProtocolError("odd")],
-        ids=lambda error: type(error).__name__,
-    )
-    def test_bad_answer_is_asked_for_three_times(self, error) -> None:
-        """The peer is alive; the bytes may have been hurt on their way."""
-        attempts = retries(reconnect=0)
-        again = [attempts.delay_after(error, started=1, now=2) for _ in range(3)]
-        assert [delay is None for delay in again] == [False, False, True]
-        assert len(again) == MAX_BAD_ANSWERS
 
     def test_busy_peer_says_when_to_come_back(self) -> None:
         """It lives; its advice is followed up to half a minute."""
@@ -144,32 +110,6 @@ def test_delays_grow_and_are_bounded() -> None:
     assert all(backoff(0) <= 0.05 for _ in range(100))
     assert 1 < max(backoff(10_000) for _ in range(100)) <= 2
     assert len({backoff(3) for _ in range(10)}) > 1
-
-
-@pytest.mark.asyncio
-async def test_a_retry_tells_of_each_error_but_the_last() -> None:
-    """Each error emits an event, but for the last one, which is raised."""
-    told: list[AiockptError] = []
-    left = [RemoteProtocolError("1"), RemoteProtocolError("2"), GONE]
-
-    async def attempt() -> None:
-        raise left[len(told)]
-
-    with pytest.raises(PeerUnreachableError):
-        await retries(reconnect=0, on_retry=told.append).run(attempt)
-    assert told == left[:2]
-
-
-@pytest.mark.asyncio
-async def test_it_returns_what_the_attempt_does() -> None:
-    """The first attempt that succeeds is the last one."""
-
-    async def attempt() -> int:
-        return 7
-
-    told: list[AiockptError] = []
-    assert await retries(on_retry=told.append).run(attempt) == 7
-    assert not told
 
 
 UNDER = {  # -> the classes that have it, without those whose parent has it too

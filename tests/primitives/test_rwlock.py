@@ -39,13 +39,6 @@ class TestHolding:
     """Readers hold the lock together, and a hold ends by leaving or eviction."""
 
     @KINDS
-    async def test_a_free_lock_is_acquired_without_suspending(self, kind):
-        """An uncontended acquire is no schedule point."""
-        lock = RWLock()
-        at_once(acquire(lock, kind)).release()
-        assert lock.statistics() == IDLE
-
-    @KINDS
     async def test_an_exception_inside_the_context_releases(self, kind):
         """The hold ends with its block, however the block ends."""
         lock = RWLock()

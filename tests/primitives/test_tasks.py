@@ -11,7 +11,7 @@ import pytest
 
 from aiockpt.runtime import tasks as _tasks
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.tasks import Over, beside, map_in_threads, run_all
+from aiockpt.runtime.tasks import Over, beside, map_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -190,33 +190,12 @@ class TestEnds:
         assert (calls, ended, reports.found) == (2, 2, {})
 
 
-async def _fail() -> None:
-    """Fail as a port does that translates an error of the system."""
-    try:
-        raise ConnectionRefusedError(111, "refused")
-    except OSError as error:
-        raise ValueError("no peer") from error
-
-
 async def _wait() -> None:
     await asyncio.sleep(LONG)
 
 
 class TestTogether:
     """Jobs that run at once in one call."""
-
-    async def test_a_failure_keeps_its_cause(self) -> None:
-        """Callers look for a refused connection among the causes."""
-        with pytest.raises(ValueError, match="no peer") as caught:
-            await run_all([_wait, _fail])
-        assert isinstance(caught.value.__cause__, ConnectionRefusedError)
-
-    async def test_a_failure_of_what_runs_beside_ends_the_block(self) -> None:
-        """It comes out alone, with its own cause."""
-        with pytest.raises(ValueError, match="no peer") as caught:
-            async with beside(_fail):
-                await _wait()
-        assert isinstance(caught.value.__cause__, ConnectionRefusedError)
 
     async def test_a_failure_of_the_block_ends_what_runs_beside(self) -> None:
         """The block and what runs beside it have ended then."""

@@ -98,18 +98,6 @@ class TestMismatch:
         assert error.expected != error.actual
         assert error.actual in str(error)
 
-    def test_tied_here_and_not_there(self) -> None:
-        """The second would overwrite the first."""
-        one = torch.ones(2)
-        error = mismatch({"a": torch.ones(2), "b": torch.ones(2)}, {"a": one, "b": one})
-        assert (error.path, error.actual) == ("b", "memory shared with a")
-
-    def test_overlapping_otherwise(self) -> None:
-        """Some elements would get two values."""
-        there, here = torch.ones(10), torch.ones(10)
-        state = {"a": there[:6], "b": there[2:8]}
-        assert mismatch(state, {"a": here[:6], "b": here[3:9]}).path == "b"
-
 
 def test_many_tensors_take_little_memory() -> None:
     """No object is made for one of them that is like all others; bytes for each."""
