@@ -201,6 +201,12 @@ def types(session: nox.Session) -> None:
 
 
 @shared
+def collect(session: nox.Session) -> None:
+    """Import every test; the four workers of `tests` then find them compiled."""
+    run(session, "pytest", "-qq", "--collect-only", env=FOR_TESTS, silent=True)
+
+
+@shared
 def docs(session: nox.Session) -> None:
     """Build the documentation without a warning, and run its Python examples."""
     run(session, "sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build/html")
@@ -456,10 +462,10 @@ def newest(session: nox.Session) -> None:
 ENDS = (WHOLE, PYTHONS[-1])  # what is between runs in the night
 TESTS = tuple(f"tests-{python}" for python in dict.fromkeys(ENDS))
 NOX = (sys.executable, "-m", "nox")
-# pip, mypy and Sphinx keep one core busy, so two of them run at a time.
+# pip, mypy, Sphinx and pytest alone keep one core busy, so these run side by side.
 CHECK = (
     (("-s", "dev"), ("--install-only", "-s", *TESTS)),
-    (("-s", "types"), ("-s", "lint", "proofs", "docs")),
+    (("-s", "types"), ("-s", "lint", "proofs", "docs"), ("-s", "collect")),
     (("--no-install", "-s", *TESTS, "torchft"),),
 )
 NIGHTLY = (
