@@ -87,7 +87,7 @@ async def test_what_has_not_changed_is_not_fetched(how: str, changed: int) -> No
 
 
 @pytest.mark.asyncio
-@hows
+@pytest.mark.parametrize("how", ["anew", "into", "home, direct"])
 async def test_a_change_of_anything_is_fetched(how: str) -> None:
     """A changed view, strided tensor or value is fetched, and nothing else."""
     changes: list[Callable[[dict[str, Any]], object]] = [
