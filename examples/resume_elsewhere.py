@@ -1,5 +1,6 @@
 """A job of 4 ranks is killed; 2 ranks of another mesh go on, then 1 process."""
 
+import os
 import tempfile
 from itertools import combinations
 
@@ -9,7 +10,7 @@ from resume_elsewhere_parts.model import checksum  # type: ignore[import-not-fou
 import aiockpt
 
 JOBS = (Job("fsdp", 4), Job("tp", 2), Job("one", 1))
-LAST = 60  # the last step of the run
+LAST = int(os.environ.get("STEPS", "60"))  # the last step of the run
 
 
 def look_at(saved: aiockpt.checkpointers.Checkpoint, job: Job) -> None:

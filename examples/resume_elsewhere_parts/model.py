@@ -77,4 +77,4 @@ def _full(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     full = value.full_tensor() if isinstance(value, DTensor) else value
-    return full.dtype, full.shape, full.flatten().view(torch.uint8).tolist()
+    return full.dtype, full.shape, full.flatten().view(torch.uint8).numpy().tobytes()

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import aiockpt
 
-STEPS, SAVE_EVERY = 60, 10
+STEPS = int(os.environ.get("STEPS", "60"))  # it saves six times
 RANK = int(os.environ.get("RANK", "0"))
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -62,7 +62,7 @@ def train(mesh: str, run: str, checkpointer: aiockpt.BackgroundCheckpointer) -> 
         if parts > 1:
             dist.all_reduce(mean)
         tell("trained", step, mean.item())
-        is_due = step % SAVE_EVERY == 0
+        is_due = step % (STEPS // 6) == 0
         if handle and (handle.done() or is_due):
             handle.result()  # all ranks have saved it; raises if one has failed
             tell("saved", handle.step, "-")

@@ -1,4 +1,7 @@
-"""Every example runs as it is, and is short enough to be read."""
+"""Every example runs as it is, and is short enough to be read.
+
+``test_readme.py`` runs programs in fresh interpreters; these are forks.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forkserver import FRESH
-
 EXAMPLES = sorted(Path(__file__).parents[2].glob("examples/*.py"))
 # The processes that an example starts; it runs them.
 PARTS = sorted(Path(__file__).parents[2].glob("examples/*_parts/*.py"))
 LINES = 80
 SECONDS = 120
+FEWER = {"resume_elsewhere": {"STEPS": "30"}}
 
 
 def test_there_are_examples() -> None:
@@ -34,15 +36,19 @@ def is_left_out(example: Path) -> bool:
 @pytest.mark.timeout(SECONDS + 10)
 @pytest.mark.parametrize(
     "example",
-    [example for example in EXAMPLES if not is_left_out(example)],
+    [
+        # The demo's large model is for the night; `test_demo.py` has a small one.
+        pytest.param(each, marks=[pytest.mark.nightly] * (each.stem == "demo"))
+        for each in EXAMPLES
+        if not is_left_out(each)
+    ],
     ids=lambda path: path.stem,
 )
 def test_example_runs(example: Path, tmp_path: Path) -> None:
     """It ends by itself, without an error and without a warning."""
     # A user's Python finds the modules beside a program; the suite's must not.
     env = {name: os.environ[name] for name in os.environ if name != "PYTHONSAFEPATH"}
-    if example.stem in ("hello", "background_save"):
-        env[FRESH] = "1"  # the end of a fork is not quite that of an interpreter
+    env |= FEWER.get(example.stem, {})
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", example],
         env=env,
