@@ -464,7 +464,7 @@ needed: dict[str, list[Any]] = {
     "delta": [needs_root],
     "objects": [needs_objects],
 }
-CHECKED = ("fleet", "http", "pg", "saving")
+CHECKED = ("http", "saving")
 """What `check` runs; the others take longer, and run in the night."""
 
 
@@ -551,6 +551,7 @@ def test_two_trees_take_turns_in_one_run() -> None:
     assert turns[:3] == ["x", "raw x", f"{OTHER_TREE}x"]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("fresh_interpreters")
 def test_a_worker_uses_the_package_of_its_tree(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -31,11 +30,3 @@ def test_each_class_has_a_name_of_its_own() -> None:
     twice = {name: found for name, found in homes.items() if len(found) > 1}
     assert twice.keys() == ADAPTERS, twice
     assert all("torchft/" in " ".join(twice[name]) for name in ADAPTERS)
-
-
-def test_the_glossary_names_classes_that_exist() -> None:
-    """A class that is renamed takes its word in the glossary with it."""
-    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
-    named = re.findall(r"`([A-Z]\w+)`", page.partition("\n## Glossary\n")[2])
-    assert len(named) > 5
-    assert {*named} <= homes_of_classes().keys()

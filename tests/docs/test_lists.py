@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -22,19 +23,39 @@ HOWTO = ROOT / "docs" / "howto"
 EXPLANATION = ROOT / "docs" / "explanation"
 
 
-def stops_of_events() -> Iterator[str]:
-    """Return the stops of all events that the package emits."""
+def stops_in(node: ast.AST) -> Iterator[ast.AST]:
+    """Return the stops of the event that a node makes; they may be one of two."""
+    match node:
+        case ast.Call(func=ast.Name(id="TransferEvent")):
+            for each in node.keywords:
+                if each.arg == "stop":
+                    yield from ast.walk(each.value)
+        case ast.Call(func=ast.Name(id="_announce"), args=[_, stop, *_]):
+            yield from ast.walk(stop)  # of a checkpointer, with the handle first
+
+
+def phases_in(node: ast.AST) -> Iterator[ast.AST]:
+    """Return the phase of the progress report, or the deadline, that a node makes."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="at"), args=[stop]):
+            yield stop
+        case ast.Call(func=ast.Name(id="Deadline" | "Progress")):
+            named = ("phase", "stop")
+            yield from (each.value for each in node.keywords if each.arg in named)
+        case ast.Assign(targets=[ast.Attribute(attr="phase")]):
+            yield node.value
+
+
+@functools.cache
+def of_the_package() -> tuple[set[str], set[str]]:
+    """Return the stops of all events that the package emits, and all phases."""
+    stops, phases = set[str](), set[str]()
     for path in (ROOT / "aiockpt").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-                continue
-            given = {each.arg: each.value for each in node.keywords}
-            stop = given.get("stop") if node.func.id == "TransferEvent" else None
-            if node.func.id == "_announce":  # of a checkpointer, with the handle first
-                stop = node.args[1]
-            for each in ast.walk(stop) if stop else ():  # it may be one of two
-                if isinstance(each, ast.Constant):
-                    yield str(each.value)
+            for words, kind in ((stops, stops_in), (phases, phases_in)):
+                constants = (e for e in kind(node) if isinstance(e, ast.Constant))
+                words.update(str(each.value) for each in constants)
+    return stops, phases
 
 
 def test_each_stop_of_an_event_has_its_row() -> None:
@@ -43,7 +64,7 @@ def test_each_stop_of_an_event_has_its_row() -> None:
     table = text.partition("| `stop` |")[2].partition("\n\n")[0]
     cells = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
     on_page = {stop for cell in cells for stop in re.findall(r"`(\w+)`", cell)}
-    emitted = {*stops_of_events()}
+    emitted, _ = of_the_package()
     assert len(emitted) > 10
     assert on_page == emitted
 
@@ -138,32 +159,11 @@ def test_each_pinned_integration_is_a_limit() -> None:
         assert f"../howto/{name}.md" in text
 
 
-def phases_of_the_code() -> Iterator[str]:
-    """Return the phases that progress reports and deadlines have."""
-    for path in (ROOT / "aiockpt").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            found: list[ast.expr] = []
-            match node:
-                case ast.Call(func=ast.Attribute(attr="at"), args=[stop]):
-                    found = [stop]
-                case ast.Call(func=ast.Name(id="Deadline" | "Progress")):
-                    found = [
-                        each.value
-                        for each in node.keywords
-                        if each.arg in ("phase", "stop")
-                    ]
-                case ast.Assign(targets=[ast.Attribute(attr="phase")]):
-                    found = [node.value]
-            for each in found:
-                if isinstance(each, ast.Constant):
-                    yield str(each.value)
-
-
 def test_each_phase_has_its_row() -> None:
     """The architecture page explains each phase, and no other."""
     page = (EXPLANATION / "architecture.md").read_text()
     text = page.partition("\n## Phases\n")[2].partition("\n## ")[0]
-    phases = {*phases_of_the_code()}
+    _, phases = of_the_package()
     assert len(phases) > 10
     assert {*re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)} == phases
 
