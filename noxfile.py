@@ -365,7 +365,8 @@ def torchft_nightly(session: nox.Session) -> None:
     """Run the own tests of a nightly build of torchft with our transports."""
     install(session, "test", "test-torch", "test-torchft")
     session.install(*PINNED, TORCH, "torchft-nightly")  # it is a module torchft, too
-    session.run("pytest", *(session.posargs or ["tests/torchft/test_upstream.py"]))
+    chosen = ("-m", "nightly or not nightly", "tests/torchft/test_upstream.py")
+    session.run("pytest", *(session.posargs or chosen))
 
 
 @nox.session(python=WHOLE)

@@ -689,7 +689,6 @@ class TestPoint15Shutdown:
             receive(heir, source.metadata(), 1)
 
     @proves("cell torchft.HTTPTransport.shutdown: this process dies")
-    @pytest.mark.usefixtures("fresh_interpreters")
     def test_the_interpreter_ends_without_it(self, run_python: Any) -> None:
         """A program that forgets it neither hangs nor prints a traceback."""
         done = run_python(

@@ -21,6 +21,8 @@ TRANSIENT = ["Refuse()", "CutAfter(150)", "StallAfter(150)", "CutAfter(700, True
 
 def train(path: Path, *, source: str = "", heir: str = "", **options: object) -> Job:
     """Run two replicas, the second of which is healed by the first; return the job."""
+    # Until then a replica waits for one whose receive has failed.
+    options = {"group_timeout": 5.0, **options}
     with Job(path, replicas=2, min_replicas=2, **options) as job:
         job.start(0, fail=source)
         job.start(1, fail=heir)

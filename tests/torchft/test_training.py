@@ -11,8 +11,7 @@ from tests.support.torchft_job import SECONDS, Job, killed
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 
-@pytest.mark.parametrize("quorum", ["async", "sync"])
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize(("replicas", "quorum"), [(2, "sync"), (3, "async")])
 def test_a_killed_replica_is_healed(tmp_path: Path, replicas: int, quorum: str) -> None:
     """The others train on; in the end all have the same model and optimizer."""
     options = {"async_quorum": quorum == "async", "wrapper": True}

@@ -40,7 +40,8 @@ ATTEMPTS = 3
         ("checkpointing/pg_transport_test.py", "pg"),
         ("manager_test.py", "http"),
         ("manager_integ_test.py", "http"),
-        ("local_sgd_integ_test.py", "http"),
+        # The longest by far, and no other calls: it needs half of the minute.
+        pytest.param("local_sgd_integ_test.py", "http", marks=pytest.mark.nightly),
     ],
 )
 def test_torchft_s_own_tests_pass(file: str, used: str) -> None:
