@@ -101,7 +101,7 @@ async def test_a_cancel_anywhere_leaves_a_transport_usable(
         async with pair() as (sender, receiver):
             await offered(sender)
             call = getattr(Verbs(sender, receiver), verb)
-            async for struck in interruptions(call):
+            async for struck in interruptions(call, every=record.pick(2, 1)):
                 judged(struck, seen, record)
                 assert struck.cancelled or struck.returned, str(struck)
                 await offered(sender)
@@ -139,7 +139,9 @@ async def test_a_failure_anywhere_is_a_typed_error(record: Record, verb: str) ->
         async with pair() as (sender, receiver):
             await offered(sender)
             call = getattr(Verbs(sender, receiver), verb)
-            async for struck in interruptions(call, error=on_purpose):
+            async for struck in interruptions(
+                call, error=on_purpose, every=record.pick(2, 1)
+            ):
                 judged(struck, seen, record)
                 await offered(sender)
                 if not record.exhaustive and struck.at % 4:

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.torch_free, pytest.mark.timeout(900)]
 async def test_no_schedule_of_cancels_strands_anybody(record: Record) -> None:
     """Seeded schedules of cancels and failures end with a free lock."""
     outcomes: Counter[str] = Counter()
-    for seed in range(record.pick(4_000, 50_000)):
+    for seed in range(record.pick(1_500, 50_000)):
         storm = Storm(seed)
         await storm.rage()
         storm.check()
@@ -31,19 +31,21 @@ async def test_no_schedule_of_cancels_strands_anybody(record: Record) -> None:
         outcomes["evicted"] += storm.evicted
         record.ran()
     # The schedules are worth something: all of this happened often.
-    assert min(outcomes.values()) > 500, outcomes
+    assert min(outcomes.values()) > record.pick(200, 500), outcomes
 
 
 @proves("fault 24")
 @pytest.mark.parametrize(
     "new_loop",
-    [asyncio.new_event_loop, uvloop.new_event_loop],
-    ids=["asyncio", "uvloop"],
+    [
+        pytest.param(asyncio.new_event_loop, id="asyncio"),
+        pytest.param(uvloop.new_event_loop, id="uvloop", marks=pytest.mark.nightly),
+    ],
 )
 def test_the_lock_follows_its_rules(record: Record, new_loop) -> None:
     """Any sequence of acquires, releases and cancels agrees with a model."""
     machine = type("Machine", (LockMachine,), {"new_loop": staticmethod(new_loop)})
-    count = record.pick(60, 1_000)
+    count = record.pick(25, 1_000)
     run_state_machine_as_test(
         machine,
         settings=settings(max_examples=count, stateful_step_count=40, deadline=None),

@@ -137,7 +137,7 @@ async def sources(count: int, *, mib: int) -> AsyncIterator[tuple[list[str], Pro
 )
 async def test_two_of_three_sources_finish_what_the_third_began(record: Record) -> None:
     """Beside what two take that nothing happens to."""
-    mib = record.pick(32, 192)
+    mib = record.pick(16, 192)
     expected = noise(mib)
 
     async def take(urls: list[str], progress: At | None = None) -> float:
@@ -194,12 +194,12 @@ async def test_a_receiver_that_stands_still_delays_the_trainer_by_the_grace(
     record: Record,
 ) -> None:
     """`disallow_checkpoint` returns; the memory is the trainer's again."""
-    held = 0
+    held, state = 0, noise(SIZE)
     async with transport(token=TOKEN, chunk_bytes=CHUNK, grace=0.5) as sends:
         for attempt in record.part_of(range(20), few=20):
             if attempt >= record.pick(3, 5) and held:
                 break  # it was caught in the middle of a body
-            await sends.send_checkpoint([], 1, noise(SIZE))
+            await sends.send_checkpoint([], 1, state)
             async with struck(sends, signal.SIGSTOP) as (since, readers):
                 await sends.disallow_checkpoint()
                 took = time.monotonic() - since

@@ -188,7 +188,7 @@ class Soak:
 async def test_a_soak_of_random_faults_corrupts_nothing(record: Record) -> None:
     """Each result is one whole step, and everything works at the end."""
     seed = int(os.environ.get("AIOCKPT_SOAK_SEED", "39"))
-    seconds = float(os.environ.get("AIOCKPT_SOAK_SECONDS", record.pick(4, SECONDS)))
+    seconds = float(os.environ.get("AIOCKPT_SOAK_SECONDS", record.pick(2, SECONDS)))
     options: dict[str, Any] = {"stall_timeout": 0.5, "reconnect_timeout": 1.0}
     async with AsyncExitStack() as stack:
         sends = await stack.enter_async_context(transport(grace=0.3, **options))
