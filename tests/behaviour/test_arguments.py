@@ -28,6 +28,7 @@ from aiockpt.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
+from tests.support.groups import transports as group_transports
 from tests.support.saving import load, names, save, sync_checkpointer
 from tests.support.transports import grouped, pair, transport, weights
 
@@ -82,6 +83,18 @@ STEPS = [
 
 class TestSteps:
     """Any integer; hooks and peers get an ``int``."""
+
+    @pytest.mark.asyncio
+    async def test_no_transport_takes_another_value(self) -> None:
+        """Neither to send, nor to look for it."""
+        for transports in (pair, group_transports):
+            async with transports() as (sender, receiver):
+                for wrong, error, reason in STEPS:
+                    step: Any = wrong
+                    with pytest.raises(error, match=reason):
+                        await sender.send_checkpoint([1], step, weights())
+                    with pytest.raises(error, match=reason):
+                        await receiver.recv_checkpoint(0, sender.metadata(), step)
 
     @pytest.mark.asyncio
     async def test_no_checkpointer_takes_another_value(self, tmp_path: Path) -> None:

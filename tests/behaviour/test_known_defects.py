@@ -25,7 +25,6 @@ from tests.support.proofs import proves
 from tests.support.servers import Peer, settle
 from tests.support.transports import (
     MIB,
-    in_the_middle,
     pair,
     port_of,
     proxied,
@@ -48,27 +47,6 @@ async def wire_bytes(state: object) -> int:
             got = await receiver.recv_checkpoint(0, through(proxy, sender), 1)
             assert_same(got, state)
             return proxy.statistics().bytes_down
-
-
-class TestContent:
-    """The receiver gets what was sent."""
-
-    @proves("invariant 9")
-    async def test_an_optimizer_step_cannot_tear_it(self) -> None:
-        """Training writes in place while a receiver reads."""
-        state = weights(0.0, mib=8, count=16)
-        async with pair(connections=1) as (sender, receiver):
-            await sender.send_checkpoint([], 1, state)
-
-            async def train() -> None:
-                for tensor in state.values():
-                    tensor.add_(1)
-
-            task, _ = await in_the_middle(
-                lambda progress: receive(sender, receiver, progress=progress), train
-            )
-            got = await task
-        assert {float(value) for w in got.values() for value in w.unique()} == {0.0}
 
 
 class TestWire:

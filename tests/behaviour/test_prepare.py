@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import AiockptError, Prepared, StepNotFoundError, TransferEvent, add_hook
+from aiockpt import AiockptError, Prepared, StepNotFoundError
 from aiockpt.errors import LocalProtocolError, TemplateMismatchError
 from aiockpt.testing import assert_same
 from tests.support.faultpeers import Hold, next_faults
@@ -23,6 +23,7 @@ from tests.support.transports import (
     pair,
     proxied,
     through,
+    told,
     transport,
     weights_of,
 )
@@ -50,7 +51,10 @@ async def applied(prepared: Prepared[Any], how: str) -> Any:
 async def test_a_template_changes_only_by_apply(
     how: str, options: dict[str, Any]
 ) -> None:
-    """Its tensors keep their memory, and get all values at once."""
+    """Its tensors keep their memory, and get all values at once.
+
+    The event has the bytes that were copied, and the pause.
+    """
     live: Any = weights_of(0)
     places = {name: each.data_ptr() for name, each in live.items()}
     async with pair(**CHUNKS) as (sender, receiver):
@@ -59,8 +63,13 @@ async def test_a_template_changes_only_by_apply(
         await sender.disallow_checkpoint()
         assert prepared.step == 1
         assert_same(live, weights_of(0))
-        got = await applied(prepared, how)
-    assert got is live
+        if how != "async":  # what was prepared outlives its transport
+            await receiver.shutdown()
+        async with told() as events:
+            assert await applied(prepared, how) is live
+    [event] = [each for each in events if each.stop == "apply"]
+    assert (event.step, event.nbytes) == (1, prepared.nbytes)
+    assert event.seconds > 0
     assert_same(live, weights_of(1))
     assert places == {name: each.data_ptr() for name, each in live.items()}
 
@@ -260,32 +269,6 @@ async def test_two_threads_apply_a_step_once() -> None:
     assert sum(each is live for each in found) == 1
     assert sum(isinstance(each, LocalProtocolError) for each in found) == 3
     assert_same(live, weights_of(1))
-
-
-async def test_a_step_outlives_its_transport() -> None:
-    """What was prepared can be applied after a shutdown."""
-    live: Any = weights_of(0)
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
-        prepared = await receiver.prepare(sender.metadata(), 1, into=live)
-        await receiver.shutdown()
-    prepared.apply()
-    assert_same(live, weights_of(1))
-
-
-async def test_an_event_tells_of_an_applied_step() -> None:
-    """It has the step, the bytes that were copied, and the pause."""
-    events: list[TransferEvent] = []
-    live: Any = weights_of(0)
-    remove = add_hook(events.append)
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
-        prepared = await receiver.prepare(sender.metadata(), 1, into=live)
-        prepared.apply()
-    remove()
-    [event] = [each for each in events if each.stop == "apply"]
-    assert (event.step, event.nbytes) == (1, prepared.nbytes)
-    assert event.seconds > 0
 
 
 @proves("cell Prepared.apply_async: cancel")

@@ -27,7 +27,11 @@ from tests.support.servers import running, settle
 from tests.support.transports import (
     MIB,
     Halfway,
+    came_by,
     in_the_middle,
+    lending,
+    lending_pair,
+    like,
     receive,
     told,
     transport,
@@ -42,35 +46,6 @@ pytestmark = [
 MEMORY, HTTP = "shared memory", "HTTP"
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another")
-
-
-def came_by(events):
-    """Return how the last receive got its bytes."""
-    return [each for each in events if each.stop == "recv"][-1].medium
-
-
-@asynccontextmanager
-async def lending_pair(**options):
-    """Make a sender that lends, a receiver that takes what is lent, and the events."""
-    async with (
-        told() as events,
-        transport(same_host=True, **options) as sender,
-        transport(**options) as receiver,
-    ):
-        yield sender, receiver, events
-
-
-@asynccontextmanager
-async def lending(**options):
-    """Make a sender that lends step 1."""
-    async with transport(same_host=True, **options) as sender:
-        await sender.send_checkpoint([1], 1, weights(1.0))
-        yield sender
-
-
-def like(state):
-    """Return tensors to receive into."""
-    return {key: torch.zeros_like(value) for key, value in state.items()}
 
 
 class TestShare:

@@ -23,10 +23,17 @@ HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\n"
 GET = b"GET /checkpoint/7/full HTTP/1.1\r\n" + HEAD
 SMUGGLED = b"GET /checkpoint/7/metadata HTTP/1.1\r\n" + HEAD + b"\r\n"
 
+HIDDEN = b"0\r\n\r\n" + SMUGGLED  # behind the last chunk of a body
+
 
 def get(*fields: bytes, body: bytes = b"") -> bytes:
     """Return an authorized request with more fields, and what comes after it."""
     return GET + b"".join(field + b"\r\n" for field in fields) + b"\r\n" + body
+
+
+def chunked(body: bytes) -> bytes:
+    """Return such a request whose body comes in chunks."""
+    return get(b"Transfer-Encoding: chunked", body=body)
 
 
 def line(text: bytes) -> bytes:
@@ -38,12 +45,12 @@ SMUGGLING = {
     "length and chunked": get(
         b"Content-Length: 6",
         b"Transfer-Encoding: chunked",
-        body=b"0\r\n\r\n" + SMUGGLED,
+        body=HIDDEN,
     ),
     "chunked and length": get(
         b"Transfer-Encoding: chunked",
         b"Content-Length: 4",
-        body=b"0\r\n\r\n" + SMUGGLED,
+        body=HIDDEN,
     ),
     "two lengths": get(
         b"Content-Length: 0",
@@ -67,29 +74,17 @@ SMUGGLING = {
     "two codings": get(
         b"Transfer-Encoding: chunked",
         b"Transfer-Encoding: identity",
-        body=b"0\r\n\r\n" + SMUGGLED,
+        body=HIDDEN,
     ),
-    "an unknown coding": get(
-        b"Transfer-Encoding: xchunked", body=b"0\r\n\r\n" + SMUGGLED
-    ),
-    "a coding after a tab": get(
-        b"Transfer-Encoding:\x0bchunked", body=b"0\r\n\r\n" + SMUGGLED
-    ),
-    "a space before the colon": get(
-        b"Transfer-Encoding : chunked", body=b"0\r\n\r\n" + SMUGGLED
-    ),
-    "a folded coding": get(
-        b"Transfer-Encoding:\r\n chunked", body=b"0\r\n\r\n" + SMUGGLED
-    ),
-    "a chunk of a negative size": get(
-        b"Transfer-Encoding: chunked", body=b"-1\r\n\r\n" + SMUGGLED
-    ),
+    "an unknown coding": get(b"Transfer-Encoding: xchunked", body=HIDDEN),
+    "a coding after a tab": get(b"Transfer-Encoding:\x0bchunked", body=HIDDEN),
+    "a space before the colon": get(b"Transfer-Encoding : chunked", body=HIDDEN),
+    "a folded coding": get(b"Transfer-Encoding:\r\n chunked", body=HIDDEN),
+    "a chunk of a negative size": chunked(b"-1\r\n\r\n" + SMUGGLED),
     "a chunk of 2^64": get(
         b"Transfer-Encoding: chunked", body=b"1" + b"0" * 16 + b"\r\n" + SMUGGLED
     ),
-    "a chunk with a bare line feed": get(
-        b"Transfer-Encoding: chunked", body=b"0\n\n" + SMUGGLED
-    ),
+    "a chunk with a bare line feed": chunked(b"0\n\n" + SMUGGLED),
     "a chunk with a long extension": get(
         b"Transfer-Encoding: chunked", body=b"5;" + b"x" * 100_000 + b"\r\n"
     ),

@@ -11,9 +11,9 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import trustme
@@ -116,6 +116,21 @@ def insides() -> list[str]:
     return texts
 
 
+async def noting(errors: list[BaseException], call: Any) -> None:
+    """Note the error of a call."""
+    with pytest.raises((aiockpt.AiockptError, OSError)) as caught:
+        await call
+    errors.append(caught.value)
+
+
+def check(secrets: list[str], *texts: str) -> None:
+    """Fail if a secret stands anywhere."""
+    everything = "\n".join(texts)
+    for number, secret in enumerate(secrets):
+        at = everything.find(secret)
+        assert at < 0, f"secret {number}: {everything[max(at - 300, 0) : at + 20]}"
+
+
 @proves("threat I1")
 @pytest.mark.parametrize("token", [None, "open-sesame-open-sesame"])
 async def test_no_record_repr_or_error_of_a_whole_life_shows_a_secret(
@@ -125,11 +140,7 @@ async def test_no_record_repr_or_error_of_a_whole_life_shows_a_secret(
     asyncio.get_running_loop().set_debug(True)
     options: dict[str, Any] = {"token": token, "manifest_key": KEY}
     errors: list[BaseException] = []
-
-    async def failing(call: Any) -> None:
-        with pytest.raises((aiockpt.AiockptError, OSError)) as caught:
-            await call
-        errors.append(caught.value)
+    failing = partial(noting, errors)
 
     async with pair(reconnect_timeout=0, **options) as (sender, receiver):
         secrets = [KEY, token or sender.metadata().partition("#")[2]]
@@ -157,21 +168,14 @@ async def test_no_record_repr_or_error_of_a_whole_life_shows_a_secret(
     asyncio.get_running_loop().set_debug(False)
     assert len(errors) == 6
     assert len(seen) > 20
-    everything = "\n".join([*seen, *texts, *map(shown, errors)])
-    for number, secret in enumerate(secrets):
-        at = everything.find(secret)
-        assert at < 0, f"secret {number}: {everything[max(at - 300, 0) : at + 20]}"
+    check(secrets, *seen, *texts, *map(shown, errors))
 
 
 async def test_joined_metadata_shows_no_token_of_any_sender(seen: list[str]) -> None:
     """Receives, followers and failures: each token goes to its own sender only."""
     asyncio.get_running_loop().set_debug(True)
     errors: list[BaseException] = []
-
-    async def failing(call: Any) -> None:
-        with pytest.raises((aiockpt.AiockptError, OSError)) as caught:
-            await call
-        errors.append(caught.value)
+    failing = partial(noting, errors)
 
     async with (
         transport() as one,
@@ -201,10 +205,7 @@ async def test_joined_metadata_shows_no_token_of_any_sender(seen: list[str]) -> 
         await failing(anext(receiver.steps(joined, 1, reconnect_timeout=0)))
     asyncio.get_running_loop().set_debug(False)
     assert len(errors) == 6
-    everything = "\n".join([*seen, *texts, *map(shown, errors)])
-    for number, secret in enumerate(secrets):
-        at = everything.find(secret)
-        assert at < 0, f"secret {number}: {everything[max(at - 300, 0) : at + 20]}"
+    check(secrets, *seen, *texts, *map(shown, errors))
 
 
 @proves("threat I3")
@@ -431,10 +432,3 @@ class TestAudit:
         assert len(accesses) == 20
         assert all(str(each).isprintable() for each in accesses)
         assert max(len(str(each)) for each in accesses) < 400
-
-
-async def test_metadata_that_was_split_off_shows_no_token() -> None:
-    """What people paste: the address is metadata without its fragment."""
-    async with transport() as sender:
-        assert urlsplit(sender.address()).fragment == ""
-        assert urlsplit(sender.metadata()).fragment not in sender.address()

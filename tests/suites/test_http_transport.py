@@ -57,6 +57,7 @@ class Plain:
     "cell HTTPTransport.disallow_checkpoint: success",
     by="test_nothing_is_served_after_disallow",
 )
+@proves("invariant 9", by="test_the_state_may_change_after_the_send")
 @proves(
     "cell HTTPTransport.send_checkpoint: success",
     by="test_a_new_step_takes_the_place_of_the_old",

@@ -106,6 +106,37 @@ def chunked(count: int = 8) -> dict[str, Any]:
 
 
 @asynccontextmanager
+async def lending(**options: Any) -> AsyncIterator[Transport]:
+    """Make a sender that lends step 1."""
+    async with transport(same_host=True, **options) as sender:
+        await sender.send_checkpoint([1], 1, weights(1.0))
+        yield sender
+
+
+@asynccontextmanager
+async def lending_pair(
+    **options: Any,
+) -> AsyncIterator[tuple[Transport, Transport, list[TransferEvent]]]:
+    """Make a sender that lends, a receiver that takes what is lent, and the events."""
+    async with (
+        told() as events,
+        transport(same_host=True, **options) as sender,
+        transport(**options) as receiver,
+    ):
+        yield sender, receiver, events
+
+
+def like(state: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors to receive into."""
+    return {key: torch.zeros_like(value) for key, value in state.items()}
+
+
+def came_by(events: list[TransferEvent]) -> str:
+    """Return how the last receive got its bytes."""
+    return [each for each in events if each.stop == "recv"][-1].medium
+
+
+@asynccontextmanager
 async def told() -> AsyncIterator[list[TransferEvent]]:
     """Collect the events meanwhile."""
     events: list[TransferEvent] = []
