@@ -190,13 +190,14 @@ class TestCopy:
             for step in range(1, 6):
                 state = {**weights(step, count=5), "n": torch.arange(70_000) + step}
                 template = like(state)
-                options: dict[str, Any] = {
+                every: dict[str, dict[str, Any]] = {
                     "fresh": {},
                     "into": {"into": template},
                     "direct": {"into": template, "direct": True},
                     "part": {"select": ["w1", "n"]},
                     "part into": {"select": ["w1", "n"], "into": template},
-                }[how]
+                }
+                options = every[how]
                 await sender.send_checkpoint([1], step, state)
                 seen = Halfway()
                 got = await receive(sender, receiver, step, progress=seen, **options)
