@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import mmap
 import re
 import shutil
 import subprocess
@@ -19,29 +18,23 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree as ET
 
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import cases, ends, report, savers
-from benchmarks.cases import CASES, OTHER_TREE, ROWS, Pair, Setup
-from benchmarks.lines import Line, hindrance, shaped
+from benchmarks import cases, report, savers
+from benchmarks.cases import CASES, ROWS, Pair, Setup
+from benchmarks.lines import Line, hindrance
 from benchmarks.measures import (
-    EFFORTS,
-    BenchmarkError,
     Candidate,
     Sample,
     Samples,
     estimate,
     paired,
-    percentile,
-    spent,
-    spent_since,
     take_turns,
     verdict,
 )
-from benchmarks.memory import cut, fresh, looks_right, numbered, touch
+from benchmarks.memory import cut, looks_right, numbered
 from benchmarks.training import Moment, progress
 from benchmarks.workers import HERE, Worker
 
@@ -115,17 +108,6 @@ def test_ratios_are_of_one_round_and_the_first_one_is_discarded() -> None:
     assert paired(ours, samples(1.0), "seconds") == [1.0]
 
 
-@pytest.mark.parametrize(
-    ("values", "share", "expected"),
-    [([], 0.99, 0), ([7], 0.99, 7), (range(100, 0, -1), 0.99, 99), ([1, 2], 1.0, 2)],
-)
-def test_a_percentile_is_one_of_the_values(
-    values: Sequence[float], share: float, expected: float
-) -> None:
-    """Nearest rank: no value is made up between two."""
-    assert percentile(values, share) == expected
-
-
 def test_candidates_take_turns_and_hopeless_settings_stop() -> None:
     """Forwards and backwards, and after two rounds beside the discarded one."""
     order = []
@@ -150,36 +132,6 @@ def test_candidates_take_turns_and_hopeless_settings_stop() -> None:
         3,
     ]
     assert {len(them) for them in found.values()} == {5}
-
-
-def test_no_round_begins_that_would_end_too_late() -> None:
-    """The first one always runs, and says nothing about the others."""
-
-    def run() -> Sample:
-        time.sleep(0.001)
-        return {"seconds": 0.001}
-
-    late = time.monotonic() - 1
-    notes: list[str] = []
-    take_turns([Candidate("a", run)], 9, notes.append, late)
-    assert notes == ["round 1 of 9: a"]
-    notes.clear()
-    take_turns([Candidate("a", run)], 9, notes.append, time.monotonic() + PATIENCE)
-    assert len(notes) == 9
-
-
-def test_a_rival_that_fails_is_left_out_and_anything_else_ends_the_run() -> None:
-    """Installed, a rival may still not work; our own code must."""
-
-    def fail() -> Sample:
-        raise BenchmarkError("no")
-
-    notes: list[str] = []
-    found = take_turns([Candidate("r", fail, "r")], 3, notes.append)
-    assert (found.samples, found.failures) == ({}, {"r": "no"})
-    assert notes == ["round 1 of 3: r", "left out: no"]
-    with pytest.raises(BenchmarkError):
-        take_turns([Candidate("a", fail)], 2, notes.append)
 
 
 # ------------------------------------------------------------------------ the figures
@@ -217,43 +169,6 @@ def test_what_is_lost_counts_against_the_loop_alone() -> None:
         "stall": 3000.0,
         "price": pytest.approx(1e3 * (0.5 * 6 + 0.2 * 2) / 3),
     }
-
-
-def test_what_a_process_spends_has_its_faults_and_its_children() -> None:
-    """A server process, which lives, would be missing from a parent's own figures."""
-    work = (
-        "import time\n"
-        "while time.process_time() < 0.2: pass\n"
-        "input(print(flush=True) or '')"
-    )
-    pages = 1000
-    before = spent()
-    with subprocess.Popen(
-        [sys.executable, "-S", "-c", work],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        own = time.process_time()
-        found = spent_since(before)
-        assert time.process_time() - own < 0.2 <= found["cpu"] + 0.02
-        assert found["switches"] > 0
-        child.communicate(b"\n")
-    before = spent()
-    touch(fresh("small", pages * mmap.PAGESIZE))
-    assert spent_since(before)["minor"] >= pages
-
-
-@pytest.mark.parametrize(
-    ("chunks", "share", "expected"),
-    [(100, 0.0, []), (100, 0.02, [0, 50]), (4, 0.02, [0]), (3, 1.0, [0, 1, 2])],
-)
-def test_the_changed_chunks_are_spread(
-    chunks: int, share: float, expected: list[int]
-) -> None:
-    """At least one chunk changes, unless none shall change."""
-    assert ends.changed_chunks(chunks * ends.CHUNK_BYTES, share) == expected
 
 
 @pytest.mark.parametrize(("count", "each"), [(1, 64), (3, MIB), (5000, 4096)])
@@ -296,21 +211,6 @@ def test_rows_compare_with_the_best_setting_of_a_rival() -> None:
     assert rows["same host, shared", ""]["value"] == pytest.approx(10.0)
 
 
-def test_a_row_beside_a_rival_that_failed_says_why() -> None:
-    """It has our figure, no ratio and no verdict."""
-    failed = "FSDP to FSDP 2, torch-checkpointing"
-    found = {"FSDP to FSDP 2": samples(*[1.0] * 5, read=1.0, **{"peak MiB": 2.0})}
-    rows = [*report.rows_of("meshes", found, {failed: "it is wrong"})]
-    (row,) = (row for row in rows if row["against"])
-    assert report.cells(row)[2:] == [
-        "1.00 (1.00 to 1.00) GB/s",
-        f"{failed}: it is wrong",
-        "",
-        "ratio at least 0.67",
-        "",
-    ]
-
-
 def test_the_mean_of_cells_takes_the_better_rival_of_each() -> None:
     """The mean has only cells in which both rivals load."""
     found = {}
@@ -327,18 +227,6 @@ def test_the_mean_of_cells_takes_the_better_rival_of_each() -> None:
         "mean, better rival": pytest.approx(0.5),
     }
     assert cases.mean_of_cells({"c": found["c"]}) == {}
-
-
-def test_another_tree_is_compared_by_all_figures() -> None:
-    """Nine tenths of its speed are asked for."""
-    ours = {"shared": samples(*[1.0] * 5), OTHER_TREE + "shared": samples(*[0.5] * 5)}
-    rows = [row for row in report.rows_of("http", ours) if row["against"]]
-    assert {row["metric"]: (row["ratio"], row["verdict"]) for row in rows} == {
-        "seconds": (2.0, ""),
-        "ms": (2.0, ""),
-        "cpu": (2.0, ""),
-        "speed": (0.5, "missed"),
-    }
 
 
 def made(**seconds: float) -> dict[str, Any]:
@@ -385,22 +273,6 @@ def test_the_goals_that_are_missed_are_told() -> None:
     ]
 
 
-def test_a_report_says_what_a_gigabyte_took_of_both_ends(tmp_path: Path) -> None:
-    """Each candidate has one row; a process that is alone has one figure."""
-    found = made(ours=0.5, theirs=1.0)
-    took = {f"{name}, receiving": at for at, name in enumerate(EFFORTS, 1)}
-    both = {**took, "minor, sending": 20.0, "switches, sending": 30.0}
-    them = found["cases"]["delta"]["samples"]
-    them["none"], them["all"] = samples(0.5, **both), samples(1.0, **took)
-    assert [*report.efforts_of(found)] == [
-        ["delta", "none", "0.500", "1.00", "20.0 + 2.00", "3.00", "30.0 + 4.00"],
-        ["delta", "all", "1.00", "1.00", "2.00", "3.00", "4.00"],
-    ]
-    report.write_page(found, tmp_path)
-    for text in report.as_text(found), (tmp_path / "benchmarks.md").read_text():
-        assert text.count("20.0 + 2.00") == 1
-
-
 def test_a_page_names_what_was_not_measured(tmp_path: Path) -> None:
     """Cases that need root, torchft's, and every row of a GPU."""
     report.write_page(made(ours=0.5, theirs=1.0), tmp_path)
@@ -408,23 +280,6 @@ def test_a_page_names_what_was_not_measured(tmp_path: Path) -> None:
     gpu = [row for case, rows in ROWS.items() if case not in CASES for row in rows]
     assert text.count("not measured") == len(CASES) - 1 + len(gpu)
     assert "$" not in text.replace("$ nox", "")
-
-
-def test_the_pictures_are_valid_and_fit_on_either_background(tmp_path: Path) -> None:
-    """A kernel may have any name, and a picture may have nothing to draw."""
-    found = made(ours=1e-5, theirs=1.0)
-    star = {
-        f"{name}{n} at once": samples(1.0) for name in ("", "raw, ") for n in (1, 8)
-    }
-    pictures = [report.picture_of_ratios(found["rows"]), report.picture_of_star(star)]
-    for text in [*pictures, report.picture_of_ratios([]), report.picture_of_star({})]:
-        picture = ET.fromstring(text)
-        width, height = float(picture.get("width", 0)), float(picture.get("height", 0))
-        for mark in picture.iter(f"{SVG}circle"):
-            assert 0 < float(mark.get("cx", -1)) < width
-            assert 0 < float(mark.get("cy", -1)) < height
-        assert "prefers-color-scheme: dark" in picture.findtext(f"{SVG}style", "")
-    assert len(ET.fromstring(pictures[1]).findall(f"{SVG}polyline")) == 2
 
 
 # ----------------------------------------------------------------------- it really runs
@@ -527,30 +382,6 @@ def test_a_tiny_run_fills_all_rows(
     assert [each.name for each in tmp_path.iterdir()] == ["found.json"]
 
 
-def test_two_trees_take_turns_in_one_run() -> None:
-    """The other one's candidates of the library stand beside ours."""
-
-    def phases(setup: cases.Setup) -> cases.Phases:
-        speed = 1.0 if setup.tree == HERE else 2.0
-        for phase in ("x", "y"):
-            yield [
-                Candidate(phase, lambda: {"seconds": speed}, ours=True),
-                Candidate(f"raw {phase}", lambda: {"seconds": 3.0}),
-            ]
-
-    notes: list[str] = []
-    case = cases.Case("", 1, phases, [])
-    found = cases.measure(
-        case, nbytes=MIB, rounds=2, rivals=False, against=PAGE, note=notes.append
-    ).samples
-    typical = {name: them[1] and them[1]["seconds"] for name, them in found.items()}
-    raw = {"raw x": 3.0, "raw y": 3.0}
-    ours = {"x": 1.0, "y": 1.0, f"{OTHER_TREE}x": 2.0, f"{OTHER_TREE}y": 2.0}
-    assert typical == raw | ours
-    turns = [note.partition(": ")[2] for note in notes]
-    assert turns[:3] == ["x", "raw x", f"{OTHER_TREE}x"]
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("fresh_interpreters")
@@ -629,50 +460,7 @@ def test_a_busy_process_ends_with_a_killed_benchmark() -> None:
         time.sleep(0.02)
 
 
-@needs_root
-def test_a_line_that_cannot_be_laid_leaves_nothing() -> None:
-    """A rate that tc does not know."""
-    before = subprocess.run(["ip", "netns"], capture_output=True, check=True).stdout
-    with pytest.raises(BenchmarkError, match=r"ip netns|tc qdisc"), shaped("warp9"):
-        pass
-    assert (
-        subprocess.run(["ip", "netns"], capture_output=True, check=True).stdout
-        == before
-    )
-
-
-@pytest.mark.timeout(60)
-def test_a_worker_that_cannot_or_is_gone_says_why() -> None:
-    """A failure names the command and the reason; the process goes on."""
-    with Worker() as worker:
-        for _ in range(2):
-            with pytest.raises(BenchmarkError, match="could not fly: AttributeError"):
-                worker.call("fly")
-        worker.call("train")
-        worker.call("rest")
-    gone = pytest.raises(
-        BenchmarkError, match=r"has ended: .*has no attribute 'Nobody'"
-    )
-    with Worker("benchmarks.ends:Nobody") as worker, gone:
-        worker.call("watch")
-
-
 # -------------------------------------------------------------------- the command line
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--scale", "0"],
-        ["--rounds", "1"],
-        ["nothing"],
-        ["--against", "/nowhere"],
-    ],
-)
-def test_wrong_arguments_are_refused(argv: Sequence[str]) -> None:
-    """A benchmark of nothing would print nonsense."""
-    with pytest.raises(SystemExit, match="2"):
-        program.main(argv)
 
 
 def test_too_little_memory_is_an_error_before_anything_starts(
@@ -681,18 +469,6 @@ def test_too_little_memory_is_an_error_before_anything_starts(
     """It says what it needs, and does not take the machine down."""
     assert program.main(["--scale", "1000"]) == 1
     assert "choose a smaller --scale" in capsys.readouterr().err
-
-
-def test_a_line_needs_root_and_its_tools(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A user who lacks them is told before anything starts."""
-    monkeypatch.setattr("benchmarks.lines.shutil.which", lambda _: "/sbin/it")
-    monkeypatch.setattr("benchmarks.lines.os.geteuid", lambda: 1000)
-    assert program.main(["delta", "--scale", "0.01"]) == 1
-    assert "needs root" in capsys.readouterr().err
-    monkeypatch.setattr("benchmarks.lines.shutil.which", lambda _: None)
-    assert "iproute2" in hindrance()
 
 
 def test_an_earlier_report_can_be_shown_and_checked(

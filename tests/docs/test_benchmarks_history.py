@@ -52,31 +52,6 @@ def test_a_speed_counts_by_its_reference() -> None:
     ]
 
 
-def test_a_speed_without_a_reference_counts_as_it_is() -> None:
-    """Half the speed takes twice the time."""
-    before = [run(4.0, unit="GB/s")] * 3
-    [line] = slower(run(2.0, unit="GB/s"), before)
-    assert "100% slower" in line
-
-
-def test_settings_of_a_reference_are_two_figures() -> None:
-    """The one that comes last does not hide the one before it."""
-
-    def two(value: float) -> dict[str, Any]:
-        found = run(value, ratio=1 / value, unit="GB/s")
-        other = run(4.0, ratio=0.25, unit="GB/s")["rows"][0]
-        found["rows"].append({**other, "against": "raw, system's"})
-        return found
-
-    [line] = slower(two(2.0), [two(1.0)] * 3)
-    assert line.startswith(f"{RECEIVE}: raw is 100% slower")
-
-
-def test_other_units_are_not_judged() -> None:
-    """Twice as much of a per cent or of a mebibyte may be chance."""
-    assert slower(run(9.0, unit="%"), [run(1.0, unit="%")] * 3) == []
-
-
 def test_the_last_five_runs_of_the_same_kind_count(tmp_path: Path) -> None:
     """Those of another size do not, nor what is older."""
     for value in range(7):

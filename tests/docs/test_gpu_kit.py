@@ -13,9 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +22,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.cases import ROWS
 from benchmarks.measures import Sample, Samples
-from benchmarks.memory import cut, numbered
 from benchmarks.report import GPU_REPORT, rows_of
-from benchmarks.savers import Saver
-from benchmarks.training import Training
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "benchmarks/results"
@@ -144,21 +138,6 @@ def test_what_does_not_fit_into_the_time_is_left_out() -> None:
     assert {row["why"] for row in report()["rows"]} == {"no time was left"}
 
 
-def test_tests_that_fail_are_told(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The report names them, with pytest's output, and the cases go on."""
-    path = elsewhere / "test_it.py"
-    path.write_text("def test_a(): pass\ndef test_b(): assert 1 == 2\n")
-    monkeypatch.setattr(gpu, "_TESTS", (str(path),))
-    monkeypatch.setattr(gpu, "CASES", {})
-    assert gpu.main(TINY) == 1
-    tests = report()["tests"]
-    assert (tests["passed"], tests["failed"], tests["ended"]) == (1, 1, "exit 1")
-    assert "assert 1 == 2" in tests["output"]
-    assert "test_b" in capsys.readouterr().out
-
-
 def test_a_failure_is_told_before_the_tests_are_killed(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,47 +166,6 @@ def test_every_test_of_devices_is_run() -> None:
     """Those that a device has shown to be wrong come first."""
     there = {f"tests/cuda/{each.name}" for each in (TESTS / "cuda").glob("test_*.py")}
     assert there == set(TESTS_OF_DEVICES)
-
-
-@pytest.mark.asyncio
-async def test_torch_may_close_its_stager_after_each_save(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch 2.11 closes it, and its next save failed with ``KeyError``."""
-    staging: Any = import_module("torch.distributed.checkpoint.staging")
-    # Without a device it can neither lock pages nor copy in the background.
-    options = partial(staging.StagingOptions, False, True, True, False)
-    monkeypatch.setattr(staging, "StagingOptions", options)
-    stage = staging.DefaultStager._stage
-
-    def stage_and_close(stager: Any, *given: Any, **more: Any) -> Any:
-        found = stage(stager, *given, **more)
-        stager._state_dict_stager.close()
-        return found
-
-    monkeypatch.setattr(staging.DefaultStager, "_stage", stage_and_close)
-
-    async def here(work: Callable[..., Any], *given: Any) -> Any:  # no pool is left
-        return work(*given)
-
-    monkeypatch.setattr("benchmarks.savers.in_thread", here)
-    distributed: Any = torch.distributed
-    store = distributed.HashStore()  # a server of its own would stay behind
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    saver, synchronized = Saver(Training()), list[Path]()
-    flat = numbered(1 << 16)
-    place = elsewhere / "saved"
-    place.mkdir()
-    saver.hold(
-        flat, cut(flat, 4), place, synchronize=lambda: synchronized.append(place)
-    )
-    try:
-        for saves in (1, 2):
-            found = await saver.save(by="async_save, pinned")
-            assert found["seconds"] >= found["staged"] > 0
-            assert len(synchronized) == saves  # its future may not wait for copies
-    finally:
-        await saver.release()
 
 
 def test_the_tests_of_devices_need_no_fixture_of_ours() -> None:

@@ -48,27 +48,6 @@ def missing(block: str, source: str) -> str:
     return ""
 
 
-def test_an_excerpt_is_compared() -> None:
-    """Indentation may differ, and lines may be left out where the excerpt says so."""
-    source = (
-        "import a\n\n\ndef f():\n    one()\n\n    if x:\n        two()\n    three()\n"
-    )
-    head = "# from examples/f.py\n"
-    for good in (
-        "one()\n\nif x:\n    two()\n",
-        "import a\n\n# ...\none()\n# ...\nthree()\n",
-        "import a\n\n# ...\n    if x:\n        two()\n    # ...\n",
-    ):
-        assert missing(head + good, source) == ""
-    for bad, lack in (
-        ("one()\nif x:\n    two()\n", "one()\nif x:\n    two()"),
-        ("one()\n\nif x:\ntwo()\n", "one()\n\nif x:\ntwo()"),
-        ("three()\n# ...\none()\n", "one()"),
-        ("one()\nthree()\n", "one()\nthree()"),
-    ):
-        assert missing(head + bad, source) == lack
-
-
 def test_no_other_page_has_programs() -> None:
     """The docs session looks for none in them."""
     others = {*ROOT.glob("docs/**/*.md")} - {*PAGES}
