@@ -265,6 +265,15 @@ def allow_error_logs(error_log: ErrorLog) -> list[logging.LogRecord]:
 
 
 @pytest.fixture
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no variable of the machine say which token or which interface is used."""
+    for name in ("AIOCKPT_TOKEN", "AIOCKPT_TOKEN_PATH", "AIOCKPT_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
 def fresh_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the processes of this test as fresh interpreters, not as forks."""
     monkeypatch.setenv(forkserver.FRESH, "1")

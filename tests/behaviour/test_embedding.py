@@ -453,7 +453,6 @@ class TestPlaces:
 class TestReverseProxy:
     """The public address is another host's, and has another path."""
 
-    @pytest.mark.every_loop
     @pytest.mark.parametrize("tls", ["none", "proxy", "both"])
     async def test_peers_find_the_transport_by_the_public_address(
         self, ask, tls, caplog
@@ -594,53 +593,30 @@ class TestEnd:
 
         A connection that comes with the end is answered, and delays nothing.
         """
-        server, trust = certified() if tls else (None, True)
-        async with (
-            reverse_proxy(pause=MIB, trust=trust) as proxy,
-            transport(connections=1) as receiver,
-        ):
-            options = {"grace": 20, "chunk_bytes": ONE_BODY, "advertise": proxy.url}
-            mounted = Mounted(**options)
-            how = {"ssl_context": server, "shutdown_timeout": 600}
-            async with mounted.running(**how) as host, asyncio.timeout(PATIENCE):
-                proxy.upstream = f"{host.url}/ckpt/"
-                await mounted.sender.send_checkpoint([], 7, weights(mib=24))
-                received = asyncio.create_task(receive(mounted.sender, receiver, 7))
-                await proxy.paused.wait()
-                ending = asyncio.create_task(host.end())
-                await settle(lambda: mounted.now.step is None)
-                late = await connected(host.runner)
-                late.write(b"GET /ckpt/6/full HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                assert mounted.now.readers == 1
-                proxy.go_on.set()
-                assert_same(await received, weights(mib=24))
-                await ending
-                late.close()
-                await late.wait_closed()
+        async with under_way(tls, grace=20) as (host, mounted, proxy, _, received):
+            ending = asyncio.create_task(host.end())
+            await settle(lambda: mounted.now.step is None)
+            late = await connected(host.runner)
+            late.write(b"GET /ckpt/6/full HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert mounted.now.readers == 1
+            proxy.go_on.set()
+            assert_same(await received, weights(mib=24))
+            await ending
+            late.close()
+            await late.wait_closed()
 
     @pytest.mark.parametrize("tls", [False, True])
     async def test_a_reader_that_hangs_does_not_keep_the_host(self, tls):
         """It is cut after the grace, and tries again; a waiting request is answered."""
-        server, trust = certified() if tls else (None, True)
-        async with (
-            reverse_proxy(pause=MIB, trust=trust) as proxy,
-            transport(connections=1) as receiver,
-        ):
-            options = {"grace": 0.1, "chunk_bytes": ONE_BODY, "advertise": proxy.url}
-            mounted = Mounted(**options)
-            how = {"ssl_context": server, "shutdown_timeout": 600}
-            async with asyncio.timeout(PATIENCE):
-                async with mounted.running(**how) as host:
-                    proxy.upstream = f"{host.url}/ckpt/"
-                    await mounted.sender.send_checkpoint([], 7, weights(mib=24))
-                    received = asyncio.create_task(receive(mounted.sender, receiver, 7))
-                    await proxy.paused.wait()
-                    early = asyncio.create_task(receive(mounted.sender, receiver, 9))
-                    await settle(lambda: mounted.now.waiting)
-                assert mounted.now.evicted == 1
-                asked = len(proxy.seen)
-                proxy.go_on.set()
-                await settle(lambda: len(proxy.seen) > asked)
+        async with under_way(tls, grace=0.1) as running:
+            host, mounted, proxy, receiver, received = running
+            early = asyncio.create_task(receive(mounted.sender, receiver, 9))
+            await settle(lambda: mounted.now.waiting)
+            await host.end()
+            assert mounted.now.evicted == 1
+            asked = len(proxy.seen)
+            proxy.go_on.set()
+            await settle(lambda: len(proxy.seen) > asked)
             for task in (received, early):
                 task.cancel()
             await asyncio.wait({received, early})
@@ -666,6 +642,24 @@ class TestEnd:
             async with mounted.running():
                 await settle(lambda: peer.statistics().waiting)
             assert ended == [ClosedError]
+
+
+@asynccontextmanager
+async def under_way(tls, **options):
+    """Give an application, its transport, and a receive that a proxy has paused."""
+    server, trust = certified() if tls else (None, True)
+    async with (
+        reverse_proxy(pause=MIB, trust=trust) as proxy,
+        transport(connections=1) as receiver,
+        asyncio.timeout(PATIENCE),
+    ):
+        mounted = Mounted(chunk_bytes=ONE_BODY, advertise=proxy.url, **options)
+        async with mounted.running(ssl_context=server, shutdown_timeout=600) as host:
+            proxy.upstream = f"{host.url}/ckpt/"
+            await mounted.sender.send_checkpoint([], 7, weights(mib=24))
+            received = asyncio.create_task(receive(mounted.sender, receiver, 7))
+            await proxy.paused.wait()
+            yield host, mounted, proxy, receiver, received
 
 
 async def connected(runner):

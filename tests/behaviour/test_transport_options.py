@@ -36,17 +36,7 @@ from tests.support.transports import (
     weights,
 )
 
-pytestmark = pytest.mark.asyncio
-
-VARIABLES = ("AIOCKPT_TOKEN", "AIOCKPT_TOKEN_PATH", "AIOCKPT_IFNAME",
-             "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch):
-    """No variable of the machine decides a test."""
-    for variable in VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("plain_environment")]
 
 
 class TestCredentials:

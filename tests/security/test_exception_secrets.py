@@ -30,11 +30,7 @@ Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Non
 STEP = b"Aiockpt-Step: 1\r\n"
 
 
-@pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable of the machine decides a test."""
-    for variable in ("AIOCKPT_TOKEN", "AIOCKPT_TOKEN_PATH"):
-        monkeypatch.delenv(variable, raising=False)
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
 class Lines(logging.Handler):
@@ -127,29 +123,18 @@ async def peer(behaviour: Behaviour, **options: Any) -> AsyncIterator[int]:
         await server.wait_closed()
 
 
-def answering(content: bytes) -> Behaviour:
-    """Send this to every request; keep the connection until the client leaves."""
+def answering(content: bytes, *, again: bool = True) -> Behaviour:
+    """Send this to every request, or to one and close the connection."""
 
     async def answer(
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        while True:
+        more = True
+        while more:
             await reader.readuntil(b"\r\n\r\n")
             writer.write(content)
             await writer.drain()
-
-    return answer
-
-
-def closing(content: bytes = b"") -> Behaviour:
-    """Send this to one request and close the connection."""
-
-    async def answer(
-        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(content)
-        await writer.drain()
+            more = again
 
     return answer
 
@@ -198,10 +183,10 @@ FAULTS: dict[str, Behaviour] = {
         b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n"
     ),
     "a header that is too long": answering(ok(b"X: " + b"x" * 70_000 + b"\r\n", b"")),
-    "closed": closing(),
-    "half of a status line": closing(b"HTTP/1.1 2"),
+    "closed": answering(b"", again=False),
+    "half of a status line": answering(b"HTTP/1.1 2", again=False),
     "reset": reset,
-    "a truncated manifest": closing(ok(STEP, b"x" * 100)[:-50]),
+    "a truncated manifest": answering(ok(STEP, b"x" * 100)[:-50], again=False),
     "chunks that are none": answering(
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n" + STEP + b"\r\nzz\r\n"
     ),

@@ -36,17 +36,10 @@ from tests.support.transports import (
     weights,
 )
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("plain_environment")]
 
 NONSENSE = b"HTTP/1.1 500 no\r\nContent-Length: 0\r\n\r\n"
 KEY = "a-manifest-key-of-the-job"
-
-
-@pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable of the machine decides a test."""
-    for variable in ("AIOCKPT_TOKEN", "AIOCKPT_TOKEN_PATH"):
-        monkeypatch.delenv(variable, raising=False)
 
 
 class Everything(logging.Handler):
