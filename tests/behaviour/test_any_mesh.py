@@ -1,7 +1,7 @@
 """A checkpoint of any mesh loads on any other one, or in one process.
 
-Real ranks save and load in `tests.support.mesh_ranks`. What needs no collective is
-asked of ranks of a fake group in this process.
+Real ranks save, publish, load and receive in `tests.support.mesh_ranks`. What needs no
+collective is asked of ranks of a fake group in this process.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ from aiockpt.errors import (
 )
 from aiockpt.testing import assert_same as assert_all_same
 from tests.support import mesh_ranks
+from tests.support.matrix import EXHAUSTIVE
 from tests.support.mesh_ranks import (
     CASES,
     DCP,
+    FEW,
     SAVED,
     Case,
     as_rank,
@@ -91,39 +93,34 @@ for each in (Point, Settings):
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory that all workers of this run share."""
+def saved(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Path:
+    """Return the directory of the jobs, which all workers of this run share."""
     base = tmp_path_factory.getbasetemp()
-    found = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    made = found / "any-mesh"
-    made.mkdir(exist_ok=True)
-    return made
-
-
-def once(place: Path, verb: str, world: int) -> None:
-    """Run a job, unless another worker has run it."""
-    with (place / f"{verb}-{world}.lock").open("w") as lock:
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    place = shared / "any-mesh"
+    place.mkdir(exist_ok=True)
+    rare = EXHAUSTIVE or "nightly" in pytestconfig.option.markexpr
+    with (place / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = place / f"{verb}-{world}.done"
-        if done.exists():
-            return
-        check_ends(begun(mesh_ranks.__file__, verb, world, place))
-        done.touch()
-
-
-@pytest.fixture(scope="session")
-def saved(place: Path) -> Path:
-    """Return the directory with what was saved on each mesh."""
-    once(place, "save", 4)
+        if not (place / "done").exists():
+            check_ends(begun(mesh_ranks.__file__, place, "all" if rare else "few"))
+            (place / "done").touch()
     return place
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_mesh_loads_every_other(saved: Path, case: Case) -> None:
+def marked(case: Case) -> Any:
+    """Return a parameter, which is left to the night if it is rare."""
+    marks = () if case in FEW else (pytest.mark.nightly,)
+    return pytest.param(case, id=case.name, marks=marks)
+
+
+@pytest.mark.parametrize("case", [*map(marked, CASES)])
+def test_every_mesh_gets_what_every_other_has(saved: Path, case: Case) -> None:
     """Each local tensor is what torch cuts out of the full one, bit by bit."""
-    once(saved, "load", case.world)
-    for rank in range(case.world):
-        said = json.loads((saved / f"load-{case.world}-{rank}.json").read_text())
+    for rank in range(max(case.world, 1)):
+        said = json.loads((saved / f"{case.world}-{rank}.json").read_text())
         assert said[case.name] == "", f"rank {rank}: {said[case.name]}"
 
 

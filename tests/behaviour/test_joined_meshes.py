@@ -1,18 +1,12 @@
 """What several senders hold together is received on any other mesh, or in one process.
 
-Real ranks publish and receive in `tests.support.joined_ranks`. What needs no collective
-is asked of ranks of a fake group in this process.
+These are ranks of a fake group in this process. Real ranks publish and receive in
+`tests.support.mesh_ranks`, and test_any_mesh tells what came of it.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import aiockpt
 from aiockpt.errors import AiockptError, LocalProtocolError, RankValuesError
 from aiockpt.testing import assert_same
-from tests.support import joined_ranks
 from tests.support.joined import (
     STEP,
     WHOLE,
@@ -32,69 +25,18 @@ from tests.support.joined import (
     received,
     shards,
 )
-from tests.support.joined_ranks import CASES
 from tests.support.mesh_ranks import (
-    Case,
     as_rank,
     check,
     distributed,
     own,
     zeroed,
 )
-from tests.support.ranks import kill_all
 from tests.support.transports import told, transport
 
-SECONDS = 150
 WIDE = torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)  # 4 MiB
 
-pytestmark = [pytest.mark.timeout(2 * SECONDS), pytest.mark.usefixtures("no_blocking")]
-
-
-# ------------------------------------------------------------------ jobs of real ranks
-
-
-@pytest.fixture(scope="session")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory with what the jobs have said; all workers share them."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    place = shared / "joined-meshes"
-    place.mkdir(exist_ok=True)
-    with (place / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (place / "done").exists():
-            run_the_jobs(place)
-            (place / "done").touch()
-    return place
-
-
-def run_the_jobs(place: Path) -> None:
-    """Run the job that publishes, and those that receive."""
-    leader = subprocess.Popen(
-        [sys.executable, joined_ranks.__file__, str(place)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        _, complained = leader.communicate(timeout=SECONDS)
-    finally:
-        kill_all(leader.pid)
-        leader.communicate()
-    assert leader.returncode == 0, complained
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_mesh_receives_every_other(answers: Path, case: Case) -> None:
-    """Each local tensor is what torch cuts out of the full one, bit by bit."""
-    for rank in range(max(case.world, 1)):
-        name = f"received-{case.world}-{rank}.json"
-        said = json.loads((answers / name).read_text())
-        assert said[case.name] == "", f"rank {rank}: {said[case.name]}"
-
-
-# ---------------------------------------------------------------- ranks in one process
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("no_blocking")]
 
 
 def four(rank: int) -> dict[str, Any]:

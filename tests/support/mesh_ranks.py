@@ -1,11 +1,12 @@
-"""The ranks of jobs that save on one mesh, and of jobs that load on another one.
+"""The ranks of jobs that save and publish on one mesh, and that load on another one.
 
-``python mesh_ranks.py save 4 DIRECTORY`` saves a state on each mesh of `SAVED`: as
-``DIRECTORY/MESH``, and the full tensors that it consists of as ``DIRECTORY/MESH.pt``.
-
-``python mesh_ranks.py load WORLD DIRECTORY`` runs the cases of `CASES` that have as
-many ranks. Each rank writes what came of them to ``DIRECTORY/load-WORLD-RANK.json``: by
-the name of the case, an empty text, or what went wrong.
+``python mesh_ranks.py DIRECTORY few`` forks four ranks of gloo. They make a state on
+each mesh of `SENT`, save it as ``DIRECTORY/MESH``, and the full tensors that it
+consists of as ``DIRECTORY/MESH.pt``, and publish it. Then they, and one job of fewer
+ranks after the other, run their `CASES`. Each rank writes what came of them to
+``DIRECTORY/WORLD-RANK.json``: by the name of the case, an empty text, or what went
+wrong. A job of zero ranks is a process without a process group. ``all`` instead of
+``few`` adds the cases that are left to the night.
 
 Tests whose ranks need no collective run in one process: `as_rank` is a rank of a group
 whose other ranks do not exist, and `assembled` makes one checkpoint of what such ranks
@@ -15,12 +16,14 @@ have saved.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,13 +56,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import aiockpt
 from aiockpt import errors
+from aiockpt.background_transport import BackgroundTransport
 from aiockpt.checkpointers import RankInfo
 from tests.support.ports import free_port
-from tests.support.ranks import rank_of
+from tests.support.transports import transport
 
 __all__ = [
     "CASES",
     "DCP",
+    "FEW",
     "SAVED",
     "Case",
     "as_rank",
@@ -74,15 +79,21 @@ __all__ = [
     "zeroed",
 ]
 
-SAVED = ("fsdp", "hsdp", "tp", "tp_fsdp", "one")
+SENT = ("fsdp", "hsdp", "tp", "tp_fsdp")
+"""The meshes on which four ranks save and publish a state."""
+
+SAVED = (*SENT, "one")
 """What is saved: by four ranks on a mesh, or by one process without a mesh."""
 
 DCP = ("dcp_fsdp", "dcp_hsdp", "dcp_tp_fsdp")
 """What torch.distributed.checkpoint saves on the same meshes."""
 
+STEP = 7
+SECONDS = 60
+
 
 class Case(NamedTuple):
-    """One load by ``world`` ranks."""
+    """One load or receive by ``world`` ranks."""
 
     saved: str
     world: int
@@ -95,22 +106,43 @@ class Case(NamedTuple):
         return f"{self.saved} to {self.mesh} {self.world} by {self.way}"
 
 
-_MESHES = {
-    1: ("fsdp",),
-    2: ("fsdp", "tp"),
-    3: ("fsdp",),
-    4: ("fsdp", "hsdp", "tp", "tp_fsdp"),
-}
+_MESHES = {4: SENT, 3: ("fsdp",), 2: ("fsdp", "tp"), 1: ("fsdp",)}
 CASES = [
     *(
-        Case(saved, world, mesh)
+        Case(saved, world, mesh, way)
         for world, meshes in _MESHES.items()
         for mesh in meshes
-        for saved in SAVED
+        for way, kinds in (("load", SAVED), ("recv", SENT))
+        for saved in kinds
     ),
     *(Case(saved, *at) for saved in DCP for at in ((2, "tp"), (3, "fsdp"))),
+    *(Case(sent, 0, "alone", way) for sent in SENT for way in ("recv", "anew")),
 ]
-"""What the jobs load."""
+"""What the jobs load and receive."""
+
+FEW = {
+    *(("fsdp", 4, mesh, way) for mesh in ("fsdp", "tp") for way in ("load", "recv")),
+    *(("tp_fsdp", 4, "tp_fsdp", way) for way in ("load", "recv")),
+    ("hsdp", 4, "tp_fsdp", "load"),
+    ("tp_fsdp", 4, "hsdp", "load"),
+    ("tp", 4, "hsdp", "recv"),
+    ("one", 4, "fsdp", "load"),
+    ("fsdp", 3, "fsdp", "load"),
+    ("tp_fsdp", 3, "fsdp", "load"),
+    ("dcp_hsdp", 3, "fsdp", "load"),
+    ("hsdp", 3, "fsdp", "recv"),
+    ("hsdp", 2, "fsdp", "load"),
+    ("tp", 2, "tp", "load"),
+    ("dcp_fsdp", 2, "tp", "load"),
+    ("dcp_tp_fsdp", 2, "tp", "load"),
+    ("tp_fsdp", 2, "tp", "recv"),
+    ("tp", 1, "fsdp", "load"),
+    ("one", 1, "fsdp", "load"),
+    ("fsdp", 1, "fsdp", "recv"),
+    ("hsdp", 0, "alone", "recv"),
+    ("tp_fsdp", 0, "alone", "anew"),
+}
+"""Each mesh saved and loaded, with more ranks, as many and fewer; the rest at night."""
 
 
 # --------------------------------------------------------------------------- states
@@ -156,6 +188,11 @@ def trained(meshes: dict[str, DeviceMesh], kind: str, seed: int) -> dict[str, An
 
 SEED = 1
 """Of what is saved."""
+
+
+def large() -> torch.Tensor:
+    """Return a full tensor of which each rank has several chunks."""
+    return torch.arange(150_000, dtype=torch.int32).view(300, 500)
 
 
 def full_tensors() -> dict[str, torch.Tensor]:
@@ -240,6 +277,7 @@ def state_on(
             "step": 7 if saved else 0,
         },
         "tied": [cut["rows"], {"again": cut["rows"]}],
+        "big": distributed(large() * saved, mesh, *cuts(kind, large())),
     }
 
 
@@ -339,11 +377,12 @@ def meshes_of(world: int) -> dict[str, DeviceMesh]:
     return made
 
 
-def save(rank: int, directory: Path) -> None:
+def save(
+    states: dict[str, Any], meshes: dict[str, DeviceMesh], rank: int, directory: Path
+) -> None:
     """Save on each mesh as one of four ranks, and alone as rank 0."""
-    meshes = meshes_of(4)
-    for kind in SAVED[:-1]:
-        state = state_on(meshes, kind)
+    for kind in SENT:
+        states[kind] = state = state_on(meshes, kind)
         whole = {**state, "cut": full_tensors()}
         whole["tied"] = [whole["cut"]["rows"], {"again": whole["cut"]["rows"]}]
         whole = whole_of(whole)
@@ -351,22 +390,19 @@ def save(rank: int, directory: Path) -> None:
         train["parameters"] = {
             name: train["model"][name] for name in train["parameters"]
         }
+        if f"dcp_{kind}" in DCP:
+            save_by_dcp(state, checkpoint_id=directory / f"dcp_{kind}")
+        if rank == 0 and kind == "fsdp":
+            save_alone({**whole, "mine": own(0)}, directory / "one")
+            torch.save(whole, directory / "one.pt")
         state["mine"] = own(rank)
         if kind == "fsdp":
             state["sharded"] = chunked(4, fill=1.0)
-            rows = torch.arange(8.0).unsqueeze(1).expand(8, 3).contiguous()
-            whole["sharded"] = rows
+            whole["sharded"] = torch.arange(8.0).unsqueeze(1).repeat(1, 3)
         with aiockpt.make_sync_checkpointer() as checkpointer:
             checkpointer.save(state, directory / kind, step=1)
-        if f"dcp_{kind}" in DCP:
-            alike = {key: value for key, value in state.items() if key != "sharded"}
-            save_by_dcp(alike, checkpoint_id=directory / f"dcp_{kind}")
         if rank == 0:
             torch.save(whole, directory / f"{kind}.pt")
-            if kind == "fsdp":
-                del whole["sharded"]
-                save_alone({**whole, "mine": own(0)}, directory / "one")
-                torch.save(whole, directory / "one.pt")
 
 
 def save_alone(state: Any, path: Path) -> None:
@@ -375,23 +411,26 @@ def save_alone(state: Any, path: Path) -> None:
         checkpointer.save(state, path, step=1)
 
 
-def load(world: int, rank: int, directory: Path) -> dict[str, str]:
-    """Run all cases of so many ranks; return what went wrong."""
-    meshes, said = meshes_of(world), dict[str, str]()
-    templates = {kind: state_on(meshes, kind, seed=2) for kind in meshes}
-    for case in CASES:
-        if case.world != world:
-            continue
-        template = emptied(templates[case.mesh])
+def run(
+    cases: list[Case], templates: dict[str, Any], rank: int, directory: Path
+) -> None:
+    """Run the cases of a job, and write what went wrong."""
+    said = dict[str, str]()
+    for case in cases:
+        whole = known(directory / case.saved)
+        template = emptied(templates[case.mesh]) if case.world else zeroed(whole)
         try:
-            load_case(case, template, rank, directory)
+            if case.way == "anew":
+                receive(case, whole, rank, directory, None)
+            else:
+                run_case(case, template, whole, rank, directory)
         except Exception:  # noqa: BLE001 - it is told
             said[case.name] = traceback.format_exc()
         else:
             said[case.name] = ""
-        if case.saved == "tp":
-            check_together(said, case, template, known(directory / case.saved))
-    return said
+        if case.saved == "tp" and case.world:
+            check_together(said, case, template, whole)
+    (directory / f"{cases[0].world}-{rank}.json").write_text(json.dumps(said))
 
 
 def check_together(said: dict[str, str], case: Case, template: Any, whole: Any) -> None:
@@ -426,38 +465,63 @@ def known(path: Path) -> dict[str, Any]:
     return found
 
 
-def load_case(case: Case, template: Any, rank: int, directory: Path) -> None:
-    """Load into a template, and compare every tensor of it."""
+def run_case(case: Case, template: Any, whole: Any, rank: int, directory: Path) -> None:
+    """Fill a template, and compare every tensor of it."""
     path = directory / case.saved
-    whole = known(path)
     if case.saved == "fsdp":
-        template["sharded"] = of_sharded(case, template["cut"]["rows"].device_mesh)
+        template["sharded"] = of_sharded(case, template["cut"]["rows"])
     saved_by = 1 if case.saved == "one" else 4
-    if case.world == saved_by and case.saved not in DCP:
+    if case.way == "load" and case.world == saved_by and case.saved not in DCP:
         template["mine"] = zeroed(own(0))
         whole["mine"] = own(rank if saved_by == 4 else 0)
     if case.saved in DCP:  # it saves tied tensors twice
         del template["train"]["parameters"], template["tied"]
     parameters: dict[str, Any] = template["train"].get("parameters", {})
-    homes = {
-        name: each.to_local().data_ptr()
-        for name, each in parameters.items()
-        if isinstance(each, DTensor)
-    }
+    homes = {name: home_of(each) for name, each in parameters.items()}
     tied = template["cut"]["rows"]
-    found = aiockpt.load(path, into=template)
+    if case.way == "load":
+        found = aiockpt.load(path, into=template)
+    else:
+        found = receive(case, whole, rank, directory, template)
     assert found is template
     check(found, whole)
     # Sums know no mesh: each mesh is proved by one that saved, and the other way round.
-    if "tp_fsdp" in (case.saved, case.mesh):
+    if case.way == "load" and "tp_fsdp" in (case.saved, case.mesh):
         prove(found, path)
-    if "tied" in found:
+    if case.world and "tied" in found:
         assert found["tied"][0] is found["tied"][1]["again"] is tied
     for name, each in parameters.items():
         assert found["train"]["parameters"][name] is each
-        assert each.requires_grad
-        if name in homes:
-            assert each.to_local().data_ptr() == homes[name]
+        assert home_of(each) == homes[name]
+        assert each.requires_grad or not case.world
+
+
+def receive(case: Case, whole: Any, rank: int, directory: Path, template: Any) -> Any:
+    """Receive what the four ranks have published, and compare that it is all of it."""
+    options: dict[str, Any] = {} if case.world == 4 else {"rank_values": 1}
+    whole["mine"] = own(rank if case.world == 4 else 1)
+    if template is not None:
+        template["mine"] = zeroed(own(0))
+    places = [place_of(directory, case.saved, each) for each in range(4)]
+    metadata = aiockpt.join_metadata([each.read_text() for each in places])
+    with BackgroundTransport(transport(timeout=SECONDS / 2)) as receiver:
+        found = receiver.recv_checkpoint(
+            metadata=metadata, step=STEP, into=template, **options
+        )
+    check(found, whole)
+    assert {*found} == {*whole}
+    return found
+
+
+def home_of(tensor: torch.Tensor) -> int:
+    """Return where the memory of this rank's part is."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.data_ptr()
+
+
+def place_of(directory: Path, kind: str, rank: int) -> Path:
+    """Return the file with the metadata of one sender."""
+    return directory / f"{kind}-{rank}.metadata"
 
 
 def prove(found: Any, path: Path) -> None:
@@ -477,11 +541,11 @@ def prove(found: Any, path: Path) -> None:
     assert {*ours.by_rank} == by_rank
 
 
-def of_sharded(case: Case, mesh: DeviceMesh) -> torch.Tensor:
+def of_sharded(case: Case, beside: torch.Tensor) -> torch.Tensor:
     """Return a template of a ShardedTensor: one of its kind, or of any other."""
-    if case.mesh == "tp":
-        return distributed(torch.zeros(8, 3), mesh, Shard(1))
-    return torch.zeros(8, 3) if case.world == 3 else chunked(case.world)
+    if case.mesh == "tp" and isinstance(beside, DTensor):
+        return distributed(torch.zeros(8, 3), beside.device_mesh, Shard(1))
+    return torch.zeros(8, 3) if case.world in (0, 3) else chunked(case.world)
 
 
 # --------------------------------------------------------- ranks that do not exist
@@ -527,28 +591,99 @@ def adopt(alone: Path, path: Path, rank: int, marker: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------ main
 
 
-def main(verb: str, world: int, directory: Path) -> None:
-    """Save or load as one of the ranks."""
-    port = free_port()
-    rank = rank_of(world)
+def act(world: int, rank: int, directory: Path, everything: bool) -> None:
+    """Run the cases of one rank; the four ranks have saved and published before."""
+    meshes = meshes_of(world) if world else {}
+    cases = [each for each in CASES if each.world == world]
+    cases = [each for each in cases if everything or each in FEW]
+    if world != 4:
+        kinds = {each.mesh for each in cases} & meshes.keys()
+        templates = {kind: state_on(meshes, kind, seed=2) for kind in sorted(kinds)}
+        run(cases, templates, rank, directory)
+        return
+    states = dict[str, Any]()
+    save(states, meshes, rank, directory)
+    with ExitStack() as stack:
+        for kind, state in states.items():
+            sender = BackgroundTransport(transport(timeout=SECONDS))
+            stack.enter_context(sender)
+            sender.send_checkpoint(step=STEP, state_dict=state)
+            place_of(directory, kind, rank).write_text(sender.metadata())
+            # The snapshots are made: from now on the states are templates.
+            state.pop("mine", None)
+            state.pop("sharded", None)
+        dist.barrier()
+        run(cases, states, rank, directory)
+        while not (directory / "end").exists():
+            time.sleep(0.05)
+
+
+def started(world: int, *arguments: Any) -> list[int]:
+    """Fork the ranks of a job, each of which acts; return their process ids."""
+    pids, store = [], f"tcp://127.0.0.1:{free_port()}"
+    for rank in range(max(world, 1)):
+        if pid := os.fork():
+            pids.append(pid)
+            continue
+        code = 1
+        try:
+            if world:
+                dist.init_process_group(
+                    "gloo",
+                    init_method=store,
+                    rank=rank,
+                    world_size=world,
+                    timeout=timedelta(seconds=SECONDS),
+                )
+            act(world, rank, *arguments)
+            if world:
+                dist.barrier()
+                dist.destroy_process_group()
+            code = 0
+        except BaseException:  # noqa: BLE001 - it must not return into the parent's code
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return pids
+
+
+def ended(pids: list[int]) -> None:
+    """Wait for the ranks of a job.
+
+    Raises:
+        RuntimeError: one has failed.
+    """
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if any(codes):
+        raise RuntimeError(f"ranks have ended with {codes}")
+
+
+def have_published(directory: Path, senders: list[int]) -> bool:
+    """Tell whether the first four ranks have done all but wait.
+
+    Raises:
+        RuntimeError: one has ended.
+    """
+    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    if any(os.waitid(os.P_PID, pid, look) for pid in senders):
+        raise RuntimeError("a sender has ended")
+    return all((directory / f"4-{rank}.json").exists() for rank in range(4))
+
+
+def main(directory: Path, everything: bool) -> None:
+    """Run all jobs; the ranks of the first one publish until the last one has ended."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    store = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group(
-        "gloo",
-        init_method=store,
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    if verb == "save":
-        save(rank, directory)
-    else:
-        said = load(world, rank, directory)
-        (directory / f"load-{world}-{rank}.json").write_text(json.dumps(said))
-    dist.barrier()
-    dist.destroy_process_group()
+    senders = started(4, directory, everything)
+    try:
+        while not have_published(directory, senders):
+            time.sleep(0.05)
+        for world in (3, 2, 1, 0):
+            ended(started(world, directory, everything))
+    finally:
+        (directory / "end").touch()
+        ended(senders)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2] == "all")
