@@ -17,8 +17,10 @@ import pytest
 import torch._dynamo  # noqa: F401 - an optimizer imports it: early, so that leak checks skip it
 
 from aiockpt.errors import PeerFailedError
+from aiockpt.testing import assert_same
 from aiockpt.testing.conformance import Endings, RoundTrips, Templates
 from aiockpt.testing.conformance.transports import Conformance
+from aiockpt.testing.leaves import LEAVES
 from tests.support import groups
 from tests.support.accelerators import FakeAccelerator, FakeBoard, device_transports
 from tests.support.groups import Transport
@@ -79,13 +81,26 @@ class Rendezvous(Conformance[Transport]):
                 await sending
 
 
-class Whole(Rendezvous, RoundTrips[Transport], Templates[Transport]):
-    """Everything that is about what arrives, and where."""
+class Leaves(Rendezvous):
+    """Every leaf, in one state dict: here each send needs several threads."""
 
-    @pytest.mark.allow_leaks("fds")  # pytest keeps the log, whose frames keep the group
-    async def test_a_progress_that_raises_disturbs_nothing(self) -> None:
-        """The caller's own error is logged."""
-        await super().test_a_progress_that_raises_disturbs_nothing()
+    @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd tensors
+    async def test_a_leaf_arrives_as_it_was_sent(self) -> None:
+        """Types, bits, strides, flags and shared memory survive."""
+        state = {kind: make() for kind, make in LEAVES.items()}
+        async with self.transports(2) as (sender, receiver):
+            assert_same(await self.move(sender, receiver, state), state)
+
+    @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd tensors
+    async def test_a_leaf_arrives_in_a_template(self) -> None:
+        """A template made like the state fits it."""
+        state = {kind: make() for kind, make in LEAVES.items()}
+        async with self.transports(2) as (sender, receiver):
+            for direct in (False, True):
+                into = {kind: make() for kind, make in LEAVES.items()}
+                got = await self.move(sender, receiver, state, into=into, direct=direct)
+                assert_same(got, state)
+                assert_same(into, state)
 
 
 @proves(
@@ -102,8 +117,13 @@ class Whole(Rendezvous, RoundTrips[Transport], Templates[Transport]):
     "cell PGTransport.recv_checkpoint, into=, direct=True: success",
     by="test_a_template_is_filled",
 )
-class TestPGTransport(Whole):
-    """Every leaf and every template, in host memory."""
+class TestPGTransport(Leaves, RoundTrips[Transport], Templates[Transport]):
+    """Everything that is about what arrives, and where."""
+
+    @pytest.mark.allow_leaks("fds")  # pytest keeps the log, whose frames keep the group
+    async def test_a_progress_that_raises_disturbs_nothing(self) -> None:
+        """The caller's own error is logged."""
+        await super().test_a_progress_that_raises_disturbs_nothing()
 
 
 @pytest.mark.every_loop
@@ -123,8 +143,19 @@ class TestEveryLoop(Rendezvous):
     )
 
 
-class TestDevice(Whole):
-    """The same, with every tensor on a device whose memory the group moves."""
+class TestDevice(Leaves):
+    """What moves tensors, with every one on a device whose memory the group moves."""
+
+    test_a_template_is_filled = Templates.test_a_template_is_filled
+    test_a_template_that_lies_otherwise_is_filled = (
+        Templates.test_a_template_that_lies_otherwise_is_filled
+    )
+    test_memory_beside_the_template_is_untouched = (
+        Templates.test_memory_beside_the_template_is_untouched
+    )
+    test_training_goes_on_from_what_arrived = (
+        RoundTrips.test_training_goes_on_from_what_arrived
+    )
 
     @pytest.fixture(autouse=True)
     def _patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
