@@ -62,7 +62,7 @@ async def test_two_receivers_are_lost(
         "half way": "die_half_way",
         "at the end": "die_at_the_end",
     }[when]
-    state = weights(mib=MIB_SENT // 4, count=16)
+    state = weights(mib=MIB_SENT, count=16)
     async with (
         ranks(tmp_path, dies, dies, "witness") as (group, peers),
         transport(group) as ours,

@@ -118,7 +118,8 @@ def kill_all(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-MIB_SENT = 128
+MIB_SENT = 32
+"""More than the buffers of a connection have."""
 LONG = 600
 
 
@@ -227,15 +228,13 @@ async def leave(transport: Transport, rank: int, count: int) -> None:
     await left(transport.recv_checkpoint(0, "", 1, LONG))
 
 
-async def leave_sending(transport: Transport, rank: int, count: int) -> None:
-    """Do the same as a sender, in the middle of a message."""
-    await left(transport.send_checkpoint([0], 1, weights(mib=MIB_SENT), LONG))
-
-
 async def leave_late(transport: Transport, rank: int, count: int) -> None:
-    """Leave a thread behind that comes back while the interpreter ends."""
+    """Leave a thread behind in a message, and one that comes back during the exit."""
     globals()["ends slowly"] = EndsSlowly()
-    await left(transport.recv_checkpoint(0, "", 1, 1))
+    path = f"{sys.argv[1]} of training"
+    other = Transport(await joined(store_in(path, count), rank, count))
+    await left(transport.send_checkpoint([0], 1, weights(mib=MIB_SENT), LONG))
+    await left(other.recv_checkpoint(0, "", 1, 1))
 
 
 class EndsSlowly:
@@ -261,7 +260,7 @@ LIVES: dict[str, Callable[[Transport, int, int], Any]] = {
     life.__name__: life
     for life in (
         *(send, receive, die_half_way, stop_half_way, insist, answer, train, idle),
-        *(leave, leave_sending, leave_late, die_at_the_end, witness, witness_last),
+        *(leave, leave_late, die_at_the_end, witness, witness_last),
     )
 }
 
