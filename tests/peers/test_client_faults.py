@@ -21,7 +21,6 @@ from aiockpt.testing import (
     Answer,
     CutAfter,
     Drip,
-    Drop,
     FaultProxy,
     Refuse,
     StallAfter,
@@ -85,16 +84,6 @@ async def test_every_truncation_point_is_survived(fast_path, reset, stride) -> N
                 group.create_task(work())
 
 
-async def test_missing_bytes_are_noticed(fast_path) -> None:
-    """A gap in the middle shifts the rest: too little comes, and it stalls."""
-    async with (
-        serving(LARGE, chunk_bytes=CHUNK) as peer,
-        FaultProxy("127.0.0.1", peer.port, faults=[Drop(5000, 10)]) as proxy,
-        receiver(fast_path=fast_path, stall_timeout=0.2, reconnect_timeout=5) as client,
-    ):
-        assert (await fetch(client, peer, port=proxy.port)).content == LARGE
-
-
 async def test_broken_connection_resumes_after_what_had_arrived(fast_path) -> None:
     """No byte of a chunk is asked for twice."""
     # With FIN: a reset may throw away what has arrived and nobody has read.
@@ -134,8 +123,7 @@ async def test_silent_peer_is_given_up_after_the_stall_timeout(
     assert caught.value.chunk == 0
 
 
-@pytest.mark.parametrize("busy", [0, 1.5])
-async def test_slow_peer_is_no_silent_peer(fast_path, busy) -> None:
+async def test_slow_peer_is_no_silent_peer(fast_path) -> None:
     """A drip is waited for; time in which nobody could read a byte does not count."""
     async with (
         serving(noise(2000)) as peer,
@@ -145,7 +133,7 @@ async def test_slow_peer_is_no_silent_peer(fast_path, busy) -> None:
         start = time.monotonic()
         task = asyncio.create_task(fetch(client, peer, port=proxy.port))
         await settle(lambda: proxy.statistics().bytes_down)
-        time.sleep(busy)  # noqa: ASYNC251 - the loop is busy elsewhere
+        time.sleep(1.5)  # noqa: ASYNC251 - the loop is busy elsewhere
         assert (await task).content == peer.segment
         assert time.monotonic() - start > 1.0
 

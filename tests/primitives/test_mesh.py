@@ -216,12 +216,6 @@ class TestBoxes:
         parts = [mesh.cover(mesh.whole((4,)), have, prefer).parts for prefer in (0, 1)]
         assert [[index for index, _ in each] for each in parts] == [[0, 1], [2, 3]]
 
-    def test_what_nobody_has_is_counted(self) -> None:
-        """The planner counts the elements that a lost file loses."""
-        have = [mesh.block((0, 0), (2, 3))]
-        assert mesh.cover(mesh.whole((4, 3)), have).missing == 6
-        assert mesh.cover(mesh.whole((0, 3)), have) == ([], 0)
-
 
 def filled(
     shard: mesh.ShardRuns,

@@ -187,26 +187,6 @@ def test_runs_of_several_sources_take_about_as_long() -> None:
     assert len(few.take().run) == 1  # a quarter of the rest
 
 
-def test_a_run_that_was_given_back_comes_first() -> None:
-    """The same peer goes on from its last byte; another begins with the chunk."""
-    one = Session(range(8), connections=1)
-    mine = one.take()
-    mine.run.begin_request()
-    receive(mine, MIB / 2)
-    assert one.fail(mine) == 0
-    assert isinstance(one.next(), Rest)
-    one.now += 0.1
-    again = one.take()
-    assert again.run is mine.run
-    assert again.size == 3.5 * MIB
-    one.planner.drop(again.peer)
-    one.fail(again)
-    one.add()
-    other = one.take()
-    assert other.run is mine.run
-    assert other.run.position == 0
-
-
 def test_a_source_that_breaks_off_a_long_run_may_have_a_swarm() -> None:
     """The rest is wanted afresh, so that the next answer comes soon."""
     one = Session(range(8), connections=1)
@@ -569,15 +549,6 @@ def test_a_chunk_that_members_did_not_bring_is_for_sources() -> None:
     one.fail(taken)
     one.planner.drop(taken.peer)
     assert one.take().peer is one.members[0]
-
-
-def test_a_member_that_does_not_bring_a_run_is_asked_twice_again() -> None:
-    """A source is asked again as long as its errors allow."""
-    one = Session([0, 1], connections=1, members=[bits(1)])
-    one.sources[0].next = 0
-    for mine in one.take_all():
-        again = [one.planner.broke(mine, 1.0) for _ in range(4)]
-        assert again == [True, True, *[not mine.peer.member] * 2]
 
 
 # ------------------------------------------------------------- sources of a swarm

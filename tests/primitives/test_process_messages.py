@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import pytest
 
 from aiockpt.checkpointers.messages import (
     RemoteFailure,
-    decode_keywords,
-    encode_keywords,
     error_of,
     failure_of,
 )
@@ -22,7 +18,6 @@ from aiockpt.errors import (
     PeerFailedError,
     StorageError,
     TransferTimeoutError,
-    UnsupportedLeafError,
     WorkerError,
     WorkerTimeoutError,
 )
@@ -62,27 +57,9 @@ def test_a_number_that_no_message_can_hold(actual: int) -> None:
     assert "the size" in str(error)
 
 
-def test_an_error_of_the_writers_own() -> None:
-    """It becomes a ``WorkerError`` that says what was being done."""
-    found = crossed(ZeroDivisionError("on purpose"))
-    assert type(found) is WorkerError
-    assert str(found) == "writing /ckpt raised ZeroDivisionError: on purpose"
-    assert "ZeroDivisionError" in found.remote_traceback
-
-
 def test_text_that_is_none() -> None:
     """A path may hold bytes that are not text, and a message may be long."""
     found = crossed(StorageError("/ckpt/\udcff", "x" * 100_000))
     assert isinstance(found, StorageError)
     assert found.path == "/ckpt/\\udcff"
     assert len(str(found)) < 20_000
-
-
-KEYWORDS: dict[str, Any] = {"step": 3, "tags": ("a", {"b": None}), "rate": 0.5}
-
-
-def test_keywords_come_back_as_they_were() -> None:
-    """Containers keep their types; what is not data is refused by its name."""
-    assert decode_keywords(encode_keywords(KEYWORDS)) == KEYWORDS
-    with pytest.raises(UnsupportedLeafError, match="hook"):
-        encode_keywords({"hook": print})

@@ -15,7 +15,6 @@ from aiockpt.errors import (
     PeerFailedError,
     PeerUnreachableError,
     StepNotFoundError,
-    TransferStalledError,
     advice,
 )
 from aiockpt.http.problems import PeerBusy
@@ -29,7 +28,6 @@ from aiockpt.http.retry import (
 pytestmark = [pytest.mark.torch_free]
 
 GONE = PeerUnreachableError("http://there/")
-STALLED = TransferStalledError("http://there/", idle=3)
 
 
 def retries(
@@ -58,14 +56,6 @@ class TestDelay:
         assert attempts.delay_after(GONE, started=119, now=125) is not None
         assert attempts.delay_after(GONE, started=126, now=134) is not None
         assert attempts.delay_after(GONE, started=134, now=136) is None
-
-    def test_stalled_connection_lives_by_the_bytes_of_the_others(self) -> None:
-        """Its own last byte is a stall timeout old, and does not count."""
-        attempts = retries(reconnect=0, stall=3)
-        attempts.liveness.heard(112)
-        assert attempts.delay_after(STALLED, started=110, now=115) is None
-        attempts.liveness.heard(113)
-        assert attempts.delay_after(STALLED, started=110, now=115) is not None
 
     def test_busy_peer_says_when_to_come_back(self) -> None:
         """It lives; its advice is followed up to half a minute."""

@@ -16,7 +16,6 @@ import uvloop
 from aiockpt.runtime.rwlock import Hold, RWLock
 from tests.support.lockmodel import (
     IDLE,
-    TroubleError,
     acquire,
     at_once,
     facts,
@@ -31,28 +30,6 @@ LOOPS = pytest.mark.parametrize(
     [asyncio.new_event_loop, uvloop.new_event_loop],
     ids=["asyncio", "uvloop"],
 )
-KINDS = pytest.mark.parametrize("kind", ["R", "W"])
-
-
-@pytest.mark.asyncio
-class TestHolding:
-    """Readers hold the lock together, and a hold ends by leaving or eviction."""
-
-    @KINDS
-    async def test_an_exception_inside_the_context_releases(self, kind):
-        """The hold ends with its block, however the block ends."""
-        lock = RWLock()
-        leases = []
-
-        async def fail() -> None:
-            with await acquire(lock, kind) as lease:
-                leases.append(lease)
-                raise TroubleError
-
-        with pytest.raises(TroubleError):
-            await fail()
-        assert len(leases) == 1
-        assert lock.statistics() == IDLE
 
 
 @LOOPS

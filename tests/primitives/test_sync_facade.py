@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import signal
 import threading
 import time
@@ -127,16 +126,6 @@ def test_an_interrupted_caller_leaves_nothing_under_way(facade, monkeypatch) -> 
     with pytest.raises(KeyboardInterrupt):
         call(facade, wait)
     assert cancelled.wait(5)
-
-
-@pytest.mark.parametrize("timeout", [math.inf, 1e12])
-def test_a_timeout_may_be_longer_than_a_lock_s(facade, timeout: float) -> None:
-    """A timeout of a century is no error."""
-
-    async def give() -> int:
-        return 3
-
-    assert call(facade, give, timeout) == 3
 
 
 def test_an_error_does_not_keep_what_the_call_was_given(facade) -> None:

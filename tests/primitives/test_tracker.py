@@ -409,14 +409,6 @@ async def test_a_promise_ends_when_its_member_requests_another_chunk() -> None:
     assert announce(tracker, 4).next is not None
 
 
-async def test_what_is_requested_unbidden_is_promised_to_nobody() -> None:
-    """It is on its way, also to a receive that is no member yet."""
-    tracker = Tracker(2)
-    assert tracker.promise(lease_of(1), range(1)) is None
-    assert announce(tracker, 2).next == 1
-    assert announce(tracker, 3).next is None
-
-
 async def test_a_promise_that_has_lapsed_stays_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from aiockpt.checkpointers import make_sync_checkpointer
-from aiockpt.errors import TemplateMismatchError
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.state.load_plan import LoadPlan, Matching, Template
 from aiockpt.state.match import LAX
@@ -42,23 +40,6 @@ def planned(file: Path, template: Any, select: Select | None = None) -> LoadPlan
             select=select,
             template=own,
         ).plan()
-
-
-def two() -> State:
-    """Two tensors of their own."""
-    return {"a": torch.ones(4), "b": torch.ones(8)}
-
-
-def overlapping() -> State:
-    """Two tensors that overlap in memory."""
-    whole = torch.ones(12)
-    return {"a": whole[:4], "b": whole[2:10]}
-
-
-def test_two_tensors_for_overlapping_memory_are_refused(tmp_path: Path) -> None:
-    """One of them would be lost."""
-    with pytest.raises(TemplateMismatchError, match=r"b: .* shared with a"):
-        planned(save(tmp_path / "c", two()), overlapping())
 
 
 def test_only_what_is_selected_is_read(tmp_path: Path) -> None:
