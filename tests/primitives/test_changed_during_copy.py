@@ -34,8 +34,17 @@ class Late(FakeAccelerator):
         return super().mark()
 
 
-@pytest.mark.parametrize("name", ["replaced", "alike", "moved on", "shorter"])
-@pytest.mark.parametrize("way", ["http", "prepare", "prepare, async"])
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        ("http", "replaced"),
+        ("http", "alike"),
+        ("http", "moved on"),
+        ("http", "shorter"),
+        ("prepare", "alike"),
+        ("prepare, async", "shorter"),
+    ],
+)
 async def test_a_template_that_changes_during_the_copy_is_no_success(
     way: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

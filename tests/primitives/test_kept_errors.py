@@ -232,15 +232,12 @@ def raised(error: BaseException, state: Any = None) -> BaseException:
 
 
 ERRORS = [
-    StorageError("/a", "full"),
-    UnsupportedLeafError("a.b", "Thing"),
+    *(StorageError("/a", "full"), UnsupportedLeafError("a.b", "Thing")),
     TransferTimeoutError("save", 3.0),
-    FileNotFoundError(2, "none", "/a", None, "/b"),
-    KeyError("a"),
+    *(FileNotFoundError(2, "none", "/a", None, "/b"), KeyError("a")),
     UnicodeDecodeError("utf-8", b"abc", 1, 2, "bad"),
     AttributeError("no", name="x", obj=object()),
-    ImportError("no", name="x", path="/p"),
-    SystemExit(3),
+    *(ImportError("no", name="x", path="/p"), SystemExit(3)),
     WordyError("name", [1, (2, {"a": {3}})]),
     ExceptionGroup("both", [ValueError("a"), OSError(1, "b")]),
 ]

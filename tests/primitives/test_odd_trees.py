@@ -28,19 +28,10 @@ ATTRIBUTED = OrderedDict(b=1)
 ATTRIBUTED.t = torch.zeros(2)  # type: ignore[attr-defined]
 
 FORGED: tuple[Any, ...] = (
-    ["list"],
-    ["ext"],
-    ["ext", 1, 2],
-    ["ext", [], 0],
-    ["ext", "?", 0],
-    ["ext", "?", 99],
-    ["defaultdict", 1],
-    ["dict", [{}], [5]],
-    ["dict", ["b", "b"], [5, 6]],
-    ["dict", ["b"], [5, 6]],
-    [],
-    ["odict", ["b"], [5], ["tensor", 0]],
-    ["tensors", [{}], [0]],
+    *(["list"], ["ext"], ["ext", 1, 2], ["ext", [], 0], ["ext", "?", 0]),
+    *(["ext", "?", 99], ["defaultdict", 1], ["dict", [{}], [5]]),
+    *(["dict", ["b", "b"], [5, 6]], ["dict", ["b"], [5, 6]], []),
+    *(["odict", ["b"], [5], ["tensor", 0]], ["tensors", [{}], [0]]),
     ["ext", "numpy.scalar", ["tuple", 1]],
 )
 

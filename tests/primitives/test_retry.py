@@ -81,12 +81,9 @@ class TestDelay:
     @pytest.mark.parametrize(
         "error",
         [
-            AuthenticationError("there"),
-            CheckpointChangedError(expected="a"),
-            LimitExceededError("it", limit=1, actual=2),
-            LocalProtocolError("mine"),
-            PeerFailedError(None, "no memory"),
-            StepNotFoundError(7),
+            *(AuthenticationError("there"), CheckpointChangedError(expected="a")),
+            *(LimitExceededError("it", limit=1, actual=2), LocalProtocolError("mine")),
+            *(PeerFailedError(None, "no memory"), StepNotFoundError(7)),
         ],
         ids=lambda error: type(error).__name__,
     )

@@ -83,20 +83,6 @@ class TestSnapshot:
                 snapshot.release()
         assert ids[0] == ids[2] == ids[3] != ids[1]
 
-    @pytest.mark.parametrize("read", [False, True])
-    async def test_memory_is_reused_when_nobody_reads(self, read: bool) -> None:
-        """The arena is reused when the last reader has released it."""
-        async with stager() as staging:
-            first = await staging.stage(state(1.0), step=1)
-            place = address(first)
-            if read:
-                first.acquire()
-            first.release()
-            second = await staging.stage(state(2.0), step=2)
-            assert (address(second) == place) is not read
-            if read:
-                assert_same(rebuilt(file_of(first)), state(1.0))
-
 
 class Broken(FakeAccelerator):
     """A device that copies nothing."""

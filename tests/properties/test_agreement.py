@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import warnings
-from math import prod
 
 import pytest
 from hypothesis import given
@@ -12,12 +10,10 @@ from hypothesis import strategies as st
 
 from aiockpt import Limits
 from aiockpt.format import dtypes
-from aiockpt.format.chunks import ChunkGrid, digest
 from aiockpt.format.entries import Entries, Entry
-from aiockpt.format.header import build_manifest, decode_header, header_length
+from aiockpt.format.header import decode_header, header_length
 from aiockpt.format.manifest import ForeignHeader, TensorSpec
 from aiockpt.format.validate import views_fault
-from tests.support.headers import Row, entries_of
 
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
@@ -89,39 +85,6 @@ def test_a_view_is_accepted_as_torch_would(
         assert not accepted
     else:
         assert accepted or 0 in shape
-
-
-@st.composite
-def rows(draw: st.DrawFn) -> list[Row]:
-    """Return entries of all codes."""
-    found = []
-    for name in draw(st.lists(NAMES, unique=True, max_size=6)):
-        code = draw(st.sampled_from(sorted(WRITTEN)))
-        shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
-        nbytes = prod(shape) * WRITTEN[code]
-        found.append((name, code, shape, nbytes))
-    return found
-
-
-@given(rows())
-def test_safetensors_reads_what_we_write(found: list[Row]) -> None:
-    """Names, shapes and bytes are the same for a tool that never heard of us."""
-    found.sort(key=lambda row: -WRITTEN[row[1]])  # no entry may begin unaligned
-    entries = entries_of(*found)
-    size = entries.nbytes
-    segment = random.Random(size).randbytes(size)
-    manifest = build_manifest(
-        step=1,
-        chunk_bytes=1 << 16,
-        entries=entries,
-        tree=["list", [["tensor", index] for index in range(len(found))]],
-        digests=[digest([segment])] * len(ChunkGrid(size, 1 << 16)),
-    )
-    theirs = dict(safetensors.deserialize(bytes(manifest.header) + segment))
-    assert theirs.keys() == set(manifest.names)
-    for name, entry in zip(manifest.names, manifest.entries, strict=True):
-        assert tuple(theirs[name]["shape"]) == entry.shape
-        assert bytes(theirs[name]["data"]) == segment[slice(*entry.data_offsets)]
 
 
 @given(st.dictionaries(NAMES, st.binary(max_size=9), max_size=5))

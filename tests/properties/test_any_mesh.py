@@ -25,13 +25,8 @@ from tests.support.saving import save
 from tests.support.states import State, states
 
 DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.int8,
-    torch.float64,
-    torch.complex64,
-    torch.bool,
-    torch.float8_e4m3fn,
+    *(torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex64),
+    *(torch.bool, torch.float8_e4m3fn),
 )
 GRIDS: dict[int, list[tuple[int, ...]]] = {
     1: [(1,)],

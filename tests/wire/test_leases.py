@@ -291,14 +291,15 @@ def take_long(_: object = None) -> Slow:
 register_leaf(Slow, tag="tests.SlowLeaf", encode=lambda _: b"slow", decode=take_long)
 
 
-@everywhere
-@pytest.mark.parametrize("what", ["a function that selects", "a registered leaf"])
+@pytest.mark.parametrize(
+    ("what", "process"), [("a function that selects", True), ("a leaf", False)]
+)
 async def test_a_lease_holds_while_the_receiver_computes(what, process):
     """The receiver's own stall timeout is much longer, so the sender says its own."""
     state: dict[str, Any] = {"w": torch.ones(NBYTES, dtype=torch.uint8)}
     state["v"] = torch.ones(2)
     options: dict[str, Any] = {"select": lambda path: path != "v" or bool(take_long())}
-    if what == "a registered leaf":
+    if what == "a leaf":
         state["leaf"], options = Slow(), {"select": ["w", "leaf"]}
     async with (
         transport(stall_timeout=1.0, process=process) as sender,

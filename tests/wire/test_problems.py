@@ -165,12 +165,8 @@ def test_what_a_proxy_or_a_stranger_answers(
 @pytest.mark.parametrize(
     "body",
     [
-        b"[" * 100_000,
-        b'{"type":"tag:aiockpt,2025:x","serving":"six"}',
-        b'{"type":5}',
-        b"\xff\xfe",
-        b'"text"',
-        b"{" + b" " * 1_000_000 + b"}",
+        *(b"[" * 100_000, b'{"type":"tag:aiockpt,2025:x","serving":"six"}'),
+        *(b'{"type":5}', b"\xff\xfe", b'"text"', b"{" + b" " * 1_000_000 + b"}"),
     ],
     ids=lambda body: repr(body[:20]),
 )

@@ -85,14 +85,8 @@ def decode(node: Node, registry: Registry = REGISTRY) -> Any:
 @pytest.mark.parametrize(
     "value",
     [
-        Phase.WARM,
-        Phase.HOT,
-        Mode.A | Mode.B,
-        Mode(0),
-        Point(1, [Phase.WARM]),
-        Config(0.5, ["a"]),
-        Odd(Odd(None)),
-        {Point(1, 2): {Mode.B}},
+        *(Phase.WARM, Phase.HOT, Mode.A | Mode.B, Mode(0), Point(1, [Phase.WARM])),
+        *(Config(0.5, ["a"]), Odd(Odd(None)), {Point(1, 2): {Mode.B}}),
         Counter([3, 3, 5]),
     ],
     ids=repr,
