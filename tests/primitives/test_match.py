@@ -151,9 +151,13 @@ def test_a_piece_says_where_it_is() -> None:
 
 
 MALFORMED: list[Node] = [
-    *(["dict", ["a"], [["tensor", 7]]], ["dict", ["a"], [["tensor", -1]]]),
-    *(["dict", ["a"], [["tensor", "x"]]], ["dict", ["a"], [["tensor"]]]),
-    *(["tensors", ["a"], [7]], ["tensors", ["a"], [-1]], ["tensors", ["a"], []]),
+    ["dict", ["a"], [["tensor", 7]]],
+    ["dict", ["a"], [["tensor", -1]]],
+    ["dict", ["a"], [["tensor", "x"]]],
+    ["dict", ["a"], [["tensor"]]],
+    ["tensors", ["a"], [7]],
+    ["tensors", ["a"], [-1]],
+    ["tensors", ["a"], []],
     ["tensors", ["a"], ["x"]],
     ["dict", ["a"], [["ext", "torch.DTensor", ["tuple", []]]]],
     ["dict", ["a"], [["ext", "torch.DTensor", None]]],
