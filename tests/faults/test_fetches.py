@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -124,8 +123,8 @@ async def training() -> AsyncIterator[str]:
 
 def follow(fault: SystemCallFault, url: str, place: Path) -> CompletedProcess[str]:
     """Follow until the first file is there, or that fails."""
-    command = shlex.join(aiockpt_command("follow", url, "-q", "-o", place))
-    return fault.run(["sh", "-c", f"{command} | head -1"], env=ENVIRONMENT)
+    command = aiockpt_command("follow", url, "-q", "-o", place)
+    return fault.run(command, env=ENVIRONMENT, reads=False)
 
 
 @proves("fault 71")

@@ -7,12 +7,14 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 
 class FaultUnavailableError(RuntimeError):
@@ -146,7 +148,17 @@ def _fill(fds: list[int]) -> None:
         return  # there are no more
 
 
-_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+_STOPPED = """
+import os, runpy, signal, sys
+del sys.argv[0]
+os.kill(os.getpid(), signal.SIGSTOP)
+if sys.argv[0] == "-m":
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Stands still until it is traced, then runs the program that its arguments name."""
 
 
 @dataclass(slots=True)
@@ -174,33 +186,65 @@ class SystemCallFault:
         *,
         env: Mapping[str, str] | None = None,
         timeout: float = 60.0,
+        reads: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program until its end, with what it says captured.
+        """Run a Python program until its end, with what it says captured.
+
+        It is traced from where it begins to run; a fork needs no new interpreter.
+
+        Args:
+            program: The interpreter, and a file or ``-m`` and a module.
+            env: Its variables.
+            timeout: Limit in seconds.
+            reads: Whether all its output is read; if not, the reader leaves after the
+                first line, as ``head -1`` does.
 
         Raises:
             FaultUnavailableError: strace is missing, or may not trace.
         """
         if reason := _strace_refused():
             raise FaultUnavailableError("failing system call", reason)
-        with tempfile.NamedTemporaryFile("r", prefix="strace") as log:
-            done = subprocess.run(
-                [*self._command(log.name), *program],
-                env=env,
-                timeout=timeout,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            killed = self.what == "KILL" and done.returncode in _KILLED
+        python, *rest = program
+        pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        with (
+            tempfile.NamedTemporaryFile("r", prefix="strace") as log,
+            subprocess.Popen(
+                [python, "-c", _STOPPED, *rest], env=env, text=True, **pipes
+            ) as process,
+        ):
+            try:
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+                with subprocess.Popen(self._command(log.name, process.pid)) as strace:
+                    _wait_for_tracer(process.pid, strace)
+                    process.send_signal(signal.SIGCONT)
+                    out = ""
+                    if not reads:
+                        assert process.stdout is not None
+                        out = process.stdout.readline()
+                        process.stdout.close()
+                    more, err = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+            code = process.returncode
+            killed = self.what == "KILL" and code == -signal.SIGKILL
             self.struck = killed or "(INJECTED" in log.read()
-        return done
+        return subprocess.CompletedProcess(program, code, out or more, err)
 
-    def _command(self, log: str) -> list[str]:
+    def _command(self, log: str, pid: int) -> list[str]:
         how = "signal=KILL" if self.what == "KILL" else f"error={self.what}"
         inject = f"inject={self.calls}:{how}:when={self.number}"
         only = [word for path in self.paths for word in ("-P", str(path))]
         trace = ["-e", f"trace={self.calls}", "-e", inject]
-        return ["strace", "-f", "-qq", "-o", log, *only, *trace]
+        return ["strace", "-f", "-qq", "-o", log, *only, *trace, "-p", str(pid)]
+
+
+def _wait_for_tracer(pid: int, tracer: subprocess.Popen[bytes]) -> None:
+    """Return once a stopped process is traced."""
+    status = Path(f"/proc/{pid}/status")
+    while f"TracerPid:\t{tracer.pid}\n" not in status.read_text():
+        assert tracer.poll() is None, "strace has ended"
+        time.sleep(0.001)
 
 
 def system_call_faults(
