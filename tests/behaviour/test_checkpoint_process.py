@@ -556,7 +556,7 @@ async def main():
             # Without a guard the child would train, too.
             ([], INIT, "if True:", None),
             # The child of an isolated interpreter finds what the trainer has found.
-            (["-I"], "", "if True:", [MAIN]),
+            pytest.param(["-I"], "", "if True:", [MAIN], marks=pytest.mark.nightly),
         ],
     )
     def test_a_script(self, tmp_path, flags, options: str, guard: str, said) -> None:

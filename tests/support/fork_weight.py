@@ -68,13 +68,13 @@ def in_child(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return {**json.loads(said or "{}"), "status": status}
 
 
-def collected() -> dict[str, Any]:
+def collected(taken: int = 2 * CHECKPOINT_MIB // 16) -> dict[str, Any]:
     """Return the facts after the child has dropped all that it has of its parent's.
 
-    New memory is taken first, which may lie where the parent's was.
+    New memory is taken first, which may lie where the parent's was: tensors of 16 MiB.
     """
     before = facts()
-    mine = [torch.full((4 * MIB,), float(n)) for n in range(2 * CHECKPOINT_MIB // 16)]
+    mine = [torch.full((4 * MIB,), float(n)) for n in range(taken)]
     asyncio.set_event_loop(None)
     for kept in KEPT:
         with suppress(Exception):
@@ -108,17 +108,14 @@ async def sender(**options: Any) -> dict[str, Any]:
 
 
 async def staging() -> dict[str, Any]:
-    """Fork again and again while checkpoints are staged; the heaviest child counts."""
+    """Fork again and again while one is staged; the heaviest child counts."""
     async with staged() as sending:
         parent, children = facts(), []
-        for step in range(3, 6):
-            state = weights(float(step))
-            sends = asyncio.create_task(sending.send_checkpoint([1], step, state))
-            while not sends.done():
-                children.append(in_child(collected))
-                await asyncio.sleep(0)
-            await sends
-            del state
+        sends = asyncio.create_task(sending.send_checkpoint([1], 3, weights(3.0)))
+        while not sends.done():
+            children.append(in_child(lambda: collected(1)))
+            await asyncio.sleep(0)
+        await sends
     worst = max(children, key=lambda each: each.get("mapped", 1 << 30))
     failed = [each for each in children if each["status"]]
     return {"parent": parent, "child": worst, "failed": failed, "forks": len(children)}

@@ -1,8 +1,12 @@
-"""Sends, receives and saves where ``/dev/shm`` is full: ``shmfull.py DIRECTORY``."""
+"""Sends, receives and saves where ``/dev/shm`` is full: ``shmfull.py DIRECTORY``.
+
+It has a small ``/dev/shm`` of its own, which nobody else notices.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -12,6 +16,23 @@ from aiockpt.testing import assert_same
 from tests.support.transports import pair, receive, weights
 
 MIB_MOVED = 16
+UNAVAILABLE = 77
+"""The exit code where it may not mount one."""
+
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 1 << 14, 1 << 18
+
+
+def mount(nbytes: int) -> None:
+    """Give this process, and its children, a ``/dev/shm`` of that size."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    options = f"size={nbytes}".encode()
+    if (
+        libc.unshare(_CLONE_NEWNS)
+        or libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+        or libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, options)
+    ):
+        print(os.strerror(ctypes.get_errno()), file=sys.stderr)
+        sys.exit(UNAVAILABLE)
 
 
 def fill(place: Path) -> int:
@@ -38,6 +59,7 @@ async def move(directory: Path) -> None:
 
 
 if __name__ == "__main__":
+    mount(4 << 20)
     taken = fill(Path("/dev/shm/filled"))
     assert taken < MIB_MOVED << 20, "it is not small"
     assert os.statvfs("/dev/shm").f_bavail == 0

@@ -52,21 +52,6 @@ def small_disk(place: Path, nbytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", place], check=True)
 
 
-def in_small_shm(nbytes: int, program: Sequence[str]) -> list[str]:
-    """Return the command of a program for which ``/dev/shm`` has ``nbytes``.
-
-    It runs in a mount namespace of its own, so nobody else notices.
-
-    Raises:
-        FaultUnavailableError: this process may not make one.
-    """
-    mount = f'mount -t tmpfs -o size={nbytes} tmpfs /dev/shm && exec "$@"'
-    prefix = ["unshare", "--mount", "sh", "-c", mount, "sh"]
-    if reason := _refused([*prefix, "true"]):
-        raise FaultUnavailableError("small /dev/shm", reason)
-    return [*prefix, *program]
-
-
 def in_read_only_root(place: Path, program: Sequence[str]) -> list[str]:
     """Return the command of a program that may write below ``place`` only.
 

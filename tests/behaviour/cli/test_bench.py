@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.commandline import run_aiockpt, serving
+from tests.support.forkserver import children_of
 from tests.support.waiting import is_running, wait_until
 
 MIB = 1 << 20
@@ -39,7 +40,6 @@ def test_every_sample_as_json() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.usefixtures("fresh_interpreters")
 @pytest.mark.parametrize("delay", [0.0, 1.0], ids=["at once", "a second later"])
 def test_ctrl_c_prints_one_line(delay: float) -> None:
     """The sending process ends, too, and prints nothing of its own."""
@@ -48,16 +48,15 @@ def test_ctrl_c_prints_one_line(delay: float) -> None:
         command, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         place = Path(f"/proc/{process.pid}")
-        children = place / "task" / place.name / "children"
-        wait_until(lambda: has_a_loop(place) and children.read_text(), "its start")
+        wait_until(lambda: has_a_loop(place) and children_of(process.pid), "its start")
         time.sleep(delay)
-        sending = children.read_text().split()
+        sending = children_of(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         _, err = process.communicate()
     assert err == "aiockpt: interrupted\n"
     assert process.returncode == 130
     # It ends with its input, at the latest.
-    wait_until(lambda: not any(map(is_running, map(int, sending))), "its end")
+    wait_until(lambda: not any(map(is_running, sending)), "its end")
 
 
 def has_a_loop(process: Path) -> bool:

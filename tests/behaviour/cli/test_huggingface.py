@@ -565,7 +565,7 @@ class TestFiles:
 def test_memory(tmp_path: Path, kind: str, dtype: str) -> None:
     """One output file, and little more, also where every element is copied and cast."""
     mib, count = 1 << 20, 6
-    model = {f"w{n}": torch.randn(1024, 8192) for n in range(count)}
+    model = {f"w{n}": torch.full((1024, 8192), float(n)) for n in range(count)}
     source = sharded(tmp_path / "s-1", kind, model)
     small = sharded(tmp_path / "s-2", kind)
     del model

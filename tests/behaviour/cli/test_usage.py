@@ -88,50 +88,58 @@ def test_a_reader_that_leaves(file: Path) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.usefixtures("fresh_interpreters")
-class TestImports:
-    """A command imports little before it works."""
+LOADED = f"""
+import json, sys
+from aiockpt.cli import main
+for command in json.loads(sys.argv[1]):
+    try: main(command.split())
+    except SystemExit: pass
+    print("LOADED", *(name for name in {HEAVY!r} if name in sys.modules))
+"""
+"""Runs commands, and says after each what this interpreter has imported."""
 
-    @pytest.mark.parametrize(
-        ("command", "expected"),
-        [
-            ("--help", set()),
-            ("nonsense", set()),
-            ("fetch ftp://host/ -o f", set()),
-            ("inspect /nonexistent", set()),
-            ("doctor --help", set()),
-            ("verify {file}", set()),
-            ("inspect {url}", {"aiohttp", "anyio"}),
-            ("fetch {url} -o {place}/f", {"aiohttp", "anyio"}),
-            ("top {url}", {"aiohttp", "anyio"}),
-        ],
+
+@pytest.mark.usefixtures("fresh_interpreters")
+@pytest.mark.parametrize(
+    ("commands", "expected"),
+    [
+        (
+            [
+                "--help",
+                "nonsense",
+                "fetch ftp://host/ -o f",
+                "inspect /nonexistent",
+                "doctor --help",
+                "verify {file}",
+            ],
+            set(),
+        ),
+        (
+            ["inspect {url}", "fetch {url} -o {place}/f", "top {url}"],
+            {"aiohttp", "anyio"},
+        ),
+    ],
+)
+def test_a_command_imports_what_it_needs(
+    server: Serving,
+    file: Path,
+    tmp_path: Path,
+    commands: list[str],
+    expected: set[str],
+) -> None:
+    """Help and errors come at once, and a host without torch can fetch."""
+    words = {"url": server.metadata, "file": file, "place": tmp_path}
+    given = json.dumps([each.format(**words) for each in commands])
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, given],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE,
     )
-    def test_a_command_loads_what_it_needs(
-        self,
-        server: Serving,
-        file: Path,
-        tmp_path: Path,
-        command: str,
-        expected: set[str],
-    ) -> None:
-        """Help and errors come at once, and a host without torch can fetch."""
-        words = {"url": server.metadata, "file": file, "place": tmp_path}
-        program = (
-            "import sys\n"
-            "from aiockpt.cli import main\n"
-            "try: main(sys.argv[1:])\n"
-            "except SystemExit: pass\n"
-            f"print('LOADED', *(n for n in {HEAVY!r} if n in sys.modules))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", program, *command.format(**words).split()],
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=PATIENCE,
-        )
-        assert set(done.stdout.split("LOADED")[1].split()) == expected
+    lines = [each for each in done.stdout.splitlines() if each.startswith("LOADED")]
+    assert [{*each.split()[1:]} for each in lines] == [expected] * len(commands)
 
 
 def test_a_file_without_digests_is_a_failure_and_no_wrong_usage(
