@@ -271,7 +271,10 @@ class TestTemplate:
 
     @proves("cell AsyncCheckpointer.load, state_dict=: success")
     @given(state=states())
-    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        max_examples=settings.default.max_examples // 3,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
     def test_any_state_dict(self, tmp_path, state) -> None:
         """Loaded into zeros of the same form, it is the same; so it is without."""
         plain = dict(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import shlex
@@ -27,10 +28,8 @@ from tests.support.commandline import (
     Commands,
     Serving,
     aiockpt_command,
-    run_aiockpt,
     run_shell,
     serving,
-    the_error,
 )
 from tests.support.network import Link
 from tests.support.proofs import proves
@@ -50,6 +49,21 @@ def certificate(place: Path) -> tuple[object, ...]:
     for part in issued.cert_chain_pems:
         part.write_to_path(cert, append=True)
     return ("--tls-cert", cert, "--tls-key", key)
+
+
+def run_here(running: Serving, cli: Commands, place: Path) -> None:
+    """Run the command that fetches in this process."""
+    with contextlib.chdir(place):
+        cli(*shlex.split(running.fetch)[1:])
+
+
+def run_curl(running: Serving, cli: Commands, place: Path) -> None:
+    """Run the command for a host without this package."""
+    done = run_shell(running.curl, cwd=place)
+    assert done.returncode == 0, done.stderr
+
+
+FETCHES = [run_here, run_curl] if HAS_CURL else [run_here]
 
 
 class TestPrintedCommands:
@@ -72,26 +86,30 @@ class TestPrintedCommands:
         assert torch.equal(found["model.weight"], expected["model"]["weight"])
         assert torch.equal(found["model.bias"], expected["model"]["bias"])
 
-    def test_over_tls_they_trust_the_certificate(self, tmp_path: Path) -> None:
+    def test_over_tls_they_trust_the_certificate(
+        self, cli: Commands, tmp_path: Path
+    ) -> None:
         """Another tool's file is served; who does not trust it fetches nothing."""
         save_file({"a": torch.arange(1000)}, tmp_path / "a.safetensors")
         options = (*certificate(tmp_path), "--token=-secret")
         with serving(tmp_path / "a.safetensors", *options) as running:
             assert running.base.startswith("https://")
             made = tmp_path / "a-step0.safetensors"
-            for command in [running.fetch, *([running.curl] if HAS_CURL else [])]:
-                done = run_shell(command, cwd=tmp_path)
-                assert done.returncode == 0, done.stderr
+            for fetch in FETCHES:
+                fetch(running, cli, tmp_path)
                 assert torch.equal(load_file(made)["a"], torch.arange(1000))
                 made.unlink()
             where = ("--token=-secret", "-o", tmp_path / "b")
-            distrusting = run_aiockpt("fetch", running.base, *where)
-        assert "certificate" in the_error(distrusting.stderr)
+            assert "certificate" in cli.error("fetch", running.base, *where)
         assert not (tmp_path / "b").exists()
 
     @pytest.mark.parametrize("variable", ["AIOCKPT_TOKEN", "AIOCKPT_TOKEN_PATH"])
     def test_a_token_of_the_environment_stays_there(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+        self,
+        cli: Commands,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        variable: str,
     ) -> None:
         """They take it from where it is."""
         save_file({"a": torch.arange(1000)}, tmp_path / "a.safetensors")
@@ -99,12 +117,12 @@ class TestPrintedCommands:
         path = variable.endswith("PATH")
         value = str(tmp_path / "the token") if path else "not-to-be-seen"
         monkeypatch.setitem(ENVIRONMENT, variable, value)
+        monkeypatch.setenv(variable, value)
         with serving(tmp_path / "a.safetensors") as running:
             assert "not-to-be-seen" not in running.announcement
             made = tmp_path / "a-step0.safetensors"
-            for command in [running.fetch, *([running.curl] if HAS_CURL else [])]:
-                done = run_shell(command, cwd=tmp_path)
-                assert done.returncode == 0, done.stderr
+            for fetch in FETCHES:
+                fetch(running, cli, tmp_path)
                 made.unlink()
 
     def test_they_name_what_another_host_needs(
@@ -128,6 +146,7 @@ class TestPrintedCommands:
         assert "(another host needs AIOCKPT_TOKEN_PATH)" in running.announcement
         assert '$(cat "$AIOCKPT_TOKEN_PATH")' in running.curl
 
+    @pytest.mark.nightly
     @pytest.mark.asyncio
     async def test_they_work_on_another_host(self, small: Path, tmp_path: Path) -> None:
         """The other host has its own network, and a link to the sender."""
@@ -227,6 +246,7 @@ def shards(place: Path) -> None:
     ],
 )
 def test_a_directory(
+    cli: Commands,
     tmp_path: Path,
     make: Callable[[Path], None],
     options: list[str],
@@ -237,8 +257,7 @@ def test_a_directory(
     make(tmp_path / "step-9")
     with serving(tmp_path / "step-9", *options) as running:
         assert all(words in running.announcement for words in announced)
-        done = run_shell(running.fetch, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+        run_here(running, cli, tmp_path)
     (made,) = tmp_path.glob("*.safetensors")
     assert set(load_file(made)) == keys
 
