@@ -692,6 +692,13 @@ class TestLoads:
         with pytest.raises(StorageError):
             save(f"{bucket}/a\tb", {"a": 1})
 
+    def test_a_directory_of_checkpoints(self, bucket: str) -> None:
+        """The newest one is named, by its address."""
+        save(f"{bucket}/run/s-1", {"a": 1})
+        newest = f"it holds 1 checkpoint, the newest is {bucket}/run/s-1; load that"
+        with pytest.raises(StorageError, match=newest):
+            aiockpt.load(f"{bucket}/run")
+
     def test_a_missing_file(self, bucket: str, store: Any) -> None:
         """It is named."""
         save(f"{bucket}/s", {"a": 1})

@@ -108,9 +108,15 @@ class FakeAccelerator:
         """Return itself, whatever the device is: what a ``PortFor`` does."""
         return self
 
-    def produce(self, work: Callable[[], object]) -> None:
-        """Enqueue what training does, on the current stream."""
-        self._enqueue(self._streams[self.current], lambda: (work(), True)[1])
+    def produce(
+        self, work: Callable[[], object], *, when: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Enqueue what training does, on the current stream, which is busy until then.
+
+        Other streams run meanwhile.
+        """
+        stream = self._streams[self.current]
+        self._enqueue(stream, when, lambda: (work(), True)[1])
 
     def run(
         self,

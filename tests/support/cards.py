@@ -10,7 +10,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec
 
 import pytest
@@ -98,8 +98,8 @@ class StandIn(Card):
         self._thread.start()
 
     def busy_then(self, work: Callable[[], object]) -> None:
-        self.fake.produce(lambda: time.sleep(0.05))
-        self.fake.produce(work)
+        over = time.monotonic() + 0.1
+        self.fake.produce(work, when=lambda: time.monotonic() > over)
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -137,7 +137,10 @@ def card(
             monkeypatch.setitem(defaults, "ports", made.ports)
         for home in ("http_transport", "pg.transport"):
             monkeypatch.setattr(f"aiockpt.{home}.port_for", made.ports)
+    # Another thread would mark the default stream.
+    stream = made.stream() if isinstance(made, StandIn) else nullcontext()
     try:
-        yield made
+        with stream:
+            yield made
     finally:
         made.finish()
