@@ -272,7 +272,7 @@ class TestTemplate:
     @proves("cell AsyncCheckpointer.load, state_dict=: success")
     @given(state=states())
     @settings(
-        max_examples=settings.default.max_examples // 3,
+        max_examples=settings().max_examples // 3,
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     def test_any_state_dict(self, tmp_path, state) -> None:
