@@ -1,10 +1,9 @@
-"""The tools that break processes, files, calls, loops and clocks do what they say."""
+"""The tools that break processes, calls, loops and clocks do what they say."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from aiockpt.testing import (
     interruptions,
     wall_clock_jumped,
 )
-from tests.support.clocks import WallClock, busy_interpreter, monotonic_ahead
 from tests.support.waiting import eventually, is_running, state_of
 
 pytestmark = pytest.mark.torch_free
@@ -167,14 +165,6 @@ class TestLag:
         await asyncio.sleep(0.01)
         assert lag.count == count
 
-    async def test_a_busy_interpreter_ends_with_the_block(self) -> None:
-        """The block restores Python's own switch interval."""
-        interval = sys.getswitchinterval()
-        with busy_interpreter(2, hold=0.02):
-            assert sys.getswitchinterval() == pytest.approx(0.02)
-            await asyncio.sleep(0.01)
-        assert sys.getswitchinterval() == interval
-
 
 class TestClocks:
     """Clocks of processes jump, and that of the machine does not."""
@@ -188,30 +178,3 @@ class TestClocks:
             assert time.time() < before - 3000
             assert time.time_ns() / 1e9 == pytest.approx(time.time(), abs=5)
         assert time.time() >= before
-
-    @pytest.mark.asyncio
-    async def test_that_of_another_process_jumps_while_it_runs(
-        self, tmp_path: Path
-    ) -> None:
-        """Its monotonic clock does not."""
-        code = "import os, select, sys, time\n" + self.CLOCKS
-        code += "while not os.path.exists(sys.argv[1]):\n"
-        code += "    select.select([], [], [], 0.01)\n" + self.CLOCKS
-        go = tmp_path / "go"
-        program = python(code, str(go))
-        with WallClock(tmp_path / "clock") as clock:
-            async with PeerProcess(program, env=clock.environment()) as peer:
-                wall, monotonic = json.loads(await peer.line())
-                assert abs(wall - time.time()) < 60
-                clock.jump(3600)
-                go.touch()
-                later, then = json.loads(await peer.line())
-        assert 3500 < later - wall < 3700
-        assert abs(then - monotonic) < 100
-
-    def test_the_monotonic_clock_of_a_process_is_ahead(self) -> None:
-        """The clock reads as if the host had run for longer."""
-        command = monotonic_ahead(
-            100_000, python("import time; print(time.monotonic())")
-        )
-        assert float(said(command)) > time.monotonic() + 90_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import sys
 from asyncio.subprocess import PIPE, create_subprocess_exec
 from contextlib import asynccontextmanager
@@ -13,7 +12,6 @@ import pytest
 import torch
 from aiohttp import ClientSession
 
-import aiockpt
 from tests.support.servers import settle
 from tests.support.transports import proxied, through, transport
 
@@ -126,28 +124,3 @@ async def test_a_worker_serves_on_while_the_trainer_is_gone():
             assert await worker.ask() == 1
         await proxy.listen()
         await worker.until(2)
-
-
-async def test_a_worker_that_may_not_read_fails():
-    """The worker ends, since waiting would not help."""
-    async with transport() as sender, working(sender.address() + "#another") as worker:
-        await settle(lambda: sender.statistics().refused, patience=PATIENCE)
-        async with asyncio.timeout(PATIENCE):
-            await worker.process.communicate(b"")
-        assert worker.process.returncode == 1
-
-
-async def test_a_cancelled_controller_leaves_nothing(monkeypatch):
-    """No process and no connection, wherever it waits."""
-    package = str(Path(aiockpt.__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", package)
-    path = EXAMPLES / "orchestrator.py"
-    spec = importlib.util.spec_from_file_location("example_orchestrator", path)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    for seconds in (0.1, 0.5):
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await example.main()

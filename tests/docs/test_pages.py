@@ -124,13 +124,6 @@ def test_each_kind_of_threat_has_a_row() -> None:
     assert set(re.findall(r"^\| ([A-Z])\d+ \|", table, re.MULTILINE)) == set("STRIDE")
 
 
-def test_a_vulnerability_is_reported_in_private() -> None:
-    """SECURITY.md says how, and where the threat model is."""
-    text = (ROOT / "SECURITY.md").read_text()
-    assert "private security advisories" in text
-    assert "docs/explanation/security.md" in text
-
-
 def without_programs(page: Path) -> str:
     """Return the text of a page outside of its blocks of code."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)

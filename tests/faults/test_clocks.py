@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from aiockpt.testing import (
     assert_same,
     wall_clock_jumped,
 )
-from tests.support.clocks import busy_interpreter, monotonic_ahead
+from tests.support.clocks import monotonic_ahead
 from tests.support.commandline import ENVIRONMENT
 from tests.support.groups import moved, transports
 from tests.support.matrix import Record
@@ -63,13 +64,33 @@ async def test_a_loop_that_stands_still_is_not_taken_for_a_stalled_peer(
     record.within("connections made again", 0, 0, unit="")
 
 
+@contextmanager
+def busy_interpreter(threads: int) -> Iterator[None]:
+    """Run threads that compute in Python until the end of the block."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    spinning = [threading.Thread(target=spin) for _ in range(threads)]
+    for thread in spinning:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in spinning:
+            thread.join()
+
+
 @proves("fault 27")
 async def test_nor_is_a_busy_interpreter(record: Record) -> None:
     """Threads compute in Python beside the loop."""
-    for threads in record.pick([1], [1, 2, 4]):
+    for count in record.pick([1], [1, 2, 4]):
         slow = Drip(rate=10e6, burst=1 << 18)
         async with lagged(record.pick(5.0, 2.0), slow) as ends:
-            with busy_interpreter(threads):
+            with busy_interpreter(count):
                 await ends()
         record.ran()
 

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from aiockpt import TransportError
-from aiockpt.testing import assert_same
 from tests.support.faultpeers import noise, running, said
 from tests.support.matrix import Record
 from tests.support.network import Link
@@ -133,21 +132,3 @@ async def test_a_long_lossy_way_is_used_as_well_as_raw_streams_do(
     fair = statistics.median(mine) / statistics.median(raws)
     record.at_least("rate", fair, 0.8, unit=" of raw TCP streams")
     record.note(f"raw: {statistics.median(raws) / 1e6:.1f} MB/s")
-
-
-@proves("fault 11")
-async def test_damaged_packets_change_nothing(record: Record) -> None:
-    """TCP throws them away, and sends them again."""
-    async with link(delay=0.005, corruption=0.01) as way, AsyncExitStack() as stack:
-        state = noise(4)
-        with way.far.entered():
-            sends = transport(host=way.far_address)
-            await stack.enter_async_context(sends)
-        await sends.send_checkpoint([], 1, state)
-        with way.near.entered():
-            receiver = await stack.enter_async_context(transport(connections=4))
-            for _ in record.part_of(range(10), few=1):
-                got = await receiver.recv_checkpoint(0, sends.metadata(), 1)
-                assert_same(got, state)
-                record.ran()
-        assert way.statistics().damaged

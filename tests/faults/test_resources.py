@@ -103,7 +103,7 @@ def opened(sends: Transport) -> int:
 
 @proves("fault 28")
 @pytest.mark.parametrize(
-    "count", [8, 64, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 128))]
+    "count", [32, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 8, 128))]
 )
 async def test_many_receivers_share_fairly(record: Record, count: int) -> None:
     """Each gets the right bytes and its share; the sender's memory does not grow."""

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_blocking")]
 EMPTY = b"\r\n" * 50_000  # lines in front of an answer, which HTTP lets clients ignore
 
 
-@proves("threat D4")
+@proves("threat D4", "fault 50")
 @pytest.mark.parametrize(
     ("piece", "asked"),
     [

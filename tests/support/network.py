@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from heapq import heappop, heappush
 from pathlib import Path
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 from tests.support.shortages import FaultUnavailableError
 
@@ -65,9 +65,6 @@ class Namespace:
             raise
         finally:
             os.close(back)
-
-    def __repr__(self) -> str:
-        return f"<Namespace {'closed' if self._fd < 0 else self._fd}>"
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -174,15 +171,6 @@ _SEGMENTS: Final = 0x03  # TUN_F_CSUM | TUN_F_TSO4
 _NEAR, _FAR = "198.18.0.1", "198.18.0.2"  # a network for benchmarks (RFC 2544)
 _LARGEST = (1 << 16) + 10  # with a header of virtio
 _TURN = 128  # packets that are read before the loop has its turn
-_HEADER = 20  # bytes of IPv4; damage there would be seen by the first router
-
-
-class LinkStatistics(NamedTuple):
-    """Packets that came in, both ways; how many of them were lost, and damaged."""
-
-    packets: int
-    lost: int
-    damaged: int
 
 
 class Link:
@@ -192,11 +180,10 @@ class Link:
         delay: Seconds that a packet takes, one way.
         jitter: Seconds that it may take less or more; packets overtake each other.
         loss: Share of packets that never arrive.
-        corruption: Share of packets that arrive with one bit inverted.
         seed: Of the chance.
         mtu: Bytes of a packet at most; smaller ones cost the loop more.
         offload: Whether packets of a connection may come joined, up to 64 KiB, as for a
-            network card that cuts them. Their loss and damage are then coarse.
+            network card that cuts them. Their loss is then coarse.
 
     Attributes:
         near: The one namespace.
@@ -214,19 +201,17 @@ class Link:
         delay: float = 0.0,
         jitter: float = 0.0,
         loss: float = 0.0,
-        corruption: float = 0.0,
         seed: int = 0,
         mtu: int = 9000,
         offload: bool = False,
     ) -> None:
         self.delay, self.jitter = delay, jitter
-        self.loss, self.corruption = loss, corruption
+        self.loss = loss
         self._random = random.Random(seed)
         self._mtu, self._offload = mtu, offload
         self._cut = False
         self._stack = ExitStack()
         self._ways: list[_Way] = []
-        self._lost = self._damaged = 0
 
     async def __aenter__(self) -> Self:
         """Make it.
@@ -252,40 +237,19 @@ class Link:
     ) -> None:
         self._stack.close()
 
-    def __repr__(self) -> str:
-        how = "cut" if self._cut else "whole"
-        return f"<Link {how} packets={self.statistics().packets}>"
-
-    def statistics(self) -> LinkStatistics:
-        """Count packets."""
-        packets = sum(way.packets for way in self._ways)
-        return LinkStatistics(packets, self._lost, self._damaged)
-
     def cut(self) -> None:
         """Lose every packet from now on, without a word to either end."""
         self._cut = True
 
-    def fate(self, packet: bytes) -> bytes | None:
-        """Return what arrives of a packet, if anything does."""
-        if self._cut or (self.loss and self._random.random() < self.loss):
-            self._lost += 1
-            return None
-        if self.corruption and self._random.random() < self.corruption:
-            self._damaged += 1
-            return self._with_a_bit_inverted(packet)
-        return packet
+    def loses(self) -> bool:
+        """Say whether the next packet is lost."""
+        return self._cut or self._random.random() < self.loss
 
     def lateness(self) -> float:
         """Return for how long a packet is under way."""
         if not self.jitter:
             return self.delay
         return max(0.0, self.delay + self._random.uniform(-self.jitter, self.jitter))
-
-    def _with_a_bit_inverted(self, packet: bytes) -> bytes:
-        damaged = bytearray(packet)
-        at = self._random.randrange(min(_HEADER, len(packet) - 1), len(packet))
-        damaged[at] ^= 1 << self._random.randrange(8)
-        return bytes(damaged)
 
     def _end(self, stack: ExitStack, address: str, peer: str) -> tuple[Namespace, int]:
         namespace = stack.enter_context(Namespace())
@@ -322,9 +286,8 @@ class _Way:
             for _ in range(_TURN):
                 packet = os.read(self._source, _LARGEST)
                 self.packets += 1
-                arriving = self._link.fate(packet)
-                if arriving is not None:
-                    self._send(arriving)
+                if not self._link.loses():
+                    self._send(packet)
 
     def _send(self, packet: bytes) -> None:
         late = self._link.lateness()
@@ -351,7 +314,7 @@ class _Way:
             self._wake_at(self._late[0][0])
 
     def _write(self, packet: bytes) -> None:
-        with suppress(OSError):  # a damaged packet may be none to the kernel
+        with suppress(OSError):  # its queue may be full
             os.write(self._target, packet)
 
 

@@ -116,11 +116,6 @@ class TestPoint1Subclass:
         names = set(code.__kwdefaults__ or {})
         assert set(HTTPOptions.__annotations__) == names - {"session"}
 
-    def test_an_unknown_option_is_refused(self) -> None:
-        """A spelling mistake is no silent default."""
-        with pytest.raises(TypeError, match="chunk_size"):
-            HTTPTransport(LIMIT, chunk_size=1)  # type: ignore[call-arg]
-
     @pytest.mark.parametrize(
         ("name", "hint"),
         [
