@@ -47,6 +47,7 @@ from tests.support.dcp_hostile import (
     metadata,
 )
 from tests.support.hostile import Evil
+from tests.support.matrix import EXHAUSTIVE
 
 REFUSED = ("StorageError", "CheckpointNotFoundError", "LimitExceededError")
 SAID = {
@@ -172,11 +173,11 @@ def test_random_mistakes_run_nothing(said: dict[str, Any]) -> None:
 
 
 def test_metadata_that_was_cut_is_refused(tmp_path: Path) -> None:
-    """Metadata that ends at any earlier byte is refused."""
+    """Metadata that ends at any earlier byte is refused: a fifth of them in check."""
     content = dumped(metadata())
     dcp_hostile.make(tmp_path / "cut", content)
     assert read_dcp(tmp_path / "cut", limits=FILE_LIMITS).leaves
-    for size in range(len(content)):
+    for size in range(0, len(content), 1 if EXHAUSTIVE else 5):
         os.truncate(tmp_path / "cut" / METADATA, 0)
         (tmp_path / "cut" / METADATA).write_bytes(content[:size])
         with pytest.raises(StorageError, match="malformed or truncated"):
@@ -348,7 +349,7 @@ def test_random_mistakes_never_lead_out_of_an_archive(tmp_path: Path) -> None:
     """Each is refused, or leads to some other bytes of the archive."""
     chance = random.Random(8)
     outcomes = {True: 0, False: 0}
-    for _ in range(1500):
+    for _ in range(500):
         content = bytearray(chance.choice((GOOD, PLAIN)))
         for _ in range(chance.randint(1, 3)):
             content[chance.randrange(len(content))] = chance.choice(dcp_hostile.OPCODES)
@@ -359,7 +360,7 @@ def test_random_mistakes_never_lead_out_of_an_archive(tmp_path: Path) -> None:
         else:
             assert 10 <= found.start <= found.stop <= 10 + len(content)
             outcomes[True] += 1
-    assert min(outcomes.values()) > 150, outcomes
+    assert min(outcomes.values()) > 50, outcomes
 
 
 def test_a_value_that_needs_code_is_refused(tmp_path: Path) -> None:

@@ -312,13 +312,6 @@ def test_joined_metadata_that_is_refused_is_not_shown(rest: str) -> None:
     check(caught.value, "1", "2", "3")
 
 
-def test_the_senders_of_joined_metadata_show_no_token() -> None:
-    """A repr of what was parsed ends up in logs and in frames."""
-    origins = parse_joined(f"{GOOD}|http://b:1/#{SECRET}-b")
-    assert [origin.token for origin in origins] == [SECRET, f"{SECRET}-b"]
-    assert SECRET not in repr([(origin, origin.token) for origin in origins])
-
-
 @pytest.mark.asyncio
 async def test_a_refused_name_is_not_shown_with_the_request() -> None:
     """The resolver raises within the HTTP client, whose frames have the headers."""

@@ -256,10 +256,10 @@ async def test_nonsense_ends_soon() -> None:
 async def test_the_whole_corpus_at_once_harms_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Three times over, beside a client that gets every byte; memory stays."""
+    """All of it, beside a client that gets every byte; memory stays."""
     caplog.set_level(logging.INFO)
     memory = Memory(300_000)
-    corpus = [*SMUGGLING.values(), *NONSENSE.values(), *RANGES.values()] * 3
+    corpus = [*SMUGGLING.values(), *NONSENSE.values(), *RANGES.values()]
     async with serving(memory, max_wait=0.2) as site, honest(site, memory):
         before = peak()
         await asyncio.gather(*(attack(site.port, each) for each in corpus))
@@ -320,13 +320,13 @@ async def test_a_flood_of_small_ranges_is_bounded() -> None:
 
 @proves("threat D11")
 async def test_refusals_are_cheap() -> None:
-    """A thousand wrong tokens move no memory of the checkpoint, and take no time."""
+    """Wrong tokens move no memory of the checkpoint, and take no time."""
     memory = Memory(64 << 20)
     async with serving(memory) as site:
         started = time.process_time()
         async with site.peer(token="wrong") as peer:
-            for _ in range(1000):
+            for _ in range(200):
                 assert (await peer.ask("/checkpoint/7/full")).status == 401
-        assert time.process_time() - started < 10
+        assert time.process_time() - started < 2
         assert memory.references == 1
         assert site.server.statistics().bytes_sent == 0
