@@ -612,42 +612,47 @@ class TestCancellations:
         )
         await settle(lambda: arenas() <= before)
 
-    @pytest.mark.parametrize("stop", STOPS)
     @pytest.mark.parametrize("how", ["anew", "into", "direct", "prepare"])
-    async def test_at_each_stop(self, stop: str, how: str) -> None:
+    async def test_at_each_stop(self, how: str) -> None:
         """A template is as it was, or filled, unless `direct` let bytes into it."""
         async with shards(state_of("fsdp")) as senders, transport() as receiver:
-            metadata, before = joined(senders), arenas()
-            into = None if how == "anew" else zeroed(whole())
-            running: list[asyncio.Task[Any]] = []
-
-            def note(progress: Progress) -> None:
-                if progress.stop == stop and running:
-                    running[0].cancel()
-
-            options: dict[str, Any] = {"into": into, "progress": note}
-            if how == "prepare":
-                call: Any = receiver.prepare(metadata, STEP, **options)
-            else:
-                options["direct"] = how == "direct"
-                call = receiver.recv_checkpoint(0, metadata, STEP, **options)
-            task = asyncio.create_task(call)
-            running.append(task)
-            await asyncio.wait({task})
-            if not task.cancelled():  # it had nothing to wait for any more
-                assert stop in ("rebuild", "load") or how == "prepare"
-                if how == "prepare":
-                    task.result().discard()
-            running.clear()
-            del task, call
-            await self.is_over(senders, before)
-            if how in ("into", "prepare"):
-                assert into is not None
-                assert is_zero(into) or how == "into"
-                if not is_zero(into):
-                    assert_same(into, whole())
+            metadata = joined(senders)
+            for stop in self.STOPS:
+                before = arenas()
+                await self.cancelled_at(stop, how, metadata, receiver)
+                await self.is_over(senders, before)
             again = await receiver.recv_checkpoint(0, metadata, STEP)
             assert_same(again, whole())
+
+    async def cancelled_at(
+        self, stop: str, how: str, metadata: str, receiver: Transport
+    ) -> None:
+        """Cancel a receive when it tells of a stop; look at its template."""
+        into = None if how == "anew" else zeroed(whole())
+        running: list[asyncio.Task[Any]] = []
+
+        def note(progress: Progress) -> None:
+            if progress.stop == stop and running:
+                running[0].cancel()
+
+        options: dict[str, Any] = {"into": into, "progress": note}
+        if how == "prepare":
+            call: Any = receiver.prepare(metadata, STEP, **options)
+        else:
+            options["direct"] = how == "direct"
+            call = receiver.recv_checkpoint(0, metadata, STEP, **options)
+        running.append(task := asyncio.create_task(call))
+        await asyncio.wait({task})
+        if not task.cancelled():  # it had nothing to wait for any more
+            assert stop in ("rebuild", "load") or how == "prepare"
+            if how == "prepare":
+                task.result().discard()
+        running.clear()  # its callback knows the list
+        if how in ("into", "prepare"):
+            assert into is not None
+            assert is_zero(into) or how == "into"
+            if not is_zero(into):
+                assert_same(into, whole())
 
     async def test_after_any_number_of_turns(self) -> None:
         """An await between two stops is no worse."""

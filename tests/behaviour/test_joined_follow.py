@@ -75,7 +75,9 @@ async def follow(metadata: str, how: str) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize(
+    "skewed", [pytest.param(False, marks=pytest.mark.nightly), True]
+)
 async def test_three_followers_of_four_senders(skewed: bool) -> None:
     """No state is torn, no step comes twice, and the last step reaches everyone."""
     chance = random.Random(5) if skewed else None

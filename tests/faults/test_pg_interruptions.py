@@ -83,7 +83,7 @@ ENDS = pytest.mark.parametrize(
 async def test_a_cancel_at_every_await(record: Record, cut: Side, stay: Side) -> None:
     """Either the same two ranks go on, or both know at once that they cannot."""
     seen: Counter[bool] = Counter()
-    for at in count():
+    for at in count(step=record.pick(2, 1)):
         async with transports(timeout=30) as made:
             ours, theirs = made if cut is send else reversed(made)
             staying = asyncio.create_task(stay_there(stay, theirs))
@@ -95,15 +95,15 @@ async def test_a_cancel_at_every_await(record: Record, cut: Side, stay: Side) ->
                 assert struck.cancelled, str(struck)
                 seen[await settled(ours, cut, staying)] += 1
                 record.ran()
-    assert seen[True] > 5
-    assert cut is receive or seen[False] > 1, "while it stages, or loads"
+    assert seen[True] > 2
+    assert cut is receive or seen[False], "while it stages, or loads"
 
 
 @proves("fault 26")
 @ENDS
 async def test_a_failure_at_every_await(record: Record, cut: Side, stay: Side) -> None:
     """It is a typed error at this end, and soon one at the other, or none at all."""
-    for at in count():
+    for at in count(step=record.pick(2, 1)):
         async with transports(timeout=30) as made:
             ours, theirs = made if cut is send else reversed(made)
             staying = asyncio.create_task(stay_there(stay, theirs))
