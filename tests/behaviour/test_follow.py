@@ -781,7 +781,9 @@ class TestSeveralSenders:
                     assert step == 102
                     check(step, state)
 
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize(
+        "seed", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 9))]
+    )
     async def test_the_follower_ends_where_the_senders_do(self, seed):
         """They publish, go back and start again in any order; no state is torn."""
         chance, step = Random(seed), 50

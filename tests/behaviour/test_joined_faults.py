@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -59,9 +60,15 @@ MIB_SENT = 4
 VICTIM = 1
 
 
+@cache
+def parts_of(kind: str, add: int) -> list[Any]:
+    """Return what the ranks publish; nobody keeps a change of it."""
+    return states(lambda _: {"w": KINDS[kind](numbers(MIB_SENT) + add), "n": 1})
+
+
 def state_of(kind: str, *, add: int = 0) -> Callable[[int], Any]:
     """Return what each rank publishes."""
-    return lambda _: {"w": KINDS[kind](numbers(MIB_SENT) + add), "n": 1}
+    return parts_of(kind, add).__getitem__
 
 
 def whole(*, add: int = 0) -> dict[str, Any]:
