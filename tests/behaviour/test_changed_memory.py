@@ -111,8 +111,7 @@ class Once:
 
 async def over_http(into: Any, seen: Once, path: Path, **options: Any) -> None:
     """Receive into it."""
-    async with pair(**CHUNKS) as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=state_of(2.0))
+    async with pair(state=state_of(2.0), **CHUNKS) as (sender, receiver):
         await receive(sender, receiver, into=into, progress=seen, **options)
 
 
@@ -124,8 +123,7 @@ async def what_differs(into: Any, seen: Once, path: Path) -> None:
 
 async def prepared(into: Any, seen: Once, path: Path, *, later: bool = False) -> None:
     """Receive beside it, change it, and apply."""
-    async with pair(**CHUNKS) as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=state_of(2.0))
+    async with pair(state=state_of(2.0), **CHUNKS) as (sender, receiver):
         ready = await receiver.prepare(sender.metadata(), 1, into=into)
         seen(1)
         await ready.apply_async() if later else ready.apply()
@@ -262,8 +260,7 @@ async def test_a_tensor_is_added_where_there_was_none(
         "ordered": OrderedDict(x=torch.zeros(2)),
     }
     template = {**state_of(1.0), **more()}
-    async with pair(**CHUNKS) as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict={**state_of(2.0), **more()})
+    async with pair(state={**state_of(2.0), **more()}, **CHUNKS) as (sender, receiver):
         ready = await receiver.prepare(sender.metadata(), 1, into=template)
         add(template)
         with pytest.raises(LocalProtocolError, match=r"(new|none\[0\]) was added"):
@@ -359,8 +356,7 @@ async def test_live_memory_that_is_gone_is_not_served(
 ) -> None:
     """With ``zero_copy``, the receiver gets an error that says why."""
     state = state_of(2.0)
-    async with pair(zero_copy=True) as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=state)
+    async with pair(state=state, zero_copy=True) as (sender, receiver):
         MEMORY[name](state)
         with pytest.raises(PeerFailedError, match=r"layer\.w "):
             await receive(sender, receiver)

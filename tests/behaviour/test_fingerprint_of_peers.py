@@ -76,8 +76,7 @@ async def test_it_waits_for_a_step() -> None:
 async def test_the_first_replica_that_answers_counts() -> None:
     """The others may be dead."""
     dead = f"http://127.0.0.1:{free_port()}/checkpoint/"
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=STATE)
+    async with pair(state=STATE) as (sender, receiver):
         for metadata in ([dead, sender.metadata()], [sender.metadata(), dead]):
             found = await receiver.fingerprint(metadata, 1)
             assert found == aiockpt.fingerprint(STATE)
@@ -88,8 +87,7 @@ async def test_the_first_replica_that_answers_counts() -> None:
 
 async def test_a_token_is_needed() -> None:
     """As for everything else."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=STATE)
+    async with pair(state=STATE) as (sender, receiver):
         address = sender.metadata().partition("#")[0]
         with pytest.raises(AuthenticationError):
             await receiver.fingerprint(f"{address}#another-token", 1)
@@ -228,8 +226,7 @@ async def test_what_cannot_be_computed_is_told() -> None:
         partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
         spread = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
         same = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint(step=1, state_dict={"w": partial})
+        async with pair(state={"w": partial}) as (sender, receiver):
             with pytest.raises(PeerFailedError, match=r"w is a partial DTensor"):
                 await ask(sender, receiver)
             await sender.send_checkpoint(

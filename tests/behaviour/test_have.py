@@ -70,8 +70,7 @@ async def test_what_has_not_changed_is_not_fetched(how: str, changed: int) -> No
     have = chunked()
     for n in range(changed):
         have[f"w{n}"][n] += 0.5
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, chunked())
+    async with pair(state=chunked()) as (sender, receiver):
         options = {**options_of(how, have), "progress": seen.append}
         remove = add_hook(events.append)
         got, nbytes = await counted(sender, receiver, **options)
@@ -125,8 +124,7 @@ async def test_a_structure_that_changed_is_used_where_it_did_not() -> None:
     have["w0"] = torch.ones(WIDE, device="meta")
     del have["w5"]
     have = dict(reversed(have.items()))
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, chunked())
+    async with pair(state=chunked()) as (sender, receiver):
         got, nbytes = await counted(sender, receiver, have=have)
         assert_same(got, chunked())
         assert nbytes == 5 * CHUNK
@@ -193,8 +191,7 @@ async def test_what_changes_meanwhile_is_fetched(how: str) -> None:
         if progress.stop == "fetch_chunk":
             have["w4"].fill_(7)
 
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, chunked())
+    async with pair(state=chunked()) as (sender, receiver):
         options["progress"] = disturb
         before = sender.statistics().bytes_sent
         got = await receive(sender, receiver, **options)
@@ -210,8 +207,7 @@ async def test_a_selection_fetches_what_is_neither_there(how: str) -> None:
     have["w3"].zero_()
     have["w7"].zero_()
     options = options_of(how, have) | {"select": ["w2", "w3", "n"]}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, chunked())
+    async with pair(state=chunked()) as (sender, receiver):
         got, nbytes = await counted(sender, receiver, **options)
     assert nbytes == CHUNK
     for key in ("w2", "w3", "n"):
@@ -231,8 +227,7 @@ def saved(place: Path) -> Any:
 async def test_a_file_is_a_state_dict_that_is_mapped(tmp_path: Path) -> None:
     """An older checkpoint on the disk spares the network."""
     have = await asyncio.to_thread(saved, tmp_path / "step-0")
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, chunked())
+    async with pair(state=chunked()) as (sender, receiver):
         got, nbytes = await counted(sender, receiver, have=have)
     assert nbytes == CHUNK
     assert_same(got, chunked())
@@ -260,8 +255,7 @@ def test_any_two_states(sent: State, have: State, same: bool) -> None:
     """The result is what was sent, whatever the receiver had."""
 
     async def run() -> None:
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([], 1, dict(sent))
+        async with pair(state=dict(sent)) as (sender, receiver):
             held = dict(sent) if same else dict(have)
             got = await receive(sender, receiver, have=held)
             assert_same(got, dict(sent))

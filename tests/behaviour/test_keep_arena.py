@@ -51,8 +51,7 @@ async def test_memory_is_used_again_once_it_is_free(sources: int) -> None:
 @pytest.mark.parametrize("kept", ["tensor", "view", "storage", "array"])
 async def test_memory_in_use_is_left_alone(kept: str) -> None:
     """Memory that the caller uses in any way is not reused."""
-    async with pair(keep_arena=True) as (sender, receiver):
-        await sender.send_checkpoint([1], 1, state(1))
+    async with pair(state=state(1), keep_arena=True) as (sender, receiver):
         first = await receive(sender, receiver)
         held: Any = {
             "tensor": lambda t: t,

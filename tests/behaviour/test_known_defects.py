@@ -41,12 +41,10 @@ PROMPT = 30.0
 
 async def wire_bytes(state: object) -> int:
     """Return how many bytes the transfer of a state dict takes."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, state)
-        async with proxied(sender) as proxy:
-            got = await receiver.recv_checkpoint(0, through(proxy, sender), 1)
-            assert_same(got, state)
-            return proxy.statistics().bytes_down
+    async with pair(state=state) as (sender, receiver), proxied(sender) as proxy:
+        got = await receiver.recv_checkpoint(0, through(proxy, sender), 1)
+        assert_same(got, state)
+        return proxy.statistics().bytes_down
 
 
 class TestWire:
@@ -100,8 +98,7 @@ class TestMemory:
 
     async def test_nothing_is_kept_of_a_receive(self) -> None:
         """The memory goes with the state dict that was received."""
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([], 1, weights())
+        async with pair(state=weights()) as (sender, receiver):
             got = await receive(sender, receiver)
             gone = weakref.ref(got["w0"].untyped_storage())
             del got
@@ -139,8 +136,7 @@ class TestPeers:
 
     async def test_readers_without_a_gap_do_not_starve_disallow(self) -> None:
         """`disallow_checkpoint` ends, and the server works for later receivers."""
-        async with pair(grace=1) as (sender, receiver):
-            await sender.send_checkpoint([], 1, weights(mib=8))
+        async with pair(state=weights(mib=8), grace=1) as (sender, receiver):
 
             async def read_on() -> None:
                 with suppress(AiockptError):

@@ -93,11 +93,12 @@ async def test_no_thread_can_be_started(
 async def test_a_range_that_a_peer_denies_is_its_fault() -> None:
     """It has sent a manifest in which the range lies."""
     answer = b"HTTP/1.1 416 no\r\nContent-Length: 0\r\n\r\n"
-    async with pair(reconnect_timeout=0) as (sender, receiver):
-        await sender.send_checkpoint([], 1, weights())
-        async with proxied(sender, otherwise=Answer(answer)) as proxy:
-            with pytest.raises(RemoteProtocolError, match="range"):
-                await receiver.recv_checkpoint(0, through(proxy, sender), 1, timeout=5)
+    async with (
+        pair(state=weights(), reconnect_timeout=0) as (sender, receiver),
+        proxied(sender, otherwise=Answer(answer)) as proxy,
+    ):
+        with pytest.raises(RemoteProtocolError, match="range"):
+            await receiver.recv_checkpoint(0, through(proxy, sender), 1, timeout=5)
 
 
 class MineError(OSError):
@@ -114,8 +115,7 @@ async def test_an_error_of_select_is_the_callers(kind: type[Exception]) -> None:
     def fail(path: str) -> NoReturn:
         raise error
 
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, weights())
+    async with pair(state=weights()) as (sender, receiver):
         with pytest.raises(kind) as caught:
             await receive(sender, receiver, select=fail)
         assert caught.value is error
@@ -130,8 +130,7 @@ async def test_an_error_of_progress_or_of_a_hook_breaks_no_connection() -> None:
     def fail(_: Progress | TransferEvent) -> NoReturn:
         raise BrokenPipeError(errno.EPIPE, "mine")
 
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, weights(mib=4))
+    async with pair(state=weights(mib=4)) as (sender, receiver):
         remove = add_hook(fail)
         try:
             got = await receive(sender, receiver, progress=fail)

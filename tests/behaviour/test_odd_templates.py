@@ -120,8 +120,7 @@ async def test_a_leaf_is_made_of_what_was_received(direct: bool) -> None:
     """The leaf gets received bytes, not old ones of a tied tensor."""
     weight = torch.ones(4)
     into: dict[str, Any] = {"w": zeros(4), "leaf": Summed(zeros(4))}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([1], 1, {"w": weight, "leaf": Summed(weight)})
+    async with pair(state={"w": weight, "leaf": Summed(weight)}) as (sender, receiver):
         await receive(sender, receiver, into=into, direct=direct)
     assert into["leaf"].total == 4
     into["w"].zero_()
@@ -134,8 +133,7 @@ async def test_memory_that_is_conjugated_once_has_one_value() -> None:
     base = torch.zeros(2, 2, dtype=torch.complex64)
     weight = torch.randn(2, 2, dtype=torch.complex64)
     into = {"a": base.t().conj(), "b": base.t()}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([1], 1, {"a": weight, "b": weight})
+    async with pair(state={"a": weight, "b": weight}) as (sender, receiver):
         with pytest.raises(TemplateMismatchError, match="shared with a"):
             await receive(sender, receiver, into=into)
 
@@ -146,8 +144,7 @@ async def test_tensors_in_attributes_are_filled() -> None:
     state, into = OrderedDict(w=torch.ones(1)), OrderedDict(w=zeros(1))
     state.t, into.t = torch.ones(2), zeros(2)  # type: ignore[attr-defined]
     own = into.t  # type: ignore[attr-defined]
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([1], 1, state)
+    async with pair(state=state) as (sender, receiver):
         await receive(sender, receiver, into=into)
         assert into.t is own  # type: ignore[attr-defined]
         assert own.tolist() == [1, 1]
@@ -247,8 +244,7 @@ async def test_keys_of_many_bytes_are_told_apart() -> None:
     keys = [letter * 5000 for letter in (b"a", b"b")]
     into: dict[str, Any] = {"w": zeros(1), "d": dict.fromkeys(keys, 0)}
     state = {"w": torch.ones(1), "d": dict.fromkeys(keys, 7)}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([1], 1, state)
+    async with pair(state=state) as (sender, receiver):
         await receive(sender, receiver, into=into)
     assert into["d"] == state["d"]
 
@@ -267,8 +263,7 @@ async def test_a_new_leaf_has_memory_of_its_own() -> None:
     weight = torch.ones(64, dtype=torch.complex64)
     into: dict[str, Any] = {"w": torch.zeros(64, dtype=torch.complex64), "leaf": None}
     state = {"w": weight.conj(), "leaf": Summed(weight.real[:4])}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([1], 1, state)
+    async with pair(state=state) as (sender, receiver):
         await receive(sender, receiver, into=into)
     assert into["leaf"].total == 4
     assert into["leaf"].tensor.untyped_storage().resizable()
@@ -348,8 +343,7 @@ async def test_a_node_that_is_a_dict_takes_a_plain_one(
     assert into["v"]["d"]["b"] is inner
     assert inner.all()
     own.zero_()
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([1], 1, state)
+    async with pair(state=state) as (sender, receiver):
         await receive(sender, receiver, into=into)
         assert own.all()
     node = save(tmp_path / "node", {"v": Output(a=torch.ones(2))})
@@ -450,8 +444,7 @@ def test_a_damaged_value_is_read_before_the_template_is_touched(tmp_path: Path) 
 async def test_new_views_of_a_peer_on_the_meta_device() -> None:
     """They have no memory there, so nothing is copied and waited for."""
     base = torch.arange(10.0)
-    async with pair() as (sender, _):
-        await sender.send_checkpoint([], 1, {"a": base[:6], "b": base[4:]})
+    async with pair(state={"a": base[:6], "b": base[4:]}) as (sender, _):
         into = {"a": zeros(6), "b": None}
         load = functools.partial(aiockpt.load, sender.metadata(), into)
         got = await asyncio.to_thread(load, map_location="meta")

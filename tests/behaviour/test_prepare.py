@@ -57,8 +57,7 @@ async def test_a_template_changes_only_by_apply(
     """
     live: Any = weights_of(0)
     places = {name: each.data_ptr() for name, each in live.items()}
-    async with pair(**CHUNKS) as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
+    async with pair(state=weights_of(1), **CHUNKS) as (sender, receiver):
         prepared = await receiver.prepare(sender.metadata(), 1, into=live, **options)
         await sender.disallow_checkpoint()
         assert prepared.step == 1
@@ -79,8 +78,7 @@ async def test_values_are_put_in_with_the_tensors() -> None:
     live: Any = {"w": torch.zeros(MIB), "meta": {"step": 0}, "notes": "old"}
     inner = live["meta"]
     new = {"w": torch.ones(MIB), "meta": {"step": 5}, "notes": "new"}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint(step=5, state_dict=new)
+    async with pair(state=new, step=5) as (sender, receiver):
         prepared = await receiver.prepare(sender.metadata(), into=live)
         assert (live["notes"], inner) == ("old", {"step": 0})
         prepared.apply()
@@ -92,8 +90,7 @@ async def test_unchanged_chunks_are_neither_fetched_nor_copied() -> None:
     """An adapter beside frozen weights costs the adapter."""
     live: Any = {"frozen": torch.arange(float(MIB)), "adapter": torch.zeros(1024)}
     new = {**live, "adapter": torch.ones(1024)}
-    async with pair(same_host=False, **CHUNKS) as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=new)
+    async with pair(state=new, same_host=False, **CHUNKS) as (sender, receiver):
         prepared = await receiver.prepare(sender.metadata(), 1, into=live, have=True)
         assert prepared.nbytes <= 2 * CHUNKS["chunk_bytes"]
         assert sender.statistics().bytes_sent < MIB
@@ -104,8 +101,7 @@ async def test_unchanged_chunks_are_neither_fetched_nor_copied() -> None:
 async def test_a_selection_can_be_prepared() -> None:
     """The other parts of the template stay."""
     live: Any = weights_of(0)
-    async with pair(**CHUNKS) as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
+    async with pair(state=weights_of(1), **CHUNKS) as (sender, receiver):
         prepared = await receiver.prepare(
             sender.metadata(), 1, into=live, select=["layer1"]
         )
@@ -147,8 +143,7 @@ async def test_a_follower_yields_prepared_steps() -> None:
 async def test_a_step_is_applied_once(how: str) -> None:
     """The second call is an error, and changes nothing."""
     live: Any = weights_of(0)
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
+    async with pair(state=weights_of(1)) as (sender, receiver):
         prepared = await receiver.prepare(sender.metadata(), 1, into=live)
         await applied(prepared, how)
         live["bias"].zero_()
@@ -161,8 +156,7 @@ async def test_a_step_is_applied_once(how: str) -> None:
 async def test_a_template_that_was_changed_meanwhile_is_refused() -> None:
     """Chunks that were found in it may be others now."""
     live: Any = weights_of(0)
-    async with pair(**CHUNKS) as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=weights_of(0))
+    async with pair(state=weights_of(0), **CHUNKS) as (sender, receiver):
         metadata = sender.metadata()
         first, second = [
             await receiver.prepare(metadata, 1, into=live, have=True) for _ in range(2)
@@ -183,8 +177,7 @@ async def test_bytes_that_nobody_watches_are_copied() -> None:
     """PyTorch does not count the changes of tensors of inference mode."""
     with torch.inference_mode():
         live: Any = weights_of(0)
-    async with pair(**CHUNKS) as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=weights_of(0))
+    async with pair(state=weights_of(0), **CHUNKS) as (sender, receiver):
         first = await receiver.prepare(sender.metadata(), 1, into=live, have=True)
         await sender.send_checkpoint(step=2, state_dict=weights_of(2))
         second = await receiver.prepare(sender.metadata(), 2, into=live, have=True)
@@ -239,8 +232,7 @@ async def test_a_prepare_that_fails_leaves_no_trace() -> None:
 async def test_a_dropped_or_discarded_step_frees_its_memory() -> None:
     """Applied ones, too: nothing but the template is left."""
     live: Any = weights_of(0)
-    async with pair(same_host=False) as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
+    async with pair(state=weights_of(1), same_host=False) as (sender, receiver):
         before = arenas()
         for end in ("drop", "discard", "apply"):
             prepared = await receiver.prepare(sender.metadata(), 1, into=live)
@@ -261,8 +253,7 @@ async def test_a_dropped_or_discarded_step_frees_its_memory() -> None:
 async def test_two_threads_apply_a_step_once() -> None:
     """One of them copies, the other one gets the error."""
     live: Any = weights_of(0)
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
+    async with pair(state=weights_of(1)) as (sender, receiver):
         prepared = await receiver.prepare(sender.metadata(), 1, into=live)
         calls = [asyncio.to_thread(prepared.apply) for _ in range(4)]
         found = await asyncio.gather(*calls, return_exceptions=True)
@@ -275,8 +266,7 @@ async def test_two_threads_apply_a_step_once() -> None:
 async def test_a_cancelled_apply_is_whole_or_nothing() -> None:
     """The copy goes on to its end, and is done when the call ends."""
     live: Any = weights_of(0)
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=weights_of(1))
+    async with pair(state=weights_of(1)) as (sender, receiver):
         for turns in itertools.count():
             step = await receiver.prepare(sender.metadata(), 1, into=live)
             task = asyncio.create_task(step.apply_async())

@@ -73,8 +73,7 @@ async def test_no_other_chunk_is_fetched(
 async def test_what_is_selected_is_fetched_by_few_requests() -> None:
     """Neighbouring chunks go together: there is one plan for all of it."""
     state = {f"layer.{n}": torch.full((WIDE // 8,), float(n)) for n in range(800)}
-    async with pair(connections=2) as (sender, receiver):
-        await sender.send_checkpoint([], 1, state)
+    async with pair(state=state, connections=2) as (sender, receiver):
         before = sender.statistics().requests
         names = [f"layer.{n}" for n in range(400)]
         got = await receive(sender, receiver, select=names)
@@ -93,8 +92,7 @@ PATHS = [
 async def test_the_result_is_that_of_a_load(tmp_path: Path) -> None:
     """Paths and functions select the same, with and without a template."""
     saved = await asyncio.to_thread(save, tmp_path / "s", rich())
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, rich())
+    async with pair(state=rich()) as (sender, receiver):
         for path in PATHS:
 
             def some(name: str, path: str = path) -> bool:
@@ -134,8 +132,7 @@ def zeroed(value: Any) -> Any:
 async def test_values_that_are_not_selected_cost_nothing() -> None:
     """They need not be known here, nor is what they are made of fetched."""
     state = {"w": torch.ones(WIDE), "blob": b"x" * 10 * CHUNK, "n": 5}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, state)
+    async with pair(state=state) as (sender, receiver):
         got, nbytes = await counted(sender, receiver, select=["w", "n"])
         assert_same(got, {"w": torch.ones(WIDE), "n": 5})
         assert nbytes <= 2 * CHUNK
@@ -165,8 +162,7 @@ async def test_names_are_taken_once_and_a_function_is_asked_once() -> None:
     """The function is called once for each value."""
     asked: list[str] = []
     state = {"a": 1, "b": {"c": b"x" * 9000, "d": [torch.ones(1), (1, 2)]}}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, state)
+    async with pair(state=state) as (sender, receiver):
         await receive(sender, receiver, select=asked.append)
         got = await receive(sender, receiver, select=iter(["a"]))
     assert sorted(asked) == ["a", "b.c", "b.d[0]", "b.d[1]"]
@@ -195,8 +191,7 @@ async def test_a_place_that_is_empty_gets_what_is_selected_only(
 ) -> None:
     """None in a template stands for a whole container, of which a part is wanted."""
     seen: list[Any] = []
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, {"k": chunked()})
+    async with pair(state={"k": chunked()}) as (sender, receiver):
         into: dict[str, Any] = {"k": None, "other": 5}
         options: dict[str, Any] = {"into": into, "direct": direct, "select": select}
         got = await receive(sender, receiver, progress=seen.append, **options)
@@ -221,8 +216,7 @@ async def test_a_short_list_grows_as_far_as_something_is_selected(
     select: Any, expected: list[Any]
 ) -> None:
     """The list gets only the selected items."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, {"l": [0, {"x": 1, "y": 2}, 2, None]})
+    async with pair(state={"l": [0, {"x": 1, "y": 2}, 2, None]}) as (sender, receiver):
         got = await receive(sender, receiver, select=select, into={"l": [7]})
     assert got == {"l": expected}
 
@@ -231,8 +225,7 @@ async def test_a_short_list_grows_as_far_as_something_is_selected(
 async def test_more_than_there_is_memory_for_is_refused(monkeypatch: Any) -> None:
     """What counts is what is selected, not what the checkpoint has."""
     monkeypatch.setattr("aiockpt.runtime.system.available_memory", lambda _: 3 * CHUNK)
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, chunked())
+    async with pair(state=chunked()) as (sender, receiver):
         await receive(sender, receiver, select=["w0", "w1"])
         with pytest.raises(LimitExceededError):
             await receive(sender, receiver, select=["w0", "w1", "w2"])
@@ -264,8 +257,7 @@ async def test_a_leaf_keeps_the_bytes_that_it_shares_with_a_tensor(
     """The tensor's bytes go into the template, and the leaf's stay where they came."""
     weight = torch.arange(1 << 18, dtype=torch.float32) + 1
     into = {"w": torch.zeros_like(weight), "box": None}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, {"w": weight, "box": Box(weight)})
+    async with pair(state={"w": weight, "box": Box(weight)}) as (sender, receiver):
         got = await receive(
             sender, receiver, 1, select=["w", "box"], into=into, direct=direct
         )

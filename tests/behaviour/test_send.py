@@ -302,8 +302,7 @@ class TestShutdown:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork with threads
 async def test_a_fork_does_not_disturb_the_parent():
     """Its connections carry the next receive; the child does not keep its port."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([1], 1, weights())
+    async with pair(state=weights()) as (sender, receiver):
         assert_same(await receive(sender, receiver), weights())
         with forked():
             await sender.send_checkpoint([1], 2, weights(2.0))

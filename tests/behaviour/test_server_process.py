@@ -70,9 +70,11 @@ def apart(**options):
 
 
 @asynccontextmanager
-async def pair(**options):
-    """Make a sender whose process serves, and a receiver."""
+async def pair(*, state=None, step=1, **options):
+    """Make a sender whose process serves, which may offer a state, and a receiver."""
     async with apart(**options) as sender, transport() as receiver:
+        if state is not None:
+            await sender.send_checkpoint([1], step, state)
         yield sender, receiver
 
 
@@ -107,8 +109,7 @@ class TestServing:
     async def test_it_is_a_process_without_torch(self, fresh_interpreters):
         """The process has its niceness and its own group, and ignores terminals."""
         nice = 7
-        async with pair(nice=nice) as (sender, receiver):
-            await sender.send_checkpoint([1], 1, STATE)
+        async with pair(state=STATE, nice=nice) as (sender, receiver):
             assert_same(await receive(sender, receiver), STATE)
             pid = pid_of(sender)
             assert maps(pid, "memfd:aiockpt")
@@ -132,8 +133,7 @@ class TestServing:
             pytest.skip("the hard limit is too low")
         resource.setrlimit(kind, (400, before[1]))
         try:
-            async with pair() as (sender, receiver):
-                await sender.send_checkpoint([1], 1, STATE)
+            async with pair(state=STATE) as (sender, receiver):
                 assert_same(await receive(sender, receiver), STATE)
                 assert resource.prlimit(pid_of(sender), kind)[0] == raised
                 async with make_async_checkpointer() as checkpointer:
@@ -172,8 +172,7 @@ class TestServing:
     @proves("cell HTTPTransport.send_checkpoint, Server(process=True): success")
     async def test_a_slow_reader_keeps_the_old_one(self):
         """Its snapshot is not overwritten under it."""
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([1], 1, weights(1.0, mib=8))
+        async with pair(state=weights(1.0, mib=8)) as (sender, receiver):
 
             async def send_on():
                 for step in (2, 3, 4):
@@ -190,8 +189,7 @@ class TestServing:
         """Hooks run in the trainer, and each record is logged once."""
         caplog.set_level(logging.INFO, logger="aiockpt.audit")
         caplog.set_level(logging.DEBUG, logger="aiockpt")
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([1], 4, STATE)
+        async with pair(state=STATE, step=4) as (sender, receiver):
             assert sender.statistics().step == 4
             await receive(sender, receiver, 4)
             await settle(lambda: sender.statistics().bytes_sent > 1 << 20)
@@ -239,8 +237,7 @@ class TestItsDeath:
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
     async def test_another_one_serves_the_same(self, number, caplog, events):
         """A new process serves at the same address, and new peers wait for it."""
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([1], 1, STATE)
+        async with pair(state=STATE) as (sender, receiver):
             os.kill(pid_of(sender), number)
             if number == signal.SIGTERM:  # until then it serves
                 await settle(lambda: of_kind("restart", events), patience=60)
@@ -272,8 +269,7 @@ class TestItsDeath:
 
     async def test_what_was_retracted_stays_so(self):
         """The next process does not offer it."""
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([1], 1, STATE)
+        async with pair(state=STATE) as (sender, receiver):
             os.kill(pid_of(sender), signal.SIGKILL)
             await sender.disallow_checkpoint()
             with pytest.raises(TransferTimeoutError):
@@ -446,8 +442,7 @@ class TestLending:
 
     async def test_the_memory_is_shared_and_stays(self, events):
         """No byte came over HTTP; later sends go to other memory, to the last."""
-        async with pair(same_host=True) as (sender, receiver):
-            await sender.send_checkpoint([1], 1, STATE)
+        async with pair(state=STATE, same_host=True) as (sender, receiver):
             held = await receive(sender, receiver, share=True)
             assert_same(held, STATE)
             assert of_kind("recv", events)[-1].medium == "shared memory"
@@ -475,8 +470,7 @@ class TestLending:
 
     async def test_a_process_that_dies_may_have_lent_it(self):
         """It had no time to say so: nothing is staged there any more."""
-        async with pair(same_host=True) as (sender, receiver):
-            await sender.send_checkpoint([1], 1, STATE)
+        async with pair(state=STATE, same_host=True) as (sender, receiver):
             held = await receive(sender, receiver, share=True)
             await kill(sender)
             await send_often(sender, held)
@@ -487,8 +481,7 @@ class TestLending:
     async def test_a_copy_under_way_is_not_disturbed(self, what):
         """A retraction waits for nobody that has it; a cancel frees the receiver."""
         state = weights(1.0, mib=8)
-        async with pair(same_host=True, grace=60) as (sender, receiver):
-            await sender.send_checkpoint([1], 1, state)
+        async with pair(state=state, same_host=True, grace=60) as (sender, receiver):
             held = await receive(sender, receiver, share=True)
 
             async def act():

@@ -31,12 +31,13 @@ async def test_a_straggler_is_overtaken(how: str) -> None:
         "have": {"into": into, "have": True},
     }
     faults = [Fault(), SLOWEST, SLOWEST]
-    async with pair(connections=4) as (sender, receiver):
-        await sender.send_checkpoint([], 1, chunked(64))
-        async with proxied(sender, faults=faults) as proxy:
-            url = through(proxy, sender)
-            got = await receiver.recv_checkpoint(0, url, 1, 170.0, **every[how])
-            assert proxy.statistics().connections > 2
+    async with (
+        pair(state=chunked(64), connections=4) as (sender, receiver),
+        proxied(sender, faults=faults) as proxy,
+    ):
+        url = through(proxy, sender)
+        got = await receiver.recv_checkpoint(0, url, 1, 170.0, **every[how])
+        assert proxy.statistics().connections > 2
     expected = chunked(64)
     if how == "select":
         expected = {key: expected[key] for key in WANTED}

@@ -45,8 +45,7 @@ class TestCredentials:
     @proves("threat S1")
     async def test_the_metadata_holds_the_token(self):
         """A receiver that was handed it may read; every transport has another one."""
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([], 1, weights())
+        async with pair(state=weights()) as (sender, receiver):
             _, _, secret = sender.metadata().partition("#")
             assert len(secret) >= 32
             assert secret != receiver.metadata().partition("#")[2]
@@ -123,8 +122,7 @@ class TestCredentials:
     async def test_insecure_must_be_said_and_is_logged(self, caplog):
         """The log has a warning."""
         with caplog.at_level(logging.WARNING):
-            async with pair(insecure=True) as (sender, receiver):
-                await sender.send_checkpoint([], 1, weights())
+            async with pair(state=weights(), insecure=True) as (sender, receiver):
                 assert sender.metadata() == sender.address()
                 await receive(sender, receiver)
         assert "everybody who reaches the port may read" in caplog.text
@@ -272,6 +270,5 @@ class TestBusyHost:
             raise OSError("load averages are unobtainable")
 
         monkeypatch.setattr(os, "getloadavg", unknown)
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([1], 1, weights())
+        async with pair(state=weights()) as (sender, receiver):
             assert_same(await receive(sender, receiver), weights())

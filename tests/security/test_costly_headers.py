@@ -182,8 +182,7 @@ async def test_it_takes_little_memory(kind: str, said: str) -> None:
 async def test_a_long_string_travels() -> None:
     """A tokenizer's description has megabytes."""
     state = {"tokenizer": "\u00e9 token, " * (MIB // 4), "w": torch.zeros(2)}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, state)
+    async with pair(state=state) as (sender, receiver):
         assert (await receive(sender, receiver))["tokenizer"] == state["tokenizer"]
 
 
@@ -193,8 +192,7 @@ async def test_a_hundred_thousand_tensors_are_taken() -> None:
     flat = torch.zeros(100_001)
     state: dict[str, Any] = {f"layer.{n}.weight": flat[n] for n in range(100_000)}
     state = {key: each.clone() for key, each in state.items()}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, state)
+    async with pair(state=state) as (sender, receiver):
         got = await receive(sender, receiver)
         assert len(got) == len(state)
         state["one more"] = torch.zeros(1)

@@ -72,8 +72,7 @@ class Announcing(Fault):
 )
 async def test_a_few_of_them_are_allowed(piece: bytes, size: int) -> None:
     """A proxy may send some in any pieces, and HTTP allows it."""
-    async with pair(connections=2) as (sender, receiver):
-        await sender.send_checkpoint([], 1, weights(mib=4))
+    async with pair(state=weights(mib=4), connections=2) as (sender, receiver):
         proxy: FaultProxy
         async with proxied(sender, otherwise=Announcing(piece, size)) as proxy:
             for _ in range(2):

@@ -258,8 +258,7 @@ class TestGrants:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The grant opens no other step of the transport."""
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([], 1, weights())
+        async with pair(state=weights()) as (sender, receiver):
             granted = sender.grant("rank-3", step=1, lifetime=100)
             assert granted.startswith(sender.address())
             assert_same(await receiver.recv_checkpoint(0, granted, 1), weights())
@@ -374,8 +373,7 @@ class TestAudit:
         self, accesses: list[Access]
     ) -> None:
         """The peer, the receiver of a grant, the step, the bytes, the status."""
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([], 1, weights(mib=4))
+        async with pair(state=weights(mib=4)) as (sender, receiver):
             granted = sender.grant("rank-3")
             await receiver.recv_checkpoint(0, granted, 1)
             await receive(sender, receiver)

@@ -57,9 +57,13 @@ def transport(**options: Any) -> Transport:
 
 
 @asynccontextmanager
-async def pair(**options: Any) -> AsyncIterator[tuple[Transport, Transport]]:
-    """Make a sender and a receiver of the same kind."""
+async def pair(
+    *, state: Any = ..., step: int = 1, **options: Any
+) -> AsyncIterator[tuple[Transport, Transport]]:
+    """Make a sender, which may offer a state, and a receiver of the same kind."""
     async with transport(**options) as sender, transport(**options) as receiver:
+        if state is not ...:
+            await sender.send_checkpoint([], step, state)
         yield sender, receiver
 
 
