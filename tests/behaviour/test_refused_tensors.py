@@ -105,7 +105,6 @@ async def test_the_remedy_works() -> None:
     """A registered class around the parts travels."""
     register_leaf(Sparse, tag="tests.Sparse")
     state = {"a": Sparse.of(torch.eye(3).to_sparse())}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, state)
+    async with pair(state=state) as (sender, receiver):
         got = await receive(sender, receiver)
     assert_same(got["a"].tensor().to_dense(), torch.eye(3))

@@ -195,8 +195,7 @@ async def test_a_template_is_filled_after_the_callers_kernels(
     card: Card, how: dict[str, Any]
 ) -> None:
     """They read what was there before."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, state_on(card, 1))
+    async with pair(state=state_on(card, 1)) as (sender, receiver):
         template, seen = state_on(card, 0), list[torch.Tensor]()
         card.busy_then(lambda: seen.append(template["w"].clone()))
         got = await receive(sender, receiver, into=template, **how)
@@ -213,8 +212,7 @@ async def test_a_prepared_step_is_applied_after_the_callers_kernels(
     card: Card, have: bool | None, *, blocks: bool
 ) -> None:
     """The apply waits for kernels that were enqueued during the prepare."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, state_on(card, 1))
+    async with pair(state=state_on(card, 1)) as (sender, receiver):
         template, seen = state_on(card, 0), list[torch.Tensor]()
         prepared = await receiver.prepare(
             sender.metadata(), 1, into=template, have=have
@@ -231,8 +229,7 @@ async def test_a_prepared_step_is_applied_after_the_callers_kernels(
 @on_a_loop
 async def test_a_cancel_in_the_middle_of_a_receive(card: Card) -> None:
     """The next one fills the template."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, state_on(card, 1))
+    async with pair(state=state_on(card, 1)) as (sender, receiver):
         template = state_on(card, 0)
         for delay in (0, 0.01, 0.05):
             card.busy_then(lambda: None)
@@ -250,8 +247,7 @@ async def test_a_cancel_in_the_middle_of_a_receive(card: Card) -> None:
 @on_a_loop
 async def test_memory_that_its_owner_frees_before_a_step_is_applied(card: Card) -> None:
     """The apply refuses it, since the memory may be another tensor's by then."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, state_on(card, 1))
+    async with pair(state=state_on(card, 1)) as (sender, receiver):
         template = state_on(card, 0)
         prepared = await receiver.prepare(sender.metadata(), 1, into=template)
         old = template["w"].data
@@ -294,8 +290,7 @@ async def test_small_floats(card: Card, dtype: torch.dtype) -> None:
     bits = torch.arange(256, dtype=torch.uint8, device=card.device).repeat(SIZE // 256)
     state = {"w": bits.view(dtype)}
     template = {"w": torch.zeros_like(bits).view(dtype)}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, state)
+    async with pair(state=state) as (sender, receiver):
         await receive(sender, receiver, into=template)
     assert torch.equal(template["w"].view(torch.uint8), bits)
 
@@ -306,8 +301,7 @@ async def test_many_small_tensors(card: Card) -> None:
     names = range(card.many)
     state = {f"w{n}": torch.full((1024,), float(n), device=card.device) for n in names}
     template = {name: torch.zeros_like(each) for name, each in state.items()}
-    async with pair(chunk_bytes=MIB) as (sender, receiver):
-        await sender.send_checkpoint([], 1, state)
+    async with pair(state=state, chunk_bytes=MIB) as (sender, receiver):
         await receive(sender, receiver, into=template, direct=True)
     assert_same(template, state)
 
@@ -317,8 +311,7 @@ async def test_inference_tensors(card: Card) -> None:
     """PyTorch counts no writes to them."""
     with torch.inference_mode():
         state, template = state_on(card, 3), state_on(card, 0)
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, state)
+    async with pair(state=state) as (sender, receiver):
         await receive(sender, receiver, into=template, have=True)
         assert filled_with(template, 3)
         with torch.inference_mode():

@@ -81,8 +81,7 @@ class TestStaging:
     async def test_a_state_on_a_device_arrives(self, kind: str) -> None:
         """The state arrives in host memory, bit by bit."""
         state = {"leaf": KINDS[kind](), "step": 3}
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([], 1, state)
+        async with pair(state=state) as (sender, receiver):
             assert_same(await receive(sender, receiver), state)
 
     @on_a_loop

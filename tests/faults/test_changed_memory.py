@@ -57,8 +57,7 @@ async def test_a_template_that_changes_at_any_moment(
 ) -> None:
     """All of it is the checkpoint, or an error names the path."""
     errors: list[LocalProtocolError] = []
-    async with pair(chunk_bytes=64 << 10) as (sender, receiver):
-        await sender.send_checkpoint([], 1, state_of(2.0))
+    async with pair(state=state_of(2.0), chunk_bytes=64 << 10) as (sender, receiver):
         for seed in record.part_of(range(60), few=10):
             case = Changing(seed)
             options: dict[str, Any] = {"into": case.template, "progress": case}

@@ -144,8 +144,7 @@ async def test_a_host_that_is_short_is_named(
     def refuse(*_: object, **__: object) -> NoReturn:
         raise RuntimeError("can't start new thread")
 
-    async with pair(reconnect_timeout=20) as (sender, receiver):
-        await sender.send_checkpoint([], 1, weights())
+    async with pair(state=weights(), reconnect_timeout=20) as (sender, receiver):
         since = time.monotonic()
         with ExitStack() as stack:
             caught = stack.enter_context(pytest.raises(aiockpt.errors.StagingError))

@@ -120,8 +120,7 @@ async def test_a_jump_of_the_wall_clock_moves_no_deadline(
 ) -> None:
     """The clock jumps during a receive, and a short deadline is kept, too."""
     for _ in range(record.pick(1, 20)):
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([], 1, weights(mib=8))
+        async with pair(state=weights(mib=8)) as (sender, receiver):
             with wall_clock_jumped(jump):
                 await sender.send_checkpoint([], 2, weights(mib=8))
                 assert_same(await receive(sender, receiver, 2), weights(mib=8))
@@ -135,8 +134,7 @@ async def test_a_jump_of_the_wall_clock_moves_no_deadline(
 @proves("fault 30")
 async def test_a_token_expires_by_the_wall_clock(record: Record) -> None:
     """An hour early where that is an hour ahead; never where it is behind."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, weights())
+    async with pair(state=weights()) as (sender, receiver):
         metadata = sender.grant("worker", lifetime=60)
         with wall_clock_jumped(-HOUR):
             await receiver.recv_checkpoint(0, metadata, 1)

@@ -234,8 +234,7 @@ async def test_a_forked_child_gets_a_clear_error_and_the_parent_goes_on(
     """The fork happens in the middle of a receive."""
     said = tmp_path / "said"
     for _ in range(record.pick(1, 20)):
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([], 1, weights(mib=8))
+        async with pair(state=weights(mib=8)) as (sender, receiver):
 
             async def fork(ours: Any = receiver) -> None:
                 if (child := os.fork()) == 0:

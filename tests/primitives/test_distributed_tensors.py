@@ -406,8 +406,7 @@ class TestShardedTensor:
         template = made(1)
         whole = template["w"]
         assert not whole.local_shards()
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([], 1, made(2))
+        async with pair(state=made(2)) as (sender, receiver):
             got = await receive(sender, receiver, into=template, **way)
         assert got is template
         assert got["w"] is whole

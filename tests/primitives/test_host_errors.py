@@ -55,8 +55,7 @@ async def test_a_host_that_refuses_while_bytes_come(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("aiockpt.http.manifests.memory_for", refuse)
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, weights())
+    async with pair(state=weights()) as (sender, receiver):
         with pytest.raises(StagingError, match=os.strerror(code)):
             await receive(sender, receiver)
         assert sender.statistics().requests == 1
@@ -69,8 +68,7 @@ async def test_more_than_the_host_has_is_refused(
     """A receive into the memory of a template needs no more than it."""
     monkeypatch.setattr("aiockpt.runtime.system.available_memory", lambda _: 1 << 20)
     template = weights(0.0)
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, weights())
+    async with pair(state=weights()) as (sender, receiver):
         with pytest.raises(LimitExceededError, match="size"):
             await receive(sender, receiver)
         await receive(sender, receiver, into=template, direct=True)

@@ -185,8 +185,7 @@ async def test_it_ends_when_the_device_has_copied_everything(device) -> None:
 
 async def test_a_deadline_does_not_tear_the_template(device) -> None:
     """The memory lives until the device has read it, and the template is whole."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, strided(1.0))
+    async with pair(state=strided(1.0)) as (sender, receiver):
         template = strided(0.0)
         call = receiver.recv_checkpoint(0, sender.metadata(), 1, 2.0, into=template)
         task = asyncio.create_task(call)
@@ -361,8 +360,7 @@ async def test_small_tensors_arrive_together(device, full: bool, monkeypatch) ->
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(device, "copy", counted)
-    async with pair(chunk_bytes=SEGMENT) as (sender, receiver):
-        await sender.send_checkpoint([], 1, many(1.0))
+    async with pair(state=many(1.0), chunk_bytes=SEGMENT) as (sender, receiver):
         template = many(0.0)
         step = await receiver.prepare(sender.metadata(), 1, into=template)
         if full:
@@ -376,8 +374,7 @@ async def test_small_tensors_arrive_together(device, full: bool, monkeypatch) ->
 async def test_a_prepared_step_is_page_locked(device, have: bool) -> None:
     """The memory is locked before the apply, and until it is freed."""
     device.held = False
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, many(1.0))
+    async with pair(state=many(1.0)) as (sender, receiver):
         for end in ("apply", "discard"):
             template = many(0.0)
             prepare = receiver.prepare
@@ -398,8 +395,7 @@ async def test_memory_of_the_sender_is_not_page_locked(device, monkeypatch) -> N
     device.held = False
     monkeypatch.setattr(device, "pin", refuse)
     options = {"same_host": True, "keep_arena": True}
-    async with pair(**options) as (sender, receiver):
-        await sender.send_checkpoint([], 1, one(1.0))
+    async with pair(state=one(1.0), **options) as (sender, receiver):
         template = one(0.0)
         await receive(sender, receiver, into=template)
         assert_same(template, one(1.0))
@@ -436,8 +432,7 @@ async def test_what_a_device_has_is_compared_too(device, into: bool) -> None:
     """Its bytes are staged to be, and what matches is not loaded again."""
     device.held = False
     have = chunked() | {"w3": torch.zeros(WIDE)}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, chunked())
+    async with pair(state=chunked()) as (sender, receiver):
         options = {"into": have, "have": True} if into else {"have": have}
         got, sent = await counted(sender, receiver, **options)
     assert sent == CHUNK

@@ -104,8 +104,7 @@ async def test_a_head_computes_nothing(slow: Slow) -> None:
 
 async def test_one_is_computed_at_a_time(slow: Slow) -> None:
     """A second snapshot waits for its turn; a superseded one is kept meanwhile."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=STATE)
+    async with pair(state=STATE) as (sender, receiver):
         first = asyncio.create_task(ask(sender, receiver, 1))
         await slow.has_begun()
         newer = {**STATE, "w0": STATE["w0"] + 1}
@@ -120,8 +119,7 @@ async def test_one_is_computed_at_a_time(slow: Slow) -> None:
 
 async def test_a_slow_one_is_asked_for_in_pieces(slow: Slow) -> None:
     """A computation may take longer than the stall timeout."""
-    async with pair(stall_timeout=0.5) as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=STATE)
+    async with pair(state=STATE, stall_timeout=0.5) as (sender, receiver):
         asking = asyncio.create_task(ask(sender, receiver, timeout=120))
         await slow.has_begun()
         await sender.send_checkpoint(step=2, state_dict=STATE)
@@ -133,8 +131,7 @@ async def test_a_slow_one_is_asked_for_in_pieces(slow: Slow) -> None:
 
 async def test_a_retraction_ends_it(slow: Slow) -> None:
     """Its memory is read no more afterwards; whoever asks waits for the step again."""
-    async with pair(grace=0.1) as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=STATE)
+    async with pair(state=STATE, grace=0.1) as (sender, receiver):
         asking = asyncio.create_task(ask(sender, receiver, timeout=60))
         await slow.has_begun()
         retracting = asyncio.create_task(sender.disallow_checkpoint())
@@ -170,8 +167,7 @@ async def test_a_step_may_be_replaced_first(slow: Slow, process: bool) -> None:
 @proves("cell HTTPTransport.fingerprint: this process dies")
 async def test_a_client_that_dies_cancels_nothing(slow: Slow) -> None:
     """The sender is idle when the computation has ended, and keeps the result."""
-    async with pair(insecure=True) as (sender, receiver):
-        await sender.send_checkpoint(step=1, state_dict=STATE)
+    async with pair(state=STATE, insecure=True) as (sender, receiver):
         async with Peer(port_of(sender), token=None) as peer:
             await peer.request("/checkpoint/1/fingerprint")
             await slow.has_begun()

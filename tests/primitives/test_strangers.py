@@ -111,8 +111,7 @@ class TestAnnouncements:
     @pytest.mark.asyncio
     async def test_a_send(self, caplog: pytest.LogCaptureFixture) -> None:
         """The receiver needs a template, or the registration."""
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([1], 1, state())
+        async with pair(state=state()) as (sender, receiver):
             (said,) = warnings_of(caplog)
             assert "opt[0] is a " in said
             with pytest.raises(RemoteProtocolError, match=r"\.Moments' at opt\[0\]: "):

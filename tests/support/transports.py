@@ -58,12 +58,13 @@ def transport(**options: Any) -> Transport:
 
 @asynccontextmanager
 async def pair(
-    *, state: Any = ..., step: int = 1, **options: Any
+    *, state: Any = ..., step: Any = 1, **options: Any
 ) -> AsyncIterator[tuple[Transport, Transport]]:
     """Make a sender, which may offer a state, and a receiver of the same kind."""
     async with transport(**options) as sender, transport(**options) as receiver:
         if state is not ...:
             await sender.send_checkpoint([], step, state)
+        del state  # a test may ask what else refers to it
         yield sender, receiver
 
 
