@@ -29,7 +29,7 @@ from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import Manifest
 from aiockpt.storage.checkpoint_file import opened, read_header, verify_chunks
 from aiockpt.storage.partfile import PartFile
-from aiockpt.testing import FlipBit, assert_same
+from aiockpt.testing import assert_same
 from tests.support.headers import entries_of, header_of, parts_of
 from tests.support.proofs import proves
 from tests.support.rangepeer import RangePeer, noise, serving_peer
@@ -37,9 +37,7 @@ from tests.support.transports import (
     CHUNK,
     Transport,
     chunked,
-    proxied,
     receive,
-    through,
     transport,
 )
 
@@ -206,17 +204,6 @@ async def test_the_default_is_as_ever() -> None:
 
 class TestDamage:
     """A changed byte is noticed, whoever changed it."""
-
-    @pytest.mark.asyncio
-    @each
-    async def test_a_flipped_bit_costs_its_chunk_again(self, algorithm: str) -> None:
-        """The wire is at fault once, and the receive ends well."""
-        async with (
-            sending(chunked(), digest=algorithm) as (sender, receiver),
-            proxied(sender, faults=[FlipBit(99_000)]) as proxy,
-        ):
-            url = through(proxy, sender)
-            assert_same(await receiver.recv_checkpoint(0, url, STEP), chunked())
 
     @pytest.mark.asyncio
     @each

@@ -191,24 +191,6 @@ class TestMixed:
 class TestStreams:
     """The device has much to do before."""
 
-    async def test_a_send_waits_for_the_producer(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """What training has enqueued is sent, and nothing before it has run."""
-        ours, theirs = FakeBoard(device := FakeAccelerator()), idle_board()
-        sent, _ = watched(monkeypatch)
-        weight = ours.put(torch.zeros(MIB))
-        device.produce(lambda: weight.fill_(7))
-        async with device_transports(monkeypatch, ours, theirs) as (sender, receiver):
-            moving = asyncio.create_task(moved(sender, receiver, {"w": weight}))
-            await settle(lambda: bool(device.events))
-            await asyncio.sleep(0.05)
-            assert not sent
-            device.held = False
-            device.run()
-            got = await moving
-        assert got["w"].unique().tolist() == [7]
-
     @pytest.mark.parametrize("direct", [False, True])
     async def test_a_receive_waits_for_what_still_uses_the_template(
         self, monkeypatch: pytest.MonkeyPatch, direct: bool

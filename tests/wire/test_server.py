@@ -228,15 +228,22 @@ async def test_a_refusal_says_what_was_missing():
 async def test_pages_of_other_sites_are_refused():
     """A browser that visits a bad page is no way in, with a token or without."""
     async with serving(Memory(1000)) as site, site.peer() as peer:
-        for path in ("/checkpoint/7/full", "/checkpoint/"):
+        for path, accept in (
+            ("/checkpoint/7/full", "*/*"),
+            ("/checkpoint/", "*/*"),
+            ("/checkpoint/", "text/html"),
+        ):
             for fields in (
                 {"Origin": "https://evil.example"},
                 {"Origin": "null"},
                 {"Sec_Fetch_Site": "cross-site"},
                 {"Sec_Fetch_Site": "same-site"},
             ):
-                assert (await peer.ask(path, **fields)).status == 403
-            assert (await peer.ask(path, Sec_Fetch_Site="none")).status == 200
+                answer = await peer.ask(path, Accept=accept, **fields)
+                assert answer.status == 403
+            for source in ("none", "same-origin"):
+                answer = await peer.ask(path, Accept=accept, Sec_Fetch_Site=source)
+                assert answer.status == 200
 
 
 @proves("threat S6")

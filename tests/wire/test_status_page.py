@@ -205,24 +205,6 @@ async def test_only_the_page_is_for_everybody() -> None:
             assert moved.body == b""
 
 
-@proves("threat S6")
-async def test_pages_of_other_sites_do_not_get_the_page() -> None:
-    """A name that was rebound to an insecure server does not get it, either."""
-    async with serving(memory()) as site:
-        for headers in (
-            {"Origin": "https://evil.example"},
-            {"Sec_Fetch_Site": "cross-site"},
-            {"Sec_Fetch_Site": "same-site"},
-        ):
-            assert (await page(site, **headers)).status == 403
-        assert (await page(site, Sec_Fetch_Site="none")).status == 200
-        async with site.peer() as peer:  # as its script asks
-            answer = await peer.ask("/checkpoint/", Sec_Fetch_Site="same-origin")
-            assert answer.status == 200
-    async with serving(memory(), token=None, insecure=True) as site:
-        assert (await page(site, Host="evil.example")).status == 421
-
-
 async def test_the_audit_log_tells_of_looks_at_debug_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
