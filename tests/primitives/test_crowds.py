@@ -101,24 +101,25 @@ async def test_a_receive_that_ends_beside_many_leases() -> None:
     assert 0 < many < 2 * few
 
 
+def announce(tracker: Tracker, number: int, *bad: str, have: int = 64) -> str:
+    """Announce a member of a host of its own; return its id."""
+    said = Announcement(f"http://h:{1000 + number}/c/", have=have, bad=bad)
+    address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
+    lease = f"{number:032x}"
+    return tracker.announce(lease, said, address=address, trusts_url=False).id
+
+
 @proves("threat D19")
 async def test_a_member_of_a_large_swarm() -> None:
     """It announces itself, is promised a chunk, and leaves; the page shows some."""
 
     async def crowd(count: int) -> Callable[[], Awaitable[None]]:
         tracker = Tracker(64)
-
-        def announce(number: int) -> None:
-            said = Announcement(f"http://h:{1000 + number}/c/", have=1)
-            address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
-            lease = f"{number:032x}"
-            tracker.announce(lease, said, address=address, trusts_url=False)
-
         for number in range(count):
-            announce(number)
+            announce(tracker, number, have=1)
 
         async def request() -> None:
-            announce(count)
+            announce(tracker, count, have=1)
             tracker.promise(f"{count:032x}", range(3, 4))
             assert len(tracker) == count + 1
             assert [each.id for each in tracker.statistics(3)] == ["m1", "m2", "m3"]
@@ -136,19 +137,13 @@ async def test_a_complaint_beside_many() -> None:
 
     async def crowd(count: int) -> Callable[[], Awaitable[None]]:
         tracker = Tracker(64)
-
-        def announce(number: int, *bad: str) -> str:
-            said = Announcement(f"http://h:{1000 + number}/c/", have=64, bad=bad)
-            address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
-            lease = f"{number:032x}"
-            return tracker.announce(lease, said, address=address, trusts_url=False).id
-
-        names = [announce(number) for number in range(count)]
+        names = [announce(tracker, number) for number in range(count)]
         for number in range(count):
-            announce(number, *(names[(number + each) % count] for each in range(1, 9)))
+            bad = (names[(number + each) % count] for each in range(1, 9))
+            announce(tracker, number, *bad)
 
         async def request() -> None:
-            announce(count, names[3])
+            announce(tracker, count, names[3])
 
         return request
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import (
-    asynccontextmanager,
     contextmanager,
     nullcontext,
 )
@@ -132,10 +131,9 @@ async def waits_for_its_callers_work(
         assert into[name].unique().tolist() == [new]
 
 
-@asynccontextmanager
-async def checkpointer(
-    device: Device, stager: CheckpointStager | None = None
-) -> AsyncIterator[AsyncCheckpointer]:
+def made_for(
+    device: FakeAccelerator, stager: CheckpointStager | None = None
+) -> AsyncCheckpointer:
     """Make a checkpointer whose writer is a thread."""
     writer = CheckpointThread(
         Writers(CheckpointWriter, {"config": config()}, ALONE),
@@ -144,8 +142,7 @@ async def checkpointer(
     )
     reader = CheckpointReader(ALONE, ports=device.port_for)
     stager = stager or DefaultStager(ports=device.port_for)
-    async with AsyncCheckpointer(stager, writer, reader) as made:
-        yield made
+    return AsyncCheckpointer(stager, writer, reader)
 
 
 class Own(CheckpointStager):
@@ -182,7 +179,7 @@ class TestStaging:
         """The save waits with any stager, and while another save is being staged."""
         device = Device()
         stager = Own(device) if own else None
-        async with checkpointer(device, stager) as made, made._turn:
+        async with made_for(device, stager) as made, made._turn:
 
             async def send(state: State) -> State:
                 asyncio.get_running_loop().call_later(0.02, made._turn.release)
@@ -325,15 +322,8 @@ class TestOtherThreads:
         """It blocks until its caller's work has run; another thread runs it here."""
         device, state = FakeAccelerator(), weights(0.0)
         path = save(tmp_path / "1", weights(1.0))
-        writer = CheckpointThread(
-            Writers(CheckpointWriter, {"config": config()}, ALONE),
-            shutdown_timeout_secs=30,
-            staging_config=CheckpointStagerConfig(),
-        )
-        reader = CheckpointReader(ALONE, ports=device.port_for)
-        stager = DefaultStager(ports=device.port_for)
         with (
-            BackgroundCheckpointer(AsyncCheckpointer(stager, writer, reader)) as made,
+            BackgroundCheckpointer(made_for(device)) as made,
             running(device),
             device.stream(MINE),
         ):

@@ -170,17 +170,22 @@ def test_a_file_that_another_rank_has_renamed_is_not_foreign(
     assert names(path.parent) == ["step-1"]
 
 
+def paused(monkeypatch, at: str) -> tuple[threading.Event, threading.Event]:
+    """Let the first call of a function of the commit wait; give its two events."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    before(monkeypatch, commit, at, wait)
+    return inside, go_on
+
+
 @pytest.mark.parametrize("at", ["_remove_others", "next_serial", "encode_commit"])
 def test_nor_in_the_middle_of_the_commit(path, monkeypatch, at: str) -> None:
     """The lock is one, from opening to rename."""
-    real, inside, go_on = getattr(commit, at), threading.Event(), threading.Event()
-
-    def slow(*args: Any, **options: Any) -> Any:
-        inside.set()
-        assert go_on.wait(60)
-        return real(*args, **options)
-
-    monkeypatch.setattr(commit, at, slow)
+    inside, go_on = paused(monkeypatch, at)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(save, path, state(1))
         assert inside.wait(60)
@@ -302,17 +307,7 @@ class TestWithoutLocks:
     def test_two_commits_at_once(self, path, monkeypatch, flock, at: str) -> None:
         """Each is whole, one after the other, and none has a file of the other one."""
         monkeypatch.setattr(fcntl, "flock", flock)
-        real, inside, go_on = getattr(commit, at), threading.Event(), threading.Event()
-        calls: list[int] = []
-
-        def slow(*args: Any) -> Any:
-            calls.append(0)
-            if len(calls) == 1:
-                inside.set()
-                assert go_on.wait(60)
-            return real(*args)
-
-        monkeypatch.setattr(commit, at, slow)
+        inside, go_on = paused(monkeypatch, at)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(save, path, state(1))
             assert inside.wait(60)
