@@ -30,7 +30,7 @@ class Announcement(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         url: Where it serves: an ``http`` or ``https`` URL of at most 512 characters,
-            without user information and query. Its path is ``/checkpoint/``.
+            without user information and query. Its path is ``/checkpoint/``. Required.
         zone: A name for its part of the network, of at most 64 characters.
         have: How many chunks it has.
         bad: The ids of at most 16 members that sent it wrong bytes since its last
