@@ -37,14 +37,10 @@ class Late(FakeAccelerator):
 @pytest.mark.parametrize(
     ("way", "name"),
     [
-        ("http", "replaced"),
-        ("http", "alike"),
-        ("http", "moved on"),
-        ("http", "shorter"),
-        ("prepare", "alike"),
-        ("prepare, async", "shorter"),
+        ("http", "replaced"), ("http", "alike"), ("http", "moved on"),
+        ("http", "shorter"), ("prepare", "alike"), ("prepare, async", "shorter"),
     ],
-)
+)  # fmt: skip
 async def test_a_template_that_changes_during_the_copy_is_no_success(
     way: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

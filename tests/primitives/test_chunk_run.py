@@ -55,16 +55,12 @@ def receive(run: ChunkRun, data: bytes | bytearray) -> None:
 @pytest.mark.parametrize(
     ("chunks", "nbytes", "cut"),
     [
-        ([0, 1, 2], 0, [1, 2]),
-        ([0, 1, 2], CHUNK, [1, 2]),
-        ([0, 1, 2], 2 * CHUNK - 1, [1, 2]),
-        ([0, 1, 2], 2 * CHUNK, [2]),
-        ([0, 1, 2], 3 * CHUNK, []),
-        ([0, 1, 3, 4], 9 * CHUNK, [3, 4]),
-        ([4, 0, 2], 9 * CHUNK, [2, 4]),
-        ([4], 0, []),
+        ([0, 1, 2], 0, [1, 2]), ([0, 1, 2], CHUNK, [1, 2]),
+        ([0, 1, 2], 2 * CHUNK - 1, [1, 2]), ([0, 1, 2], 2 * CHUNK, [2]),
+        ([0, 1, 2], 3 * CHUNK, []), ([0, 1, 3, 4], 9 * CHUNK, [3, 4]),
+        ([4, 0, 2], 9 * CHUNK, [2, 4]), ([4], 0, []),
     ],
-)
+)  # fmt: skip
 def test_a_run_is_cut_behind_a_chunk(
     chunks: list[int], nbytes: int, cut: list[int]
 ) -> None:

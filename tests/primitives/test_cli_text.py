@@ -38,15 +38,10 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("count", "text"),
     [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (999_960, "1.0 MB"),
-        (90_868_376, "90.9 MB"),
-        (2**40, "1.1 TB"),
-        (2**60, "1152921.5 TB"),
+        (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_960, "1.0 MB"),
+        (90_868_376, "90.9 MB"), (2**40, "1.1 TB"), (2**60, "1152921.5 TB"),
     ],
-)
+)  # fmt: skip
 def test_sizes_are_in_powers_of_1000(count: int, text: str) -> None:
     """A size has at most three digits before the point, except in the last unit."""
     assert format_bytes(count) == text
@@ -55,16 +50,10 @@ def test_sizes_are_in_powers_of_1000(count: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
-        ("0", 0),
-        ("4096", 4096),
-        ("10GiB", 10 << 30),
-        ("10gib", 10 << 30),
-        ("1.5 MiB", 3 << 19),
-        ("500MB", 500_000_000),
-        ("2tb", 2 * 10**12),
-        ("7B", 7),
+        ("0", 0), ("4096", 4096), ("10GiB", 10 << 30), ("10gib", 10 << 30),
+        ("1.5 MiB", 3 << 19), ("500MB", 500_000_000), ("2tb", 2 * 10**12), ("7B", 7),
     ],
-)
+)  # fmt: skip
 def test_a_size_may_have_a_unit(text: str, nbytes: int) -> None:
     """A unit with an ``i`` is a power of 1024, and one without it a power of 1000."""
     assert size(text) == nbytes

@@ -218,16 +218,12 @@ async def test_deadlines_change_and_end_in_order() -> None:
 @pytest.mark.parametrize(
     ("address", "network"),
     [
-        ("10.0.0.7", "10.0.0.7"),
-        ("::ffff:10.0.0.7", "10.0.0.7"),
+        ("10.0.0.7", "10.0.0.7"), ("::ffff:10.0.0.7", "10.0.0.7"),
         ("64:ff9b::10.0.0.7", "10.0.0.7"),
-        ("2001:db8:1:2:aaaa::1", "2001:db8:1:2::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
-        ("::1", "::/64"),
-        ("", ""),
-        ("host", "host"),
+        ("2001:db8:1:2:aaaa::1", "2001:db8:1:2::/64"), ("fe80::1%eth0", "fe80::/64"),
+        ("::1", "::/64"), ("", ""), ("host", "host"),
     ],
-)
+)  # fmt: skip
 async def test_an_ipv6_network_of_64_counts_as_one_host(
     address: str, network: str
 ) -> None:

@@ -427,22 +427,15 @@ class TestShardedTensor:
     @pytest.mark.parametrize(
         ("item", "node"),
         [
-            ("tensors", t(0)),
-            ("held", t(0, 1)),
-            ("held", t(9)),
-            ("shards", t()),
+            ("tensors", t(0)), ("held", t(0, 1)), ("held", t(9)), ("shards", t()),
             ("shards", t(*[((0, 0), (2, 3), rank, "cpu") for rank in range(4)])),
-            ("shards", t(((0,), (2,), 1, "cpu"))),
-            ("size", t(7, 3)),
-            ("size", t(2**52, 2**52)),
-            ("dtype", "float33"),
-            ("dtype", "int8"),
-            ("group", t((2, 2), (2, 1), (0,))),
-            ("group", t((8,), (1,), (0,))),
+            ("shards", t(((0,), (2,), 1, "cpu"))), ("size", t(7, 3)),
+            ("size", t(2**52, 2**52)), ("dtype", "float33"), ("dtype", "int8"),
+            ("group", t((2, 2), (2, 1), (0,))), ("group", t((8,), (1,), (0,))),
             ("group", t((2,), (1,), (1,))),
             ("shards", t(*[((n, 0), (1, 3), 1, "cpu") for n in range(2000)])),
         ],
-    )
+    )  # fmt: skip
     def test_malformed(self, state: dict[str, Any], item: str, node: Any) -> None:
         """A malformed layout is an error of the peer."""
         manifest, segment = staged(state)

@@ -27,15 +27,11 @@ from tests.support.transports import transport
 @pytest.mark.parametrize(
     ("held", "way"),
     [
-        (None, {}),
-        (None, {"mmap": True}),
-        (False, {"verify": "none"}),
-        (False, {"mmap": True, "verify": "none"}),
-        (True, {}),
-        (True, {"mmap": True}),
+        (None, {}), (None, {"mmap": True}), (False, {"verify": "none"}),
+        (False, {"mmap": True, "verify": "none"}), (True, {}), (True, {"mmap": True}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_onto_a_device(tmp_path, way, held, monkeypatch) -> None:
     """Through pinned memory, into a template or not, while more is read."""
     state = {**training_state(), "large": torch.randn(40 * CHUNK)}

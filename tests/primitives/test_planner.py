@@ -416,14 +416,10 @@ def asked(happened: str, seed: int) -> int:
 @pytest.mark.parametrize(
     ("happened", "expected"),
     [
-        ("nothing", {0, 1}),
-        ("lacks it", {0}),
-        ("gone", {0}),
-        ("was slow", {0}),
-        ("rests", {0}),
-        ("sends", {0}),
+        ("nothing", {0, 1}), ("lacks it", {0}), ("gone", {0}), ("was slow", {0}),
+        ("rests", {0}), ("sends", {0}),
     ],
-)
+)  # fmt: skip
 def test_which_of_two_members(happened: str, expected: set[int]) -> None:
     """One that has what is wanted, was not slow, and sends nothing else."""
     assert {asked(happened, seed) for seed in range(20)} == expected

@@ -203,20 +203,14 @@ async def test_complaints_about_members_that_left_are_forgotten() -> None:
 @pytest.mark.parametrize(
     ("member", "asker", "named"),
     [
-        ("127.0.0.1", "127.0.0.1", True),
-        ("127.0.0.2", "::1", True),
-        ("::1", "127.0.0.1", True),
-        ("127.0.0.1", "10.0.0.2", False),
-        ("::1", "2001:db8::2", False),
-        ("127.0.0.1", "169.254.1.2", False),
-        ("169.254.1.1", "169.254.1.2", True),
-        ("169.254.1.1", "10.0.0.2", False),
-        ("169.254.1.1", "127.0.0.1", False),
-        ("fe80::1", "fe80::2", False),
-        ("0.0.0.0", "0.0.0.0", False),
-        ("10.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "127.0.0.1", True), ("127.0.0.2", "::1", True),
+        ("::1", "127.0.0.1", True), ("127.0.0.1", "10.0.0.2", False),
+        ("::1", "2001:db8::2", False), ("127.0.0.1", "169.254.1.2", False),
+        ("169.254.1.1", "169.254.1.2", True), ("169.254.1.1", "10.0.0.2", False),
+        ("169.254.1.1", "127.0.0.1", False), ("fe80::1", "fe80::2", False),
+        ("0.0.0.0", "0.0.0.0", False), ("10.0.0.1", "127.0.0.1", True),
     ],
-)
+)  # fmt: skip
 async def test_a_member_is_named_where_its_address_leads_to_it(
     member: str, asker: str, named: bool
 ) -> None:

@@ -48,15 +48,11 @@ def text_of(url: str, token: str | None) -> str:
 @pytest.mark.parametrize(
     ("texts", "joined"),
     [
-        ([f"{A}#t1", f"{B}#t2"], f"{A}#t1|{B}#t2"),
-        ([A, B], f"{A}#|{B}"),
-        ([A, f"{B}#t2", C], f"{A}#|{B}#t2|{C}"),
-        ([f"{A}#t1", B], f"{A}#t1|{B}"),
-        ([f"{A[:-1]}#t1", B[:-1]], f"{A}#t1|{B}"),
-        ([f"{A}#t1"], f"{A}#t1"),
-        ([A], A),
+        ([f"{A}#t1", f"{B}#t2"], f"{A}#t1|{B}#t2"), ([A, B], f"{A}#|{B}"),
+        ([A, f"{B}#t2", C], f"{A}#|{B}#t2|{C}"), ([f"{A}#t1", B], f"{A}#t1|{B}"),
+        ([f"{A[:-1]}#t1", B[:-1]], f"{A}#t1|{B}"), ([f"{A}#t1"], f"{A}#t1"), ([A], A),
     ],
-)
+)  # fmt: skip
 def test_senders_are_joined_in_order(texts: list[str], joined: str) -> None:
     """Further senders follow the first ``#``; a string of one is the plain one."""
     assert aiockpt.join_metadata(texts) == joined
@@ -124,16 +120,12 @@ D = "http://d:1/checkpoint/"
 @pytest.mark.parametrize(
     ("metadata", "shards"),
     [
-        (A, [[A]]),
-        ([A, B], [[A, B]]),
-        ([A, B, A], [[A, B]]),
-        ([A, B, A.replace(":1", ":01")], [[A, B]]),
-        (f"{A}#|{B}", [[A], [B]]),
-        ([f"{A}#|{B}"], [[A], [B]]),
-        ([f"{A}#|{B}", f"{C}#|{D}"], [[A, C], [B, D]]),
+        (A, [[A]]), ([A, B], [[A, B]]), ([A, B, A], [[A, B]]),
+        ([A, B, A.replace(":1", ":01")], [[A, B]]), (f"{A}#|{B}", [[A], [B]]),
+        ([f"{A}#|{B}"], [[A], [B]]), ([f"{A}#|{B}", f"{C}#|{D}"], [[A, C], [B, D]]),
         ([f"{A}#|{B}", f"{A}#|{D}"], [[A], [B, D]]),
     ],
-)
+)  # fmt: skip
 def test_a_list_names_replicas_and_a_joined_string_shards(
     metadata: str | list[str], shards: list[list[str]]
 ) -> None:

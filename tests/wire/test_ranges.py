@@ -73,15 +73,10 @@ def test_other_ranges_are_ignored(value: str | None) -> None:
 @pytest.mark.parametrize(
     ("value", "size"),
     [
-        ("bytes=10000-", SIZE),
-        ("bytes=10000-10001", SIZE),
-        (f"bytes={HUGE}-", SIZE),
-        ("bytes=-0", SIZE),
-        ("bytes=0-", 0),
-        ("bytes=0-0", 0),
-        ("bytes=-0", 0),
+        ("bytes=10000-", SIZE), ("bytes=10000-10001", SIZE), (f"bytes={HUGE}-", SIZE),
+        ("bytes=-0", SIZE), ("bytes=0-", 0), ("bytes=0-0", 0), ("bytes=-0", 0),
     ],
-)
+)  # fmt: skip
 def test_a_range_that_holds_no_byte_is_unsatisfiable(value: str, size: int) -> None:
     """The answer is a 416 that names the size."""
     with pytest.raises(RangeNotSatisfiable) as caught:
