@@ -461,7 +461,12 @@ class TestFailure:
 class TestEnd:
     """After the end, nothing is left and nothing is lost."""
 
-    @proves("cell AsyncCheckpointer.close, aclose: timeout")
+    @proves(
+        "cell AsyncCheckpointer.close, aclose: timeout",
+        "cell CheckpointProcess.close, aclose: timeout",
+        "cell SaveHandle.written: error",
+    )
+    @proves("invariant 6")
     @pytest.mark.allow_error_logs
     async def test_a_writer_that_hangs_does_not_hold_the_end(
         self, tmp_path, gate, config

@@ -108,6 +108,10 @@ class TestWhole:
                 save(tmp_path / name, {"a": 1})
             with pytest.raises(StorageError):
                 load(tmp_path / name)
+        # What is built beside it has a longer name.
+        with pytest.raises(StorageError, match="File name too long"):
+            save(tmp_path / ("x" * 250), {"a": 1})
+        assert names(tmp_path) == []
 
     def test_nothing_is_there(self, tmp_path) -> None:
         """Each case is said in its own words."""
@@ -231,14 +235,6 @@ class TestReplacing:
             assert str(tmp_path / left)[:-15] in caplog.text
             save(tmp_path / "other", {"a": 1})
 
-    def test_the_marker_of_another_tool(self, tmp_path) -> None:
-        """A directory is a checkpoint of ours only if we wrote its marker."""
-        (tmp_path / "repository").mkdir()
-        (tmp_path / "repository" / MARKER).write_text('{"sha": "0123"}')
-        with pytest.raises(StorageError, match="choose a new directory"):
-            save(tmp_path / "repository", {"a": 1})
-        assert names(tmp_path / "repository") == [MARKER]
-
     def test_the_old_one_stands_in(self, tmp_path, path) -> None:
         """A crash between the two renames leaves the old one readable."""
         path.rename(tmp_path / ".step-7.old")
@@ -256,14 +252,16 @@ class TestReplacing:
         """A file, or a directory that holds files of something else."""
         path = tmp_path / "step-1"
         path.mkdir()
-        (path / "thesis.tex").touch()
         (tmp_path / "f").write_text("x")
-        with pytest.raises(StorageError, match="choose a new directory"):
-            save(path, {"a": 1})
+        for name in (MARKER, "thesis.tex"):
+            (path / MARKER).unlink(missing_ok=True)
+            (path / name).write_text('{"sha": "0123"}')
+            with pytest.raises(StorageError, match="choose a new directory"):
+                save(path, {"a": 1})
+            assert names(path) == [name]
         with pytest.raises(StorageError, match="it is a file"):
             save(tmp_path / "f", {"a": 1})
         assert (tmp_path / "f").read_text() == "x"
-        assert names(path) == ["thesis.tex"]
         assert names(tmp_path) == ["f", "step-1"]
         (path / "thesis.tex").unlink()
         save(path, {"a": 1})  # an empty one is taken
@@ -291,13 +289,6 @@ class TestReplacing:
             save(tmp_path / f"{name}{step}", {"a": step}, keep_last=1)
         assert names(tmp_path) == [f"{name}3"]
         assert load(tmp_path / f"{name}3") == {"a": 3}
-
-    def test_too_long_a_name(self, tmp_path) -> None:
-        """The save refuses it, since what is built beside it has a longer name."""
-        for length in (250, 255, 256, 5000):
-            with pytest.raises(StorageError, match="File name too long"):
-                save(tmp_path / ("x" * length), {"a": 1})
-        assert names(tmp_path) == []
 
 
 class TestRetention:

@@ -53,7 +53,6 @@ from tests.support.waiting import (
     eventually,
     has_torch,
     ignored,
-    is_running,
 )
 
 ALONE = RankInfo(0, 1)
@@ -472,21 +471,6 @@ class TestEnd:
         await made.close()
         assert all([await each.written() for each in submissions])
         assert_same(loaded(tmp_path / "2.0"), state(2.0))
-
-    @proves(
-        "cell SaveHandle.written: error",
-        "cell CheckpointProcess.close, aclose: timeout",
-    )
-    @proves("invariant 6")
-    async def test_a_writer_that_hangs_is_killed(self, tmp_path, gate) -> None:
-        """Closing takes no longer than told, and the write fails."""
-        async with process({"subprocess_shutdown_timeout_secs": 0.2}, gate) as made:
-            submission = await submit(made, state(), tmp_path / "a")
-            await has_begun(submission)
-            pid = pid_of(made)
-        with pytest.raises(WorkerError, match="subprocess_shutdown_timeout_secs"):
-            await submission.written()
-        assert not is_running(pid)
 
 
 def test_it_may_be_made_and_closed_before_there_is_a_loop(tmp_path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import re
@@ -207,31 +206,6 @@ class TestHooks:
 
 class TestFailures:
     """A save that fails leaves what was there, and nothing else."""
-
-    @proves("cell SaveHandle.written: error", "cell SyncCheckpointer.save: error")
-    @pytest.mark.parametrize("call", ["pwritev", "fsync", "rename"])
-    def test_a_call_that_fails(self, tmp_path, monkeypatch, call: str) -> None:
-        """Any of them, each time that it is made."""
-        save(tmp_path / "s", {"a": 1})
-        real, calls = getattr(os, call), 0
-
-        def counted(*args):
-            nonlocal calls
-            calls += 1
-            if calls == doomed:
-                raise OSError(5, "Input/output error")
-            return real(*args)
-
-        monkeypatch.setattr(os, call, counted)
-        for doomed in range(1, 20):
-            calls = 0
-            with contextlib.suppress(StorageError):
-                save(tmp_path / "s", {"a": 2, "t": torch.zeros(9)}, fsync=True)
-            assert load(tmp_path / "s")["a"] in (1, 2)
-            if calls < doomed:
-                break
-        assert 1 < doomed <= calls + 1
-        assert load(tmp_path / "s")["a"] == 2
 
     @pytest.mark.parametrize("fsync", [True, False])
     def test_a_close_that_fails(self, tmp_path, monkeypatch, fsync: bool) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 
 import aiockpt
 from aiockpt.errors import (
@@ -57,17 +56,6 @@ def test_a_directory_of_checkpoints(tmp_path: Path, count: int) -> None:
     assert aiockpt.load(found[1]) == {"step": count}
     newest = eval(found[2], {"aiockpt": aiockpt})
     assert aiockpt.load(newest) == {"step": count}
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_dcp(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It loads like any other, and a warning says what is not checked."""
-    save_by_dcp(dict(STATE), checkpoint_id=tmp_path / "a dcp", no_dist=True)
-    assert torch.equal(aiockpt.load(tmp_path / "a dcp")["w"], STATE["w"])
-    assert "not verified" in caplog.text
-    into = {"w": torch.zeros(2)}
-    aiockpt.load(tmp_path / "a dcp", into=into)
-    assert torch.equal(into["w"], STATE["w"])
 
 
 def test_a_directory_of_files(tmp_path: Path) -> None:
@@ -120,17 +108,6 @@ def test_shards(tmp_path: Path, cli: Commands) -> None:
         remedies = re.findall(r"aiockpt (convert .*?), and serve", said)
     cli(*shlex.split(remedies[0]))
     assert torch.equal(aiockpt.load(f"{path}-joined")["w"], whole)
-
-
-def test_a_directory_of_checkpoints_on_the_command_line(
-    tmp_path: Path, cli: Commands
-) -> None:
-    """The path that the message names can be pasted, whatever is in it."""
-    run = tmp_path / 'my run\'s "ü" $x'
-    save(run / "step-1", STATE)
-    for verb in ("inspect", "verify"):
-        path = shlex.split(cli.error(verb, run).partition("such as ")[2])
-        cli(verb, *path)
 
 
 def test_a_suffix_that_means_nothing(tmp_path: Path, cli: Commands) -> None:

@@ -22,7 +22,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 FEW = {
     "KILL": ("fsync", "pwritev,pwritev2", "rename", "renameat2", "write"),
-    "EIO": ("fsync", "openat", "write"),
+    "EIO": ("fsync", "openat", "pwritev,pwritev2", "rename", "write"),
     "ENOSPC": ("fallocate", "pwritev,pwritev2"),
     "EINTR": ("fsync", "write"),
 }

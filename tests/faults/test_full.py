@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import aiockpt
@@ -64,29 +63,6 @@ def test_a_disk_that_is_full_keeps_the_old_checkpoint(
             fits[not error] += 1
             record.ran()
     assert all(fits.values()), fits
-
-
-@proves("fault 16")
-@pytest.mark.asyncio
-@pytest.mark.allow_error_logs  # a save that nobody may overlook
-@pytest.mark.parametrize("use_process", [False, True], ids=["thread", "process"])
-async def test_also_in_the_background(
-    tmp_path: Path, record: Record, *, use_process: bool
-) -> None:
-    """The handle raises, the next save works."""
-    config = aiockpt.CheckpointerConfig(use_process=use_process)
-    with small_disk(tmp_path / "disk", DISK) as disk:
-        async with aiockpt.make_async_checkpointer(config) as made:
-            old = state(1 << 20, 1)
-            await (await made.save(old, disk / "step-1")).written()
-            for step in range(2, record.pick(4, 12)):
-                handle = await made.save(state(9 << 20, 2), disk / f"step-{step}")
-                with pytest.raises(StorageError, match="No space left on device"):
-                    await handle.written()
-                record.ran()
-            await (await made.save(old, disk / "again")).written()
-            assert_same(await made.load(disk / "step-1"), old)
-        assert sorted(path.name for path in disk.iterdir()) == ["again", "step-1"]
 
 
 @proves("fault 19")

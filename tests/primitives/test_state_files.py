@@ -193,21 +193,6 @@ class TestSafetensors:
             load(path)
 
 
-class Caller:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return touch, (str(self.path),)
-
-
-def touch(path: str) -> None:
-    """Do what a pickle may not."""
-    Path(path).touch()
-
-
 class TestTorch:
     """Files of torch.save, alone or as a rank's."""
 
@@ -247,24 +232,6 @@ class TestTorch:
             file.write(bytes(5000))  # in place, under the mapping
         assert copied["a"].sum() == 1000
         assert mapped["a"].sum() < 1000
-
-    def test_code_is_not_run(self, tmp_path) -> None:
-        """A pickle that calls something is refused, and says what it would call."""
-        torch.save({"a": Caller(tmp_path / "called")}, tmp_path / "checkpoint_0.pt")
-        for path in (tmp_path, tmp_path / "checkpoint_0.pt"):
-            with pytest.raises(StorageError, match=r"it holds a [\w.]+\.touch"):
-                load(path)
-        assert not (tmp_path / "called").exists()
-
-    @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-    @pytest.mark.parametrize("data", [b"\x80\x02 no pickle", b"\x80\x04\x95\0"])
-    def test_what_torch_cannot_read(self, tmp_path, data: bytes) -> None:
-        """The reason is given, and not torch's advice to run the file's code."""
-        (tmp_path / "f").write_bytes(data)
-        reason = "torch cannot read it: Unsupp"
-        with pytest.raises(StorageError, match=reason) as caught:
-            state_in(tmp_path / "f")
-        assert "weights_only" not in str(caught.value)
 
 
 @pytest.mark.parametrize("opens", [1, 2, 3])

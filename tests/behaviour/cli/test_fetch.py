@@ -417,6 +417,7 @@ class TestErrors:
             ("missing/f", "there is no directory"),
             (".", "it is a directory; name a file in it"),
             ("/dev/null", "it is not a regular file"),
+            ("x" * 300, "File name too long"),
         ],
     )
     def test_a_file_that_cannot_be(

@@ -118,13 +118,14 @@ class TestInspect:
         self, cli: Commands, tmp_path: Path, command: str
     ) -> None:
         """One of them is named, which can be pasted."""
+        run = tmp_path / 'my run\'s "ü" $x'
         for step in (8, 9):
-            save(tmp_path / "all" / f"step-{step}", {"w": torch.ones(3)})
+            save(run / f"step-{step}", {"w": torch.ones(3)})
         more = [tmp_path / "out"] if command == "convert" else []
-        error = cli.error(command, tmp_path / "all", *more)
+        error = cli.error(command, run, *more)
         assert "a directory of 2 checkpoints" in error
-        named = error.rpartition("such as ")[2]
-        assert named == str(tmp_path / "all" / "step-9")
+        (named,) = shlex.split(error.rpartition("such as ")[2])
+        assert named == str(run / "step-9")
         cli(command, named, *more)
 
 

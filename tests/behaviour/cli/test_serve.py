@@ -20,7 +20,6 @@ import torch
 import trustme
 from safetensors.torch import load_file, save_file
 
-from aiockpt.testing import assert_same
 from tests.support.commandline import (
     CHUNK,
     ENVIRONMENT,
@@ -33,7 +32,7 @@ from tests.support.commandline import (
 )
 from tests.support.network import Link
 from tests.support.proofs import proves
-from tests.support.saving import load, save, save_by_two, training_state
+from tests.support.saving import save, save_by_two
 from tests.support.shortages import FaultUnavailableError
 
 pytestmark = pytest.mark.timeout(180)
@@ -262,18 +261,6 @@ def test_a_directory(
     assert set(load_file(made)) == keys
 
 
-def test_what_was_saved_is_loaded_from_a_peer(tmp_path: Path) -> None:
-    """Whole, or some of it; and what was served is saved again."""
-    state = training_state()
-    del state["rng"]
-    saved = save(tmp_path / "step-9", state)
-    with serving(saved / "checkpoint_0.safetensors") as running:
-        assert_same(load(running.metadata), state)
-        assert load(running.metadata, select=["step"]) == {"step": 100}
-        again = save(tmp_path / "step-10", load(running.metadata))
-    assert_same(load(again), state)
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -298,7 +285,9 @@ def test_what_cannot_be_served(
         path.write_bytes(content)
     elif isinstance(content, str):
         (path / content).mkdir(parents=True)
-    assert reason.format(path=path) in cli.error("serve", path)
+    error = cli.error("serve", path)
+    assert reason.format(path=path) in error
+    assert "weights_only" not in error  # torch's advice to run the file's code
 
 
 def test_a_damaged_file(cli: Commands, file: Path, tmp_path: Path) -> None:
