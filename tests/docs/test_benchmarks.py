@@ -23,7 +23,7 @@ import pytest
 
 from benchmarks import __main__ as program
 from benchmarks import cases, report, savers
-from benchmarks.cases import CASES, ROWS, Pair, Setup
+from benchmarks.cases import CASES
 from benchmarks.lines import Line, hindrance
 from benchmarks.measures import (
     Candidate,
@@ -273,15 +273,6 @@ def test_the_goals_that_are_missed_are_told() -> None:
     ]
 
 
-def test_a_page_names_what_was_not_measured(tmp_path: Path) -> None:
-    """Cases that need root, torchft's, and every row of a GPU."""
-    report.write_page(made(ours=0.5, theirs=1.0), tmp_path)
-    text = (tmp_path / "benchmarks.md").read_text()
-    gpu = [row for case, rows in ROWS.items() if case not in CASES for row in rows]
-    assert text.count("not measured") == len(CASES) - 1 + len(gpu)
-    assert "$" not in text.replace("$ nox", "")
-
-
 # ----------------------------------------------------------------------- it really runs
 
 
@@ -397,32 +388,6 @@ def test_a_worker_uses_the_package_of_its_tree(tmp_path: Path) -> None:
         assert worker.call("step") == 0
     assert (tmp_path / "aiockpt/__init__.py.used").exists()
     assert not (tmp_path / "benchmarks/__init__.py.used").exists()
-
-
-@pytest.mark.timeout(60)
-def test_a_receive_into_fresh_memory_has_a_new_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It has received nothing before, and is gone afterwards."""
-    seen: list[str] = []
-
-    class Noted(Worker):
-        def begin(self, do: str, **arguments: object) -> None:
-            seen.extend([repr(self)] * (do == "receive"))
-            super().begin(do, **arguments)
-
-    monkeypatch.setattr(cases, "Worker", Noted)
-    with Setup(HERE, MIB, rivals=False) as setup:
-        pair = Pair(setup)
-        new = pair.ours("new", memory="warm")
-        place = pair.ours("in place", in_place=True)
-        found = [each.run() for each in (new, place, new, place)]
-        pids = [int(re.sub(r"\D", "", each)) for each in seen]
-        assert [is_running(pid) for pid in pids] == [False, True] * 2
-    assert len(set(pids)) == 3
-    assert pids[1] == pids[3]
-    assert not any(map(is_running, pids))
-    assert all(each["minor, receiving"] > 0 for each in found)
 
 
 def is_running(pid: int) -> bool:

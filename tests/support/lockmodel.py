@@ -1,12 +1,10 @@
-"""A reader-writer lock in random schedules, and beside a model of its rules."""
+"""A reader-writer lock beside a model of its rules."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,10 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from aiockpt.runtime.rwlock import Hold, RWLock, RWLockStatistics
 
 IDLE = RWLockStatistics(0, 0, 0, 0, 0.0)
-
-
-class TroubleError(Exception):
-    """What goes wrong while somebody holds."""
 
 
 async def settle() -> None:
@@ -51,70 +45,6 @@ def at_once(acquiring: Coroutine[None, None, Hold]) -> Hold:
 def facts(lock: RWLock) -> RWLockStatistics:
     """The statistics without the one that changes with the clock."""
     return lock.statistics()._replace(oldest_reader=0.0)
-
-
-@dataclass
-class Storm:
-    """One random schedule of visitors that come, hold, fail and are cancelled."""
-
-    seed: int
-    lock: RWLock = field(default_factory=RWLock)
-    inside: list[str] = field(default_factory=list)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    evicted: int = 0
-
-    def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
-
-    async def visit(self, kind: str) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        grace = self.random.choice([None, 0.0])
-        if kind == "R":
-            acquiring = self.lock.acquire_read(evict=partial(self.evict, task))
-        else:
-            acquiring = self.lock.acquire_write(grace=grace)
-        with await acquiring:
-            assert "W" not in self.inside, "beside a writer"
-            assert kind == "R" or not self.inside, "a writer beside others"
-            self.inside.append(kind)
-            try:
-                await self.linger()
-            finally:
-                self.inside.remove(kind)
-
-    def evict(self, task: asyncio.Task[None]) -> None:
-        self.evicted += 1
-        task.cancel()
-
-    async def linger(self) -> None:
-        for _ in range(self.random.randrange(4)):
-            await asyncio.sleep(0)
-        if self.random.random() < 0.1:
-            raise TroubleError
-
-    async def rage(self) -> None:
-        """Start and cancel visitors at random, then let the rest finish by itself."""
-        while len(self.tasks) < 8:
-            for _ in range(self.random.randrange(3)):
-                visit = self.visit(self.random.choice("RRW"))
-                self.tasks.append(asyncio.create_task(visit))
-            for task in self.random.sample(self.tasks, min(len(self.tasks), 2)):
-                if self.random.random() < 0.4:
-                    task.cancel()
-            await asyncio.sleep(0)
-        for _ in range(100):
-            if all(task.done() for task in self.tasks):
-                break
-            await asyncio.sleep(0)
-
-    def check(self) -> None:
-        """Everybody went home in an expected way, and the lock is free."""
-        assert all(task.done() for task in self.tasks), "a visitor is stranded"
-        errors = [task.exception() for task in self.tasks if not task.cancelled()]
-        assert {type(error) for error in errors} <= {type(None), TroubleError}
-        assert facts(self.lock) == IDLE
-        at_once(self.lock.acquire_write()).release()
 
 
 @dataclass(eq=False)

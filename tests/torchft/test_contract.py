@@ -33,7 +33,6 @@ from aiockpt.errors import (
     LocalProtocolError,
     PeerFailedError,
     PeerUnreachableError,
-    StagingError,
     StepNotFoundError,
     TransferTimeoutError,
     UnsupportedLeafError,
@@ -174,15 +173,6 @@ class TestPoint3Metadata:
             assert host == told
         finally:
             source.shutdown()
-
-    def test_an_interface_that_is_not_there_costs_nobody_his_life(
-        self, make: Make, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The environment's is a wish; only the argument is an order."""
-        source = make(host=None)
-        before = source.metadata()
-        monkeypatch.setenv("AIOCKPT_IFNAME", "nosuch0")
-        assert source.metadata() == before
 
     def test_only_holders_can_read(self, pair: Pair) -> None:
         """The address alone is not enough."""
@@ -531,25 +521,6 @@ class TestPoint12FailedSource:
                 with pytest.raises(PeerFailedError, match="bad is a object"):
                     work.result(20)
 
-    def test_that_a_stream_has_failed_is_told(
-        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """What it was to compute can never be sent."""
-
-        class Broken(FakeAccelerator):
-            def marker(self) -> Callable[[], Event]:
-                raise RuntimeError("an illegal memory access was encountered")
-
-        source, heir = pair
-        watch(monkeypatch, Broken())
-        with beside(receive, heir, source.metadata(), 1, 60) as result:
-            until(lambda: waiting(source))
-            with pytest.raises(StagingError, match="illegal memory access") as caught:
-                send(source, 1, state())
-            assert isinstance(caught.value.__cause__, RuntimeError)
-            with pytest.raises(PeerFailedError, match="stream failed: an illegal"):
-                result()
-
     def test_one_who_comes_late_is_told_too(self, pair: Pair) -> None:
         """The source's step may be over by then."""
         source, heir = pair
@@ -586,13 +557,6 @@ class TestPoint12FailedSource:
 
 class TestPoint13Retries:
     """Temporary errors are retried until the deadline, and others are final."""
-
-    def test_a_source_that_comes_back_is_received_from(self, make: Make) -> None:
-        """It resets connections for longer than one receive has patience."""
-        source, heir = make(), make(reconnect_timeout=0.0)
-        send(source, 1, state())
-        with broken(source, [Refuse()] * 5, Fault()) as metadata:
-            assert_same(receive(heir, metadata, 1, 30), state())
 
     def test_a_silent_connection_is_replaced_within_the_deadline(
         self, make: Make
