@@ -23,7 +23,6 @@ from aiockpt import (
 )
 from aiockpt.checkpointers import CheckpointStagerConfig, DefaultStager
 from aiockpt.errors import (
-    MissingKeysError,
     RemoteProtocolError,
     UnsupportedLeafError,
 )
@@ -154,91 +153,6 @@ async def test_places_are_found_by_key(way: str, tmp_path: Path) -> None:
     assert got is template
     assert got["a"] is got["b"]["again"] is groups
     assert groups == [new]
-
-
-def overlaps() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return two tensors that share memory, in several ways."""
-    whole = torch.zeros(6)
-    grid = torch.zeros(4, 4)
-    return {
-        "one tensor": (whole, whole),
-        "some elements": (whole[:4], whole[2:]),
-        "turned": (grid, grid.t()),
-    }
-
-
-@pytest.mark.parametrize(
-    ("way", "kind"),
-    [
-        *((way, "one tensor") for way in WAYS),
-        *(
-            (way, kind)
-            for way in ("group", "load")
-            for kind in ("some elements", "turned")
-        ),
-    ],
-)
-async def test_two_tensors_for_one_memory_are_refused(
-    way: str, kind: str, tmp_path: Path
-) -> None:
-    """They are refused even if their values are equal."""
-    one, other = overlaps()[kind]
-    template: State = {"a": {"one": one}, "b": other, "c": torch.zeros(2)}
-    sent: State = {
-        "a": {"one": torch.ones(one.shape)},
-        "b": torch.ones(other.shape),
-        "c": torch.ones(2),
-    }
-    with pytest.raises(TemplateMismatchError) as caught:
-        await fill(way, sent, template, tmp_path)
-    assert "a.one" in str(caught.value)
-    assert caught.value.path == "b"
-    assert not any(bool(each.any()) for each in (one, other, template["c"]))
-
-
-@ANY
-async def test_memory_that_is_shared_on_both_sides_is_filled(
-    way: str, tmp_path: Path
-) -> None:
-    """The same sharing works, and spans that interleave without common elements."""
-
-    def state(fill: float) -> State:
-        whole, grid = torch.arange(6.0) * fill, torch.full((4, 4), fill)
-        return {
-            "a": whole,
-            "tied": whole,
-            "part": whole[2:4],
-            "even": grid[:, ::2],
-            "odd": grid[:, 1::2],
-        }
-
-    template, sent = state(0.0), state(2.0)
-    got = await fill(way, sent, template, tmp_path)
-    assert_same(got, sent)
-    assert got is template
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "http, selected"])
-async def test_what_the_checkpoint_lacks_stays(way: str, tmp_path: Path) -> None:
-    """A plain value of the template's own; a strict load refuses it."""
-    template = {"w": torch.zeros(2), "mine": {"rank": 3}, "n": 1}
-    if way == "load, strict":
-        with pytest.raises(MissingKeysError, match="mine"):
-            await fill(way, {"w": torch.ones(2), "n": 2}, template, tmp_path)
-        assert_same(template, {"w": torch.zeros(2), "mine": {"rank": 3}, "n": 1})
-    else:
-        await fill(way, {"w": torch.ones(2), "n": 2}, template, tmp_path)
-        assert_same(template, {"w": torch.ones(2), "mine": {"rank": 3}, "n": 2})
-
-
-@pytest.mark.parametrize("way", WHOLE)
-async def test_a_receive_adds_what_the_template_lacks(way: str, tmp_path: Path) -> None:
-    """A receive adds plain values; a load reads the template's keys only."""
-    template = {"w": torch.zeros(2), "in": {"b": 1}}
-    sent = {"w": torch.ones(2), "in": {"b": 2, "c": (3,)}, "n": [1, 2]}
-    got = await fill(way, sent, template, tmp_path)
-    assert got is template
-    assert_same(got, sent)
 
 
 @pytest.mark.parametrize("direct", [False, True])
