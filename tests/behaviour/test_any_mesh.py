@@ -11,7 +11,6 @@ import fcntl
 import json
 import math
 import os
-import random
 import re
 import shutil
 from collections import Counter, OrderedDict
@@ -385,23 +384,6 @@ class TestRankValues:
         found, missing = CheckpointReader().read(four, **options)
         assert_same(found, expected)
         assert missing == []
-
-    def test_large_tensors_are_compared_by_their_bytes(self, tmp_path: Path) -> None:
-        """Tensors are compared also if their chunks begin at different bytes."""
-        # The first entries have other sizes, so the chunks of `b` differ.
-        big = torch.arange(100_000.0)
-        states = [
-            {f"a{rank}": torch.zeros(1000 * rank), "b": big} for rank in (0, 1, 2)
-        ]
-        path = by_ranks(tmp_path / "s", *states)
-        assert_same(aiockpt.load(path, select=["b"]), {"b": big})
-        changed = big.clone()
-        changed[77_777] += 1
-        states[2]["b"] = changed
-        path = by_ranks(tmp_path / "t", *states)
-        with pytest.raises(errors.RankValuesError) as caught:
-            aiockpt.load(path)
-        assert [*caught.value.paths] == ["b"]
 
     def test_memory_is_no_difference(self, tmp_path: Path) -> None:
         """Equal elements are equal, dense or not, in whatever order they lie."""
@@ -777,15 +759,6 @@ class TestTemplates:
             (found,) = aiockpt.load(four, select=["w"]).values()
             assert type(found) is DTensor
             assert torch.equal(found.to_local(), WHOLE[2:4])
-
-    def test_without_a_group(self, four: Path, tmp_path: Path) -> None:
-        """Full tensors come, from one rank's file as well."""
-        assert_same(aiockpt.load(four, select=["w"]), {"w": WHOLE})
-        assert_same(aiockpt.load(four, into={"w": None}), {"w": WHOLE})
-        alone = assembled(tmp_path / "s", 1, lambda rank: {"w": cut(1), "n": 1})
-        assert_same(aiockpt.load(alone), {"w": WHOLE, "n": 1})
-        into = {"w": torch.zeros(8, 3), "n": 0}
-        assert_same(aiockpt.load(alone, into=into), {"w": WHOLE, "n": 1})
 
     def test_one_ranks_file(self, four: Path) -> None:
         """`rank=` gives what that rank held, as local tensors."""
@@ -1229,68 +1202,6 @@ class TestDamage:
             first = {"b": torch.zeros(8, 3)}
             aiockpt.load(path, into=first)
             assert torch.equal(first["b"], WHOLE)
-
-    def test_a_replica_does_not_hide_a_lost_file(self, tmp_path: Path) -> None:
-        """Every file that the marker names must be there, as for any load."""
-
-        def state_of(rank: int) -> Any:
-            mesh = init_device_mesh("cpu", (2, 2))
-            return {"w": distributed(WHOLE, mesh, Replicate(), Shard(0))}
-
-        path = assembled(tmp_path / "s", 4, state_of)
-        (path / "checkpoint_3.safetensors").unlink()
-        with pytest.raises(CheckpointNotFoundError, match="missing"):
-            aiockpt.load(path)
-
-    @pytest.mark.parametrize(
-        "trials", [100, pytest.param(1000, marks=pytest.mark.nightly)]
-    )
-    def test_flipped_bits(self, tmp_path: Path, trials: int) -> None:
-        """No flip changes a result; a note says what was modified."""
-        big = torch.arange(60_000.0).view(200, 300)  # two chunks in each file
-
-        def state_of(rank: int) -> Any:
-            return {"w": cut(3, whole=big), "b": torch.arange(500), "n": [1, "x"]}
-
-        path = assembled(tmp_path / "s", 3, state_of)
-        files = sorted(path.glob("*.safetensors"))
-        rng = random.Random(5)
-        notes: Counter[str] = Counter()
-        for trial in range(trials):
-            file = rng.choice(files)
-            offset, bit = rng.randrange(file.stat().st_size), 1 << rng.randrange(8)
-            into = {"w": torch.zeros(200, 300), "b": torch.zeros(500).long()}
-            given: dict[str, Any] = {"into": into} if trial % 2 else {}
-            # Each byte of these files is needed here, so no load may succeed.
-            with flipped(file, offset, bit), pytest.raises(AiockptError) as caught:
-                aiockpt.load(path, **given)
-            if offset > HEADER:  # else it may be no header any more
-                assert isinstance(caught.value, IntegrityError), (file, offset, bit)
-            (note,) = getattr(caught.value, "__notes__", None) or [""]
-            notes[note] += 1
-            if note != "the template was modified":
-                assert not into["w"].any()
-                assert not into["b"].any()
-        assert notes[""] == trials / 2, notes  # there was no template
-        assert notes["the template was modified"] > trials / 20, notes
-        assert notes["the template was not modified"] > trials / 100, notes
-        assert notes.total() == sum(notes[each] for each in NOTES)
-
-
-HEADER = 4096
-NOTES = ("", "the template was modified", "the template was not modified")
-
-
-@contextlib.contextmanager
-def flipped(file: Path, offset: int, bit: int) -> Iterator[None]:
-    """Flip a bit of a file until the end of the block."""
-    with file.open("r+b") as opened:
-        byte = os.pread(opened.fileno(), 1, offset)[0]
-        os.pwrite(opened.fileno(), bytes([byte ^ bit]), offset)
-        try:
-            yield
-        finally:
-            os.pwrite(opened.fileno(), bytes([byte]), offset)
 
 
 def test_only_the_seeds_files_count_their_ranks(tmp_path: Path) -> None:
