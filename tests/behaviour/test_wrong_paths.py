@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,10 @@ from aiockpt.errors import (
     TemplateMismatchError,
 )
 from tests.support.commandline import Commands
+from tests.support.joined import cut
+from tests.support.mesh_ranks import assembled
 from tests.support.saving import save_by_two
 
-SUPPORT = Path(__file__).parents[1] / "support"
 STATE = {"w": torch.ones(2)}
 
 
@@ -87,12 +86,8 @@ def test_values_of_several_ranks(tmp_path: Path) -> None:
 
 def test_shards(tmp_path: Path, cli: Commands) -> None:
     """One process puts them together, and so does a command; or it takes one part."""
-    path = tmp_path / "step-1"
-    command = [sys.executable, f"{SUPPORT / 'two_sharded_ranks.py'}", f"{path}"]
-    subprocess.run(
-        command, check=True, timeout=120, env={**os.environ, "PYTHONPATH": "."}
-    )
     whole = torch.arange(4.0)
+    path = assembled(tmp_path / "step-1", 2, lambda _: {"w": cut(2, whole=whole)})
     for into in (None, {"w": torch.zeros(4)}):
         assert torch.equal(aiockpt.load(path, into=into)["w"], whole)
     assert torch.equal(aiockpt.load(path, rank=1)["w"], whole[2:])
