@@ -26,15 +26,11 @@ from benchmarks import cases, report, savers
 from benchmarks.cases import CASES
 from benchmarks.lines import Line, hindrance
 from benchmarks.measures import (
-    Candidate,
-    Sample,
     Samples,
     estimate,
     paired,
-    take_turns,
     verdict,
 )
-from benchmarks.memory import cut, looks_right, numbered
 from benchmarks.training import Moment, progress
 from benchmarks.workers import HERE, Worker
 
@@ -108,32 +104,6 @@ def test_ratios_are_of_one_round_and_the_first_one_is_discarded() -> None:
     assert paired(ours, samples(1.0), "seconds") == [1.0]
 
 
-def test_candidates_take_turns_and_hopeless_settings_stop() -> None:
-    """Forwards and backwards, and after two rounds beside the discarded one."""
-    order = []
-
-    def candidate(name: str, seconds: float, rival: str = "") -> Candidate:
-        def run() -> Sample:
-            order.append(name)
-            return {"seconds": seconds}
-
-        return Candidate(name, run, rival)
-
-    turns = take_turns(
-        [candidate("a", 9.0), candidate("f", 1.0, "r"), candidate("s", 2.0, "r")],
-        5,
-        lambda _: None,
-    )
-    assert "".join(order) == "afssfafsaafaf"
-    found = turns.samples
-    assert [len([each for each in them if each]) for them in found.values()] == [
-        5,
-        5,
-        3,
-    ]
-    assert {len(them) for them in found.values()} == {5}
-
-
 # ------------------------------------------------------------------------ the figures
 
 
@@ -169,17 +139,6 @@ def test_what_is_lost_counts_against_the_loop_alone() -> None:
         "stall": 3000.0,
         "price": pytest.approx(1e3 * (0.5 * 6 + 0.2 * 2) / 3),
     }
-
-
-@pytest.mark.parametrize(("count", "each"), [(1, 64), (3, MIB), (5000, 4096)])
-def test_what_was_received_is_recognized(count: int, each: int) -> None:
-    """A state dict of other bytes, or with a tensor less, is not right."""
-    flat = numbered(count * each)
-    state = cut(flat, count)
-    assert looks_right(state, count, each)
-    flat[-1] += 1
-    assert not looks_right(state, count, each)
-    assert not looks_right(state, count + 1, each)
 
 
 # ---------------------------------------------------------------------------- the rows
@@ -426,32 +385,6 @@ def test_a_busy_process_ends_with_a_killed_benchmark() -> None:
 
 
 # -------------------------------------------------------------------- the command line
-
-
-def test_too_little_memory_is_an_error_before_anything_starts(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """It says what it needs, and does not take the machine down."""
-    assert program.main(["--scale", "1000"]) == 1
-    assert "choose a smaller --scale" in capsys.readouterr().err
-
-
-def test_an_earlier_report_can_be_shown_and_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing is measured; a missed target is an error only if asked for."""
-    new, other = tmp_path / "new.json", tmp_path / "x.json"
-    found = made(ours=0.9, theirs=1.0)
-    found["rows"][0]["verdict"] = "missed"
-    new.write_text(json.dumps(found))
-    other.write_text("{}")
-    assert program.main(["--from", str(new)]) == 0
-    assert "nothing changed, in place" in capsys.readouterr().out
-    assert program.main(["--from", str(new), "--check"]) == 1
-    assert program.main(["--from", str(other)]) == 1
-    assert "was not written by --json" in capsys.readouterr().err
-    assert program.main(["--from", str(new), "--page", str(tmp_path)]) == 0
-    assert (tmp_path / "benchmarks.md").exists()
 
 
 def test_a_page_keeps_the_cases_that_were_not_measured(tmp_path: Path) -> None:

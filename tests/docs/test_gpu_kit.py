@@ -7,12 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -81,26 +76,6 @@ def test_it_runs_to_its_end_and_says_that_it_measured_nothing(
     assert gpu.main(["--from", "out.json", "--page", "."]) == 1
 
 
-def test_a_run_that_is_killed_leaves_the_rows_that_it_had(elsewhere: Path) -> None:
-    """The report is whole at every moment."""
-    program = "import sys; from benchmarks import gpu; gpu._TESTS = ('--version',); "
-    command = [sys.executable, "-c", f"{program}gpu.main(sys.argv[1:])", *TINY]
-    run = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
-    try:
-        until = time.monotonic() + PATIENCE
-        while not (Path("out.json").exists() and report()["rows"]):
-            assert run.poll() is None, "it ended by itself"
-            assert time.monotonic() < until
-            time.sleep(0.01)
-    finally:
-        os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
-    assert run.returncode == -signal.SIGKILL
-    found = report()
-    assert not found["ended"]
-    assert 0 < len(found["rows"]) < sum(len(ROWS[case]) for case in gpu.CASES)
-
-
 def test_a_device_that_fails_costs_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next case gets a new process, and the exit code says it."""
 
@@ -118,48 +93,10 @@ def test_a_device_that_fails_costs_one_case(monkeypatch: pytest.MonkeyPatch) -> 
     assert whys == {"gpu stage": "failed", "gpu digest": "no accelerator"}
 
 
-def test_a_case_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run ends by itself, whatever a device does."""
-
-    def hangs(kit: gpu.Kit) -> gpu.Phases:
-        kit.build(4096, 4096)
-        yield [kit.does("alone", "train", beside="alone", seconds=1e6)]
-
-    monkeypatch.setattr(gpu, "CASES", {"gpu train": hangs})
-    for name, seconds in (("_LONGEST", 0.1), ("_SHORTEST", 0.0), ("_GRACE", 3.0)):
-        monkeypatch.setattr(gpu, name, seconds)
-    assert gpu.main(TINY) == 1
-    assert "has ended" in report()["failed"]["gpu train"]
-
-
 def test_what_does_not_fit_into_the_time_is_left_out() -> None:
     """The rows say so."""
     gpu.main([*TINY, "--minutes", "0"])
     assert {row["why"] for row in report()["rows"]} == {"no time was left"}
-
-
-def test_a_failure_is_told_before_the_tests_are_killed(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The report says where they failed and hung; pytest's summary comes too late."""
-    path = elsewhere / "test_it.py"
-    path.write_text(
-        "import os, signal, time\n"
-        "def test_a(): assert 1 == 2\n"
-        "def test_b(): time.sleep(100)  # hangs\n"
-        "def test_c(): os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    monkeypatch.setattr(gpu, "_TESTS", (str(path),))
-    monkeypatch.setattr(gpu, "_TEST", 0.5)
-    monkeypatch.setattr(gpu, "CASES", {})
-    assert gpu.main(TINY) == 1
-    tests, said = report()["tests"], capsys.readouterr().out
-    assert (tests["failed"], tests["ended"]) == (2, "exit -9")
-    for text in (tests["output"], said):
-        assert "assert 1 == 2" in text
-        assert "time.sleep(100)" in text
-        assert "test_c" in text
-        assert "2 failed" not in text
 
 
 def test_every_test_of_devices_is_run() -> None:

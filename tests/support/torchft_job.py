@@ -6,7 +6,6 @@ prints what happens as JSON, line by line. ``lighthouse N`` runs torchft's light
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import hashlib
 import json
@@ -350,36 +349,6 @@ class HTTP(Watched, aiockpt.torchft.HTTPTransport[State]):
         return self._told
 
 
-class Unruly(aiockpt.HTTPTransport[State]):
-    """A transport that does what none of ours does, when told."""
-
-    failing: Failing
-
-    def metadata(self) -> str:
-        """Raise, from the second time on that it is asked."""
-        if self._asked and self.failing.once("metadata"):
-            raise RuntimeError("injected")
-        self._asked = True
-        return super().metadata()
-
-    _asked = False
-
-    async def recv_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise what is no Exception."""
-        if self.failing.once("cancel"):
-            raise asyncio.CancelledError
-        return await super().recv_checkpoint(*args, **kwargs)
-
-
-class Adapted(Watched, aiockpt.torchft.Adapter[State]):
-    """What `aiockpt.torchft.adapt` makes, watched."""
-
-    def __init__(self, options: Options, failing: Failing) -> None:
-        transport = Unruly(options.timeout)
-        transport.failing = self.failing = failing
-        super().__init__(transport)
-
-
 class Group(Watched, aiockpt.torchft.PGTransport[State]):
     """Over the manager's own group, perhaps into what a callable returns."""
 
@@ -401,7 +370,7 @@ def transport_of(options: Options, group: Any, template: Callable[[], State]) ->
     if options.transport in {"pg", "pg in place"}:
         in_place = template if "in place" in options.transport else None
         return Group(options, failing, group, in_place)
-    return (Adapted if options.transport == "adapted" else HTTP)(options, failing)
+    return HTTP(options, failing)
 
 
 def model_of(options: Options) -> nn.Module:

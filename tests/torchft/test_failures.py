@@ -85,14 +85,6 @@ def test_a_reader_that_is_stuck_does_not_hold_up_the_source(tmp_path: Path) -> N
     assert max(each["seconds"] for each in calls) < 5  # the grace
 
 
-def test_metadata_that_fails_is_not_asked_for_in_a_quorum(tmp_path: Path) -> None:
-    """Row 6: the Manager is told what the transport said when it was started."""
-    job = train(tmp_path, source="metadata", transport="adapted")
-    source, heir = lives(job)
-    assert source.events("injected") == []  # the next who asks gets the exception
-    assert errors(heir, "recv") == [""]
-
-
 def test_metadata_that_is_too_long_is_refused_at_the_start(tmp_path: Path) -> None:
     """Row 8: of a replica that has not joined yet, so the others go on."""
     with Job(tmp_path, replicas=2) as job:
@@ -103,14 +95,6 @@ def test_metadata_that_is_too_long_is_refused_at_the_start(tmp_path: Path) -> No
         job.start(1)
         _, heir = job.finish()
     assert errors(heir, "recv")[-1] == ""
-
-
-def test_a_cancelled_receive_is_an_ordinary_error(tmp_path: Path) -> None:
-    """Row 7: no CancelledError comes out, and the next quorum heals."""
-    _, heir = lives(train(tmp_path, heir="cancel", transport="adapted"))
-    first, *_, last = errors(heir, "recv")
-    assert first == "TransportError: the call was cancelled from within"
-    assert last == ""
 
 
 def test_a_transient_network_error_does_not_fork_the_model(tmp_path: Path) -> None:
