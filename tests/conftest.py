@@ -265,6 +265,15 @@ def allow_error_logs(error_log: ErrorLog) -> list[logging.LogRecord]:
 
 
 @pytest.fixture
+def events() -> Iterator[list[aiockpt.TransferEvent]]:
+    """Return what hooks hear, as it comes."""
+    found: list[aiockpt.TransferEvent] = []
+    remove = aiockpt.add_hook(found.append)
+    yield found
+    remove()
+
+
+@pytest.fixture
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no variable of the machine say which token or which interface is used."""
     for name in ("AIOCKPT_TOKEN", "AIOCKPT_TOKEN_PATH", "AIOCKPT_IFNAME"):

@@ -12,12 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiockpt import Progress, TransferEvent, add_hook, load, make_sync_checkpointer
+from aiockpt import Progress, load, make_sync_checkpointer
 from aiockpt.errors import LocalProtocolError, UnsupportedLeafError
 from aiockpt.testing import assert_same
 from tests.support.proofs import proves
 from tests.support.states import State, rich, states
-from tests.support.transports import CHUNK, WIDE, chunked, counted, pair, receive
+from tests.support.transports import (
+    CHUNK,
+    WIDE,
+    Events,
+    chunked,
+    counted,
+    pair,
+    receive,
+)
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
 
@@ -63,25 +71,24 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 @pytest.mark.asyncio
 @hows
 @pytest.mark.parametrize("changed", [0, 3])
-async def test_what_has_not_changed_is_not_fetched(how: str, changed: int) -> None:
+async def test_what_has_not_changed_is_not_fetched(
+    how: str, changed: int, events: Events
+) -> None:
     """The sender counts the bytes; progress and event tell as many."""
     seen: list[Progress] = []
-    events: list[TransferEvent] = []
     have = chunked()
     for n in range(changed):
         have[f"w{n}"][n] += 0.5
     async with pair(state=chunked()) as (sender, receiver):
         options = {**options_of(how, have), "progress": seen.append}
-        remove = add_hook(events.append)
         got, nbytes = await counted(sender, receiver, **options)
-        remove()
     assert_same(got, chunked())
     assert nbytes == changed * CHUNK
-    last, event, whole = seen[-1], events[-1], 8 * CHUNK
+    (event,) = [each for each in events if each.stop == "recv"]
+    last, whole = seen[-1], 8 * CHUNK
     assert (last.bytes_done, last.bytes_total) == (whole, whole)
     assert (last.chunks_done, last.chunks_total) == (8, 8)
     assert last.bytes_reused == whole - nbytes
-    assert event.stop == "recv"
     assert (event.nbytes, event.reused) == (nbytes, whole - nbytes)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from aiockpt import TransferEvent, add_hook, join_metadata
+from aiockpt import join_metadata
 from aiockpt.errors import (
     AuthenticationError,
     DeviceMeshError,
@@ -37,6 +37,7 @@ from tests.support.transports import (
     CHUNK,
     MIB,
     TOKEN,
+    Events,
     Transport,
     chunked,
     proxied,
@@ -69,10 +70,10 @@ async def mirroring(
 
 
 @pytest.mark.parametrize("swarm", [False, True])
-async def test_hosts_may_serve_each_other(tmp_path: Path, swarm: bool) -> None:
+async def test_hosts_may_serve_each_other(
+    tmp_path: Path, events: Events, swarm: bool
+) -> None:
     """Hosts serve each full step to each other, if they were asked to."""
-    events: list[TransferEvent] = []
-    remove = add_hook(events.append)
     state = chunked(24)
     async with transport() as sender, proxied(sender, otherwise=FAULT) as proxy:
         await sender.send_checkpoint(step=1, state_dict=state)
@@ -83,7 +84,6 @@ async def test_hosts_may_serve_each_other(tmp_path: Path, swarm: bool) -> None:
         ):
             for mirror in (one, two):
                 assert_same(await mirror.wait_for(1, 60), state)
-    remove()
     served = [each for each in events if each.stop == "swarm"]
     assert bool(served) == swarm
     sent = sender.statistics().bytes_sent / (24 * CHUNK)

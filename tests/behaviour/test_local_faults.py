@@ -18,6 +18,7 @@ from tests.support.proofs import proves
 from tests.support.shortages import exhausted_fds
 from tests.support.transports import (
     MIB,
+    Events,
     pair,
     proxied,
     receive,
@@ -29,26 +30,21 @@ from tests.support.transports import (
 pytestmark = pytest.mark.asyncio
 
 
-async def test_no_descriptor_is_left() -> None:
+async def test_no_descriptor_is_left(events: Events) -> None:
     """The error names the limit and the remedy, and no attempt is repeated."""
-    events: list[TransferEvent] = []
-    remove = add_hook(events.append)
     async with transport() as sender, transport(reconnect_timeout=20) as receiver:
         await sender.send_checkpoint([], 1, weights())
         with exhausted_fds(left=0), pytest.raises(StagingError) as caught:
             await receive(sender, receiver, timeout=20)
         assert_same(await receive(sender, receiver), weights())
-    remove()
     assert "ulimit -n" in str(caught.value)
     assert os.strerror(errno.EMFILE) in str(caught.value)
     assert not [each for each in events if each.stop == "retry"]
 
 
 @proves("threat D5")
-async def test_fewer_descriptors_are_fewer_connections() -> None:
+async def test_fewer_descriptors_are_fewer_connections(events: Events) -> None:
     """One connection suffices, and the others wait without a storm of attempts."""
-    events: list[TransferEvent] = []
-    remove = add_hook(events.append)
     async with (
         sender(mib=32) as peer,
         transport(token=TOKEN, connections=8) as receiver,
@@ -56,7 +52,6 @@ async def test_fewer_descriptors_are_fewer_connections() -> None:
         with exhausted_fds(left=2):
             got = await receiver.recv_checkpoint(0, peer.url, 1)
         assert_same(got, noise(32))
-    remove()
     assert len([each for each in events if each.stop == "retry"]) < 500
 
 

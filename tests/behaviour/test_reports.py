@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt import CheckpointerConfig, TransferEvent, add_hook, list_checkpoints
+from aiockpt import CheckpointerConfig, list_checkpoints
 from aiockpt.checkpointers import (
     CheckpointProcessConfig,
     CheckpointWriterConfig,
@@ -55,15 +55,6 @@ class Troubled(WriterHook):
 def state(value: int) -> dict[str, Any]:
     """Return what is saved."""
     return {"v": value, "w": torch.full((9,), float(value))}
-
-
-@pytest.fixture
-def events():
-    """Return what hooks hear, as it comes."""
-    found: list[TransferEvent] = []
-    remove = add_hook(found.append)
-    yield found
-    remove()
 
 
 @pytest.fixture

@@ -137,10 +137,11 @@ class TestShare:
             ({"same_host": True}, {"same_host": False}),
         ],
     )
-    async def test_where_nothing_is_lent_it_comes_over_http(self, sends, receives):
+    async def test_where_nothing_is_lent_it_comes_over_http(
+        self, sends, receives, events
+    ):
         """One end does not want to, or the sender has not copied the state dict."""
         async with (
-            told() as events,
             transport(**sends) as sender,
             transport(**receives) as receiver,
         ):

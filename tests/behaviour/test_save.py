@@ -20,8 +20,6 @@ from aiockpt import (
     CheckpointerConfig,
     Progress,
     SyncCheckpointer,
-    TransferEvent,
-    add_hook,
     latest,
     make_async_checkpointer,
     make_sync_checkpointer,
@@ -51,15 +49,6 @@ BLOCK = 4 << 20
 
 KEYWORDS: Any = {"epoch": 3}
 """What a hook or a writer of one's own takes."""
-
-
-@pytest.fixture
-def events():
-    """Return what hooks hear, as it comes."""
-    found: list[TransferEvent] = []
-    remove = add_hook(found.append)
-    yield found
-    remove()
 
 
 class TestFile:

@@ -8,7 +8,6 @@ import socket
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-import pytest_asyncio
 import torch
 
 from aiockpt import AuthenticationError, StepNotFoundError
@@ -28,7 +27,6 @@ from tests.support.transports import (
     pair,
     port_of,
     receive,
-    told,
     transport,
     weights,
 )
@@ -37,13 +35,6 @@ from tests.support.waiting import PATIENCE, forked
 pytestmark = pytest.mark.asyncio
 
 LARGE = weights(mib=16)  # more than the kernel buffers for a reader that does not read
-
-
-@pytest_asyncio.fixture
-async def events():
-    """Return what happens."""
-    async with told() as found:
-        yield found
 
 
 def sending(sender, step=1, state=None, **options):

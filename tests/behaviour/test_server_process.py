@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import pytest
-import pytest_asyncio
 import torch
 from aiohttp import web
 
@@ -89,13 +88,6 @@ async def kill(sender, number=signal.SIGKILL):
     async with told() as events:
         os.kill(pid_of(sender), number)
         await settle(lambda: of_kind("restart", events), patience=60)
-
-
-@pytest_asyncio.fixture
-async def events():
-    """Return what happens."""
-    async with told() as found:
-        yield found
 
 
 def of_kind(stop, events):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import IntegrityError, Progress, TransferEvent, add_hook
+from aiockpt import IntegrityError, Progress
 from aiockpt.errors import LocalProtocolError, TransferTimeoutError
 from aiockpt.testing import StallAfter, assert_same, interrupted
 from tests.support.proofs import proves
@@ -19,6 +19,7 @@ from tests.support.rangepeer import Lies
 from tests.support.senders import MIB_SERVED, TOKEN, serving_process
 from tests.support.transports import (
     MIB,
+    Events,
     Halfway,
     Transport,
     proxied,
@@ -69,16 +70,13 @@ def is_untouched(state: dict[str, Any]) -> bool:
 
 
 @proves("cell HTTPTransport.recv_checkpoint, metadata=[...]: success")
-async def test_it_arrives_anew_and_says_who_gave_what() -> None:
+async def test_it_arrives_anew_and_says_who_gave_what(events: Events) -> None:
     """Events and the progress of the whole say who gave what; duplicates count once."""
-    events: list[TransferEvent] = []
     seen: list[Progress] = []
     async with senders(2) as made, transport() as receiver:
         metadata = [each.metadata() for each in made]
-        remove = add_hook(events.append)
         twice = [*metadata, metadata[0]]
         got = await receiver.recv_checkpoint(0, twice, 7, progress=seen.append)
-        remove()
     assert_same(got, STATE)
     assert seen[-1].bytes_done == seen[-1].bytes_total
     given = {e.peer: e.nbytes for e in events if e.stop == "fetch_chunk"}

@@ -34,6 +34,7 @@ from tests.support.swarms import (
 )
 from tests.support.transports import (
     CHUNK,
+    Events,
     Halfway,
     chunked,
     in_the_middle,
@@ -131,11 +132,10 @@ async def test_a_member_with_a_server_process_serves_from_its_own_loop() -> None
         await all_of(members[1:2], members[0].metadata(), 2)
 
 
-async def test_the_address_of_a_member_with_a_server_process() -> None:
+async def test_the_address_of_a_member_with_a_server_process(events: Events) -> None:
     """Its host is the advertised one, but a proxy's URL leads to the process only."""
     apart: dict[str, Any] = {"process": True}
     async with (
-        told() as events,
         sending() as sender,
         receivers(1, advertise="localhost", **apart) as named,
         receivers(1, advertise="http://proxy.example/ckpt/", **apart) as behind,
@@ -204,10 +204,9 @@ async def test_a_member_lingers_and_serves_a_late_one() -> None:
         await until_members(sender, 0)
 
 
-async def test_what_the_caller_has_changed_is_not_sent() -> None:
+async def test_what_the_caller_has_changed_is_not_sent(events: Events) -> None:
     """A member that lingers compares the digests before it sends, and then leaves."""
     async with (
-        told() as events,
         sending() as sender,
         receivers(2, Swarm(linger=60)) as members,
         slow(sender) as url,

@@ -26,10 +26,10 @@ from tests.support.swarms import (
 )
 from tests.support.transports import (
     MIB,
+    Events,
     Transport,
     proxied,
     through,
-    told,
     transport,
     weights_of,
 )
@@ -83,7 +83,9 @@ async def test_bad_values(
 
 
 @pytest.mark.parametrize("other", ["TLS", "plain"])
-async def test_members_of_a_sender_with_tls_need_tls(other: str) -> None:
+async def test_members_of_a_sender_with_tls_need_tls(
+    other: str, events: Events
+) -> None:
     """Members with certificates that all trust serve each other.
 
     One without receives all the same, and says why nobody can receive from it.
@@ -91,10 +93,7 @@ async def test_members_of_a_sender_with_tls_need_tls(other: str) -> None:
     server, client = certified()
     both = {"ssl_context": server, "client_ssl_context": client}
     second = both if other == "TLS" else {"client_ssl_context": client}
-    async with (
-        told() as events,
-        swarming(both, second, ssl_context=server) as (_, members, url),
-    ):
+    async with swarming(both, second, ssl_context=server) as (_, members, url):
         await all_of(members, url)
         serving = [each.address() for each in members]
         assert serving[0].startswith("https:")
@@ -118,13 +117,12 @@ async def test_a_zone_reaches_the_sender() -> None:
     assert sorted(zones) == ["other", "rack"]
 
 
-async def test_deltas_come_from_the_sender() -> None:
+async def test_deltas_come_from_the_sender(events: Events) -> None:
     """Members share the first step. A member that has the next one whole is not asked.
 
     The deltas come slowly, so there is time to ask it.
     """
     async with (
-        told() as events,
         swarming({}, {}, {}, keep_base=True) as (sender, (*members, whole), url),
         proxied(sender, otherwise=Drip(SLOW // 20, burst=1024)) as slower,
     ):

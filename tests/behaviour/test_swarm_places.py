@@ -14,7 +14,7 @@ from aiockpt import Swarm
 from aiockpt.testing import Drip, FaultProxy
 from tests.support.servers import own_address, reverse_proxy
 from tests.support.swarms import SLOW, all_of, sending, sent
-from tests.support.transports import Transport, told, transport
+from tests.support.transports import Events, Transport, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
@@ -33,13 +33,12 @@ async def behind(sender: Transport) -> AsyncIterator[str]:
             yield f"http://127.0.0.1:{slower.port}/{path}#{token}"
 
 
-async def test_behind_a_proxy_both_ends_say_what_a_swarm_needs() -> None:
+async def test_behind_a_proxy_both_ends_say_what_a_swarm_needs(events: Events) -> None:
     """Nobody asks the proxy's host for chunks, and all receive from the source.
 
     A receiver with a session of the caller's knows its own address, too.
     """
     async with (
-        told() as events,
         aiohttp.ClientSession() as session,
         sending() as sender,
         transport(session=session, **JOINING) as one,
@@ -60,11 +59,10 @@ async def test_behind_a_proxy_both_ends_say_what_a_swarm_needs() -> None:
     assert not [each for each in events if each.stop == "drop"]
 
 
-async def test_behind_a_proxy_listed_members_serve_each_other() -> None:
+async def test_behind_a_proxy_listed_members_serve_each_other(events: Events) -> None:
     """The source hands out the addresses that they announce."""
     here = own_address()
     async with (
-        told() as events,
         sending(peers=[here]) as sender,
         transport(host=here, **JOINING) as one,
         transport(host=here, **JOINING) as two,
@@ -75,10 +73,9 @@ async def test_behind_a_proxy_listed_members_serve_each_other() -> None:
     assert not [each for each in events if each.level >= logging.WARNING]
 
 
-async def test_a_receiver_at_another_path_joins_no_swarm() -> None:
+async def test_a_receiver_at_another_path_joins_no_swarm(events: Events) -> None:
     """It says why; a member must not choose the path that others ask for."""
     async with (
-        told() as events,
         sending() as sender,
         transport(**JOINING) as one,
         transport(advertise="http://127.0.0.1:9/a/b/", **JOINING) as two,

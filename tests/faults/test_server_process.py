@@ -33,9 +33,9 @@ from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.transports import (
     MIB,
+    Events,
     Transport,
     receive,
-    told,
     transport,
     weights,
 )
@@ -118,14 +118,13 @@ async def came(reader: socket.socket) -> int:
 @proves("fault 46")
 @pytest.mark.parametrize("trouble", ["starved", "stopped", "stopped, and lent"])
 async def test_a_retraction_is_in_time_whatever_the_process_does(
-    record: Record, trouble: str
+    record: Record, trouble: str, events: Events
 ) -> None:
     """Nobody gets the rest, and the next step is served, by another process if need be.
 
     The end of a process that did not answer is told.
     """
     async with (
-        told() as events,
         transport(process=True, grace=GRACE, same_host="lent" in trouble) as sender,
         transport() as receiver,
     ):
@@ -179,13 +178,14 @@ async def test_a_retraction_between_two_processes_gives_the_memory_back(
 
 @proves("fault 46")
 @pytest.mark.skipif(not deltas.is_available(), reason="needs aiockpt[delta]")
-async def test_a_retraction_while_a_delta_is_encoded(record: Record) -> None:
+async def test_a_retraction_while_a_delta_is_encoded(
+    record: Record, events: Events
+) -> None:
     """The process reads the memory in a thread, which takes longer than the grace.
 
     It is killed, or answers. It never dies of what was done to the memory.
     """
     async with (
-        told() as events,
         transport(process=True, grace=0.0, keep_base=True, chunk_bytes=SIZE) as sender,
         transport() as receiver,
     ):

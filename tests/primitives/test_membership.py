@@ -47,6 +47,7 @@ from tests.support.swarms import (
 )
 from tests.support.transports import (
     CHUNK,
+    Events,
     Transport,
     proxied,
     through,
@@ -238,13 +239,12 @@ async def test_members_that_failed_leave_room_for_others(
 
 
 async def test_through_a_tunnel_nobody_is_told_of_another_hosts_loopback(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, events: Events
 ) -> None:
     """The source takes both ends of a tunnel for its own host."""
     identities = iter([b"one", b"two"])
     monkeypatch.setattr("aiockpt.swarm.membership.identity", lambda: next(identities))
     async with (
-        told() as events,
         sending() as sender,
         receivers(2, Swarm(linger=60)) as members,
         slow(sender) as url,

@@ -31,7 +31,7 @@ from tests.support.swarms import (
     slow,
     until_members,
 )
-from tests.support.transports import Transport, told, transport
+from tests.support.transports import Events, Transport, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
@@ -129,13 +129,12 @@ async def impostor(
 
 @proves("threat T10", "threat T11")
 @pytest.mark.parametrize("body", [lie, have_nothing], ids=["chunks", "bitmap"])
-async def test_a_member_that_lies_is_dropped(body: Body) -> None:
+async def test_a_member_that_lies_is_dropped(body: Body, events: Events) -> None:
     """Its bytes are used by nobody, and it is asked for no more.
 
     One that lacks a chunk may have begun to receive the step anew. Nobody complains.
     """
     async with (
-        told() as events,
         sending() as sender,
         slow(sender) as url,
         impostor(sender, body, host="127.0.0.2") as liar,
@@ -170,13 +169,14 @@ async def test_a_lie_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @proves("threat D16")
 @pytest.mark.parametrize("body", [trickle, stay_silent], ids=["trickle", "silent"])
-async def test_members_that_are_slow_on_purpose_are_dropped(body: Body) -> None:
+async def test_members_that_are_slow_on_purpose_are_dropped(
+    body: Body, events: Events
+) -> None:
     """Slow members cannot hold all connections to members.
 
     A chunk is requested from two of them at most, and then from the sender.
     """
     async with (
-        told() as events,
         sending() as sender,
         slow(sender) as url,
         AsyncExitStack() as stack,
@@ -191,10 +191,11 @@ async def test_members_that_are_slow_on_purpose_are_dropped(body: Body) -> None:
 
 
 @proves("threat D16")
-async def test_a_chunk_is_requested_from_two_silent_members_at_most() -> None:
+async def test_a_chunk_is_requested_from_two_silent_members_at_most(
+    events: Events,
+) -> None:
     """Then the receiver requests it from the sender, and ends."""
     async with (
-        told() as events,
         sending() as sender,
         slow(sender) as url,
         AsyncExitStack() as stack,

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import pytest_asyncio
 import torch
 from aiohttp import ClientSession
 
@@ -48,7 +47,6 @@ from tests.support.transports import (
     like,
     port_of,
     receive,
-    told,
     transport,
     weights,
 )
@@ -57,13 +55,6 @@ pytestmark = [
     pytest.mark.asyncio,
     pytest.mark.skipif(not CAN_LEND, reason="memory is lent on Linux only"),
 ]
-
-
-@pytest_asyncio.fixture
-async def events():
-    """Return what happens."""
-    async with told() as found:
-        yield found
 
 
 # ------------------------------------------------------------------- the end of a loan

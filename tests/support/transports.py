@@ -30,6 +30,7 @@ from aiockpt.testing import Fault, FaultProxy
 from aiockpt.transfer.destination import Destination
 
 Transport = HTTPTransport[Any]
+Events = list[TransferEvent]
 
 MIB = 1 << 20
 TOKEN = "both-know-it"
