@@ -29,18 +29,6 @@ def test_a_killed_replica_is_healed(tmp_path: Path, replicas: int, quorum: str) 
     assert max(each["seconds"] for each in first.events("disallow")) < 5  # the grace
 
 
-def test_a_killed_group_of_fsdp2_is_healed_shard_by_shard(tmp_path: Path) -> None:
-    """2 x 2: each rank heals from the same rank of the other group."""
-    with Job(tmp_path, replicas=2, ranks=2, min_replicas=2, until=6) as job:
-        job.start(0)
-        for victim in job.start(1, die_at=3):
-            assert victim.wait() != 0
-        heirs = job.start(1)
-        job.finish()
-    for heir in heirs:
-        assert [each["error"] for each in heir.events("recv")] == [""]
-
-
 @pytest.mark.parametrize("transport", ["pg", "pg in place"])
 def test_over_the_manager_s_own_group(tmp_path: Path, transport: str) -> None:
     """The group is configured anew in every quorum; the transport is the same one.
