@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from aiockpt.format.chunks import ChunkGrid, digest
 from aiockpt.format.header import build_manifest
@@ -71,28 +68,6 @@ def test_a_run_is_cut_behind_a_chunk(
     assert len(run) == len(chunks) - len(cut)
     assert run.bits == sum(1 << chunk for chunk in chunks if chunk not in cut)
     assert run.unverified + ChunkRun(OUTLINE, cut).unverified == before
-
-
-@given(cuts=st.lists(st.integers(0, len(SEGMENT)), max_size=9))
-def test_bytes_in_any_pieces_verify_every_chunk(cuts: list[int]) -> None:
-    """A piece may end within a chunk, or span several."""
-    verified: list[int] = []
-    run = run_of(verified)
-    assert (run.position, run.stop) == (0, len(SEGMENT))
-    bounds = [0, *sorted(cuts), len(SEGMENT)]
-    for start, stop in pairwise(bounds):
-        receive(run, SEGMENT[start:stop])
-    assert run.chunk is None
-    assert run.want_bad_again() is None
-    assert verified == [0, 1, 2, 3, 4]
-
-
-def test_it_says_where_a_chunk_ends() -> None:
-    """The caller then needs the whole chunk in its place."""
-    run = run_of([])
-    ends = [0, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 1, 4 * CHUNK - 1]
-    pieces = [memoryview(SEGMENT)[start:stop] for start, stop in pairwise(ends)]
-    assert [*map(run.digest, pieces)] == [False, True, False, True, False]
 
 
 def test_it_stands_still_until_it_takes_note() -> None:
