@@ -41,14 +41,11 @@ HOW: list[dict[str, Any]] = [
     {"select": ["w", "small"]},
 ]
 
-SIZE = MIB
-"""Numbers in the tensors that take a device a while to copy."""
-
 
 def state_on(card: Card, fill: float) -> dict[str, Any]:
     """Return a state dict of many chunks on the device, with a value beside it."""
     made = {
-        "w": torch.full((SIZE,), fill, device=card.device),
+        "w": torch.full((card.size,), fill, device=card.device),
         "columns": torch.full((64, 1024), fill, device=card.device)[:, ::8],
         "small": torch.full((100,), fill, device=card.device),
     }
@@ -251,7 +248,7 @@ async def test_memory_that_its_owner_frees_before_a_step_is_applied(card: Card) 
         template = state_on(card, 0)
         prepared = await receiver.prepare(sender.metadata(), 1, into=template)
         old = template["w"].data
-        template["w"].data = torch.full((SIZE,), 5.0, device=card.device)
+        template["w"].data = torch.full((card.size,), 5.0, device=card.device)
         with pytest.raises(LocalProtocolError):
             prepared.apply()
         assert old.unique().tolist() == [0]
@@ -287,7 +284,9 @@ async def test_a_load_from_a_file(card: Card, tmp_path: Path, *, into: bool) -> 
 @on_a_loop
 async def test_small_floats(card: Card, dtype: torch.dtype) -> None:
     """Bit by bit, both ways; copies of floats may change what is not a number."""
-    bits = torch.arange(256, dtype=torch.uint8, device=card.device).repeat(SIZE // 256)
+    bits = torch.arange(256, dtype=torch.uint8, device=card.device).repeat(
+        card.size // 256
+    )
     state = {"w": bits.view(dtype)}
     template = {"w": torch.zeros_like(bits).view(dtype)}
     async with pair(state=state) as (sender, receiver):

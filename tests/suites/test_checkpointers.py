@@ -70,6 +70,7 @@ class TestBackgroundCheckpointer(CheckpointerConformance[BackgroundCheckpointer]
             yield made
 
 
+@pytest.mark.nightly
 class TestBackgroundCheckpointerInAThread(TestBackgroundCheckpointer):
     """This checkpointer needs no event loop, and a thread writes."""
 

@@ -43,10 +43,12 @@ class Card:
 
     Attributes:
         many: How many small tensors a test makes.
+        size: Numbers in the tensors that take a while to copy.
     """
 
     name = "cuda"
     many = 10_000
+    size = 1 << 20
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
@@ -87,6 +89,7 @@ class StandIn(Card):
 
     name = "stand-in"
     many = 500
+    size = 1 << 17  # eight chunks
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

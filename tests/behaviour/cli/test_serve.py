@@ -206,11 +206,6 @@ def test_the_digests_are_those_that_were_chosen(
     cli("verify", tmp_path / "f", code=1)
 
 
-def test_an_unknown_algorithm_is_wrong_usage(cli: Commands, small: Path) -> None:
-    """The message names those that there are."""
-    assert "sha256" in cli.error("serve", small, "--digest", "md5", code=2)
-
-
 def one_step(place: Path) -> None:
     """Make a checkpoint."""
     save(place, {"a": torch.ones(3)})
