@@ -233,14 +233,14 @@ def _wait_for_tracer(pid: int, tracer: subprocess.Popen[bytes]) -> None:
 
 
 def system_call_faults(
-    calls: str, what: str, *, paths: Sequence[Path] = (), start: int = 1, every: int = 1
+    calls: str, what: str, *, paths: Sequence[Path] = (), every: int = 1
 ) -> Iterator[SystemCallFault]:
     """Yield a fault for one such call after another; each is to be run once.
 
     The last one is the first that did not strike: the program makes no more of them.
     ``every`` leaves out some.
     """
-    for number in count(start, every):
+    for number in count(1, every):
         fault = SystemCallFault(calls, what, number, paths)
         yield fault
         if not fault.struck:
