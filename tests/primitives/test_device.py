@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import subprocess
 import sys
 import threading
-import weakref
 
 import pytest
 import torch
@@ -42,35 +40,11 @@ class TestCompleted:
                 await completed(device.fence())
 
 
-class Memory:
-    """Something that a device copies from."""
-
-    def __init__(self) -> None:
-        self.idle = threading.Event()
-
-    def drain(self) -> None:
-        """Block until it does so no more."""
-        self.idle.wait(30)
-
-
 def ended() -> None:
     """Wait until no thread waits for a device any more."""
     for thread in threading.enumerate():
         if "drain" in thread.name:
             thread.join(30)
-
-
-def test_it_lives_until_the_device_is_idle() -> None:
-    """The memory is freed when the device is idle, though nobody asks."""
-    memory = Memory()
-    idle, gone = memory.idle, weakref.ref(memory)
-    keep_until(memory.drain)
-    del memory
-    gc.collect()
-    assert gone() is not None
-    idle.set()
-    ended()
-    assert gone() is None
 
 
 def test_no_exit_waits_for_a_device() -> None:
