@@ -49,14 +49,24 @@ def run(place: Path, **more: str) -> bool:
     env = {name: os.environ[name] for name in os.environ if name != "PYTHONSAFEPATH"}
     env |= {"PATH": f"{place}:{env['PATH']}", "OMP_NUM_THREADS": "1"}
     env |= {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host"}
-    command = ["bash", "job.sbatch"]
-    subprocess.run(command, cwd=place, env={**env, **more}, timeout=SECONDS, check=True)
-    return (place / "requeue").exists()
+    env |= more
+    code = subprocess.call(["bash", "job.sbatch"], cwd=place, env=env, timeout=SECONDS)
+    again = (place / "requeue").exists()
+    assert code == (75 if again else int(env.get("FAILS_BY", "0")))
+    return again
 
 
 def test_the_page_shows_the_script() -> None:
     """As it runs here."""
     assert f"```bash\n{(HERE / 'job.sbatch').read_text()}```\n" in PAGE.read_text()
+
+
+def test_a_crash_is_a_failure_of_the_job(tmp_path: Path) -> None:
+    """The batch script has the program's exit code, and asks for no other run."""
+    place = tmp_path / "crashed"
+    put_up(place)
+    (place / "train.py").write_text("raise SystemExit(3)")
+    assert not run(place, FAILS_BY="3")
 
 
 @pytest.fixture(scope="module")

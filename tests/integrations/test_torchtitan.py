@@ -63,6 +63,8 @@ class Numbers(IterableDataset):
 class Adapter:
     """Stands for that of a model, which knows Hugging Face's names."""
 
+    hf_assets_path = None
+
     def to_hf(self, state):
         return {f"model.{name}": state[name] for name in state}
 
@@ -171,6 +173,42 @@ def test_a_run_begins_from_given_weights(in_hf, group, tmp_path) -> None:
     for name, value in run.model.state_dict().items():
         assert torch.equal(value.full_tensor(), given[name])
     run.manager.close()
+
+
+@pytest.mark.allow_leaks("threads", "fds")  # gloo's
+def test_a_run_begins_from_the_assets(group, tmp_path, monkeypatch) -> None:
+    """As torchtitan's configurations for fine-tuning do, which name no other path."""
+    given = {"weight": torch.randn(8, 8), "bias": torch.randn(8)}
+    save_file(Adapter().to_hf(given), tmp_path / "model.safetensors")
+    monkeypatch.setattr(Adapter, "hf_assets_path", str(tmp_path))
+    run = Run(tmp_path / "run", initial_load_in_hf=True)
+    assert run.manager.load()
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(value.full_tensor(), given[name])
+    run.manager.close()
+
+
+def manager_of(folder: str, *, enable: bool) -> BackgroundManager:
+    config = BackgroundManager.Config(enable=enable, folder=folder)
+    names = ("dataloader", "optimizers", "lr_schedulers")
+    parts = dict.fromkeys(names)
+    return config.build(model_parts=[], states={}, base_folder="outputs", **parts)
+
+
+def test_a_folder_may_be_an_address() -> None:
+    """It is not put below torchtitan's own folder, as a name is."""
+    for folder, where in (("s3://one/run", "s3://one/run"), ("run", "outputs/run")):
+        manager = manager_of(folder, enable=True)
+        assert manager.folder == where
+        manager.close()
+
+
+def test_a_manager_that_is_off_starts_nothing() -> None:
+    """Nobody would close it."""
+    manager = manager_of("run", enable=False)
+    assert not manager.load()
+    assert not manager.save(1)
+    manager.close()
 
 
 @dataclass

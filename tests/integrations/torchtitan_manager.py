@@ -1,6 +1,5 @@
 """A checkpoint manager for torchtitan that saves in the background."""
 
-import os
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torchtitan.components.checkpointer.base import (
     BaseCheckpointManager,
     ModelWrapper,
 )
+from torchtitan.tools import filesystem
 
 import aiockpt
 from aiockpt.checkpointers import CheckpointWriterConfig
@@ -38,10 +38,15 @@ class BackgroundManager(BaseCheckpointManager):
     ):
         self.enable, self.interval = config.enable, config.interval
         self.save_future = self.handle = None
-        self.folder = os.path.join(base_folder, config.folder)
+        if not self.enable:
+            return
+        self.folder = filesystem.join(base_folder, config.folder)
         self.excluded = config.exclude_from_loading
         self.initial = config.initial_load_path
-        self.adapter = sd_adapter if config.initial_load_in_hf else None
+        self.adapter = None
+        if config.initial_load_in_hf:
+            self.adapter = sd_adapter
+            self.initial = self.initial or sd_adapter.hf_assets_path
         self.states = states | {
             MODEL: ModelWrapper(model_parts),
             OPTIMIZER: optimizers,
