@@ -29,6 +29,7 @@ from aiockpt.errors import (
     UnsupportedLeafError,
 )
 from tests.support.groups import transports as group_transports
+from tests.support.proofs import proves
 from tests.support.saving import load, names, save, sync_checkpointer
 from tests.support.transports import grouped, pair, transport, weights
 
@@ -63,6 +64,7 @@ class TestTimeouts:
         assert "fetch_manifest" not in text
         assert caught.value.stop == "fetch_manifest"
 
+    @proves("fault 36")
     @pytest.mark.asyncio
     async def test_a_send_that_is_late(self) -> None:
         """The error of a late send names its step."""

@@ -390,7 +390,7 @@ async def test_receives_from_one_rank_keep_the_order_of_their_calls() -> None:
     assert_same(second, state)
 
 
-@proves("cell PGTransport.send_checkpoint: timeout")
+@proves("cell PGTransport.send_checkpoint: timeout", "fault 36")
 @LEFT
 async def test_a_deadline_breaks_the_group_unless_nothing_has_moved() -> None:
     """Each later call says so, and what to do."""

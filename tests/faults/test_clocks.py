@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -160,36 +160,6 @@ async def test_the_clocks_of_two_ends_may_differ(record: Record) -> None:
     record.note("`time.time` jumps in a process; no faked clock under torch's threads")
 
 
-Verb = Callable[[Any, Any], Coroutine[Any, Any, Any]]
-
-EXPIRED: dict[str, Verb] = {
-    "send": lambda ours, limit: ours.send_checkpoint([], 2, weights(), limit),
-    "recv": lambda ours, limit: ours.recv_checkpoint(0, ours.metadata(), 2, limit),
-    "into": lambda ours, limit: ours.recv_checkpoint(
-        0, ours.metadata(), 2, limit, into=weights(0.0)
-    ),
-    "select": lambda ours, limit: ours.recv_checkpoint(
-        0, ours.metadata(), 2, limit, select=["w0"]
-    ),
-}
-
-
-@proves("fault 36")
-@pytest.mark.parametrize("verb", EXPIRED)
-async def test_a_deadline_of_nothing_is_over_at_once(record: Record, verb: str) -> None:
-    """Nobody is asked, nothing is staged; a tiny one is kept, too."""
-    async with transport() as ours, proxied(ours) as proxy:
-        await ours.send_checkpoint([], 1, weights())
-        for limit in (0, 0.0, timedelta(0), 1e-9):
-            began = time.monotonic()
-            with pytest.raises(TransferTimeoutError, match="timed out after"):
-                await EXPIRED[verb](ours, limit)
-            record.within("over after", time.monotonic() - began, 0.5)
-            record.ran()
-        assert ours.statistics().step == 1
-        assert proxy.statistics().connections == 0
-
-
 @proves("fault 36")
 @pytest.mark.parametrize("limit", [1e9, 1e30, timedelta.max])
 async def test_a_huge_deadline_is_as_good_as_none(record: Record, limit: Any) -> None:
@@ -202,22 +172,6 @@ async def test_a_huge_deadline_is_as_good_as_none(record: Record, limit: Any) ->
     async with transports(timeout=limit) as (first, second):
         assert_same(await moved(first, second, state, timeout=limit), state)
     record.ran(2)
-
-
-@proves("fault 36")
-async def test_an_expired_deadline_of_a_process_group_breaks_nothing(
-    record: Record,
-) -> None:
-    """Nothing was sent: the group is well."""
-    async with transports() as (first, second):
-        for call in (
-            lambda: first.send_checkpoint([1], 1, weights(), 0),
-            lambda: second.recv_checkpoint(0, "", 1, 0),
-        ):
-            with pytest.raises(TransferTimeoutError):
-                await call()
-            record.ran()
-        assert_same(await moved(first, second, weights(), 2), weights())
 
 
 @proves("fault 36")
