@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import re
 import shutil
@@ -222,51 +221,14 @@ def by_ranks(path: Path, *states: Any) -> Path:
 class TestRankValues:
     """The load chooses no value silently that differs by rank."""
 
-    SAME: ClassVar[dict[str, Any]] = {
-        "nan": {"a": math.nan},
-        "nan tensor": {"a": torch.tensor([math.nan])},
-        "nothing": {"a": None, "b": {}, "c": []},
-        "numbers": {"a": 1, "b": 1.5, "c": True, "d": 2**80, "e": 1j},
-        "text": {"a": "ä", "b": b"x", "c": b"y" * 5000},
-        "arrays": {"a": np.arange(5), "b": np.arange(9000)},
-        "containers": {"a": [1, (2, {3: {"x"}})], "b": OrderedDict(c=1)},
-        "tensors": {"a": torch.ones(3), "b": [torch.zeros(2, 0), torch.tensor(1)]},
-        "ties": {"a": TIED, "b": TIED, "c": TIED[1:3]},
-        "a leaf": {"a": Point(1.5, torch.ones(2))},
-        "a dataclass": {"a": Settings("x", torch.ones(2), {"k": [1]})},
-        "strided": {"a": torch.arange(6.0).view(2, 3).t()},
-    }
-
-    @pytest.mark.parametrize("what", SAME)
-    def test_what_all_files_have_is_loaded(self, tmp_path: Path, what: str) -> None:
-        """Any number of ranks loads it, with and without a template."""
-        state = self.SAME[what]
-        path = by_ranks(tmp_path / "s", *[state] * 3)
-        reader = CheckpointReader(RankInfo(4, 5))
-        assert_all_same(aiockpt.load(path), state)
-        template, _ = reader.read(path)
-        assert_all_same(template, state)
-        for each in leaves(template):
-            if isinstance(each, torch.Tensor):
-                each.zero_()
-        assert_all_same(reader.read(path, into=template, strict=True)[0], state)
-
     DIFFERENT: ClassVar[dict[str, tuple[Any, Any, list[str]]]] = {
-        "numbers": ({"a": 1, "b": 2}, {"a": 1, "b": 3}, ["b"]),
         "zeros": ({"a": 0.0}, {"a": -0.0}, ["a"]),
-        "types": ({"a": 1}, {"a": True}, ["a"]),
         "an int and a float": ({"a": 1}, {"a": 1.0}, ["a"]),
-        "text": ({"a": "x"}, {"a": "y"}, ["a"]),
-        "short bytes": ({"a": b"x"}, {"a": b"y"}, ["a"]),
         "long bytes": ({"a": b"x" * 5000}, {"a": b"x" * 4999 + b"y"}, ["a"]),
         "arrays": ({"a": np.arange(9000)}, {"a": np.arange(9000)[::-1]}, ["a"]),
         "one bit": ({"a": torch.zeros(40)}, {"a": torch.zeros(40).neg()}, ["a"]),
-        "nothing": ({"a": None}, {"a": 1}, ["a"]),
         "containers": ({"a": {"b": 1}}, {"a": [1]}, ["a"]),
-        "a tensor and a number": ({"a": torch.tensor(1)}, {"a": 1}, ["a"]),
         "lengths": ({"a": {"b": [1, 2]}}, {"a": {"b": [1]}}, ["a.b"]),
-        "tuples": ({"a": (1, 2)}, {"a": (1, 3)}, ["a"]),
-        "sets": ({"a": {1, 2}}, {"a": {1, 3}}, ["a"]),
         "deep": ({"a": [{"b": {0: 1}}]}, {"a": [{"b": {0: 2}}]}, ["a[0].b.0"]),
         "a leaf": (
             {"a": Point(1.5, torch.ones(2))},
