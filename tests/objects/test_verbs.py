@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ import torch
 import aiockpt
 from aiockpt import (
     CheckpointerConfig,
-    make_background_checkpointer,
     make_sync_checkpointer,
 )
 from aiockpt.checkpointers import CheckpointWriterConfig
@@ -49,35 +45,6 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Commands:
 
 class TestPython:
     """What a program asks of the package."""
-
-    def test_what_is_there(self, place: Place) -> None:
-        """Checkpoints are listed in the order of their commits, with their files."""
-        assert aiockpt.list_checkpoints(place()) == []
-        assert aiockpt.latest(place()) is None
-        for step in (2, 1, 3):
-            save(place(f"run/step-{step}"), state(step))
-        listed = aiockpt.list_checkpoints(place())
-        assert [each.step for each in listed] == [2, 1, 3]
-        newest = aiockpt.latest(place())
-        assert newest is not None
-        assert os.fspath(newest) == place("run/step-3")
-        assert newest.nbytes == sum(
-            size
-            for key, size in place.objects().items()
-            if key.startswith("step-3/") and key.endswith(".safetensors")
-        )
-        assert_same(aiockpt.load(newest), state(3))
-
-    def test_a_store_that_cannot_travel(self, place: Place, tmp_path: Path) -> None:
-        """It hinders no checkpoint process that does not need it."""
-        store = place.server.store(credential_provider=lambda: None)
-        with pytest.raises((AttributeError, pickle.PicklingError)):
-            pickle.dumps(store)
-        aiockpt.register_store("s3://here", store)
-        with make_background_checkpointer() as made:
-            made.save(state(1), tmp_path / "step-1").result()
-            made.save(state(1), place("run/step-1")).result()
-        assert_same(aiockpt.load(place("run/step-1")), state(1))
 
     def test_the_programs_of_the_page(self, place: Place) -> None:
         """docs/howto/checkpoints.md registers a store, saves to it and loads."""

@@ -145,9 +145,10 @@ class TestAddresses:
 
 
 @pytest.mark.allow_error_logs
-def test_a_store_that_does_not_pickle(bucket: str, store: Any) -> None:
+def test_a_store_that_does_not_pickle(bucket: str, store: Any, tmp_path: Path) -> None:
     """The checkpoint process does without it, and says so for its addresses only."""
     with aiockpt.make_background_checkpointer() as checkpointer:
+        assert checkpointer.save({"a": 1}, tmp_path / "s").result(60)
         handle = checkpointer.save({"a": 1}, f"{bucket}/s")
         with pytest.raises(StorageError, match="use_process=False"):
             handle.result(60)
