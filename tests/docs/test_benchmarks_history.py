@@ -43,15 +43,6 @@ def test_a_time_is_slower(before: list[float], now: float, worse: bool) -> None:
     assert all(line.startswith(RECEIVE) for line in lines)
 
 
-def test_a_speed_counts_by_its_reference() -> None:
-    """A machine that is half as fast slows both; only the library's part counts."""
-    before = [run(4.0, unit="GB/s", ratio=0.8)] * 3
-    assert slower(run(2.0, unit="GB/s", ratio=0.8), before) == []
-    assert slower(run(4.0, unit="GB/s", ratio=0.6), before) == [
-        "http: receive: raw is 33% slower than the median of the last 3 runs"
-    ]
-
-
 def test_the_last_five_runs_of_the_same_kind_count(tmp_path: Path) -> None:
     """Those of another size do not, nor what is older."""
     for value in range(7):

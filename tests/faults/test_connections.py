@@ -58,24 +58,6 @@ async def test_one_reset_per_connection_costs_a_chunk_each(record: Record) -> No
                 record.ran()
 
 
-@proves("fault 5")
-async def test_resets_every_three_megabytes_cost_little(record: Record) -> None:
-    """No connection lives for longer, from the first to the last."""
-    state, size = noise(64), 64 * MIB
-    async with pair(chunk_bytes=CHUNK, connections=4) as (sender, receiver):
-        await sender.send_checkpoint([], 1, state)
-        cut = CutAfter(3_000_000, reset=True)
-        async with proxied(sender, otherwise=cut) as proxy:
-            url = through(proxy, sender)
-            for _ in record.part_of(range(6), few=1):
-                came, got = await down(proxy, receiver, url)
-                assert_same(got, state)
-                record.within(
-                    "extra, every 3 MB", 100 * (came / size - 1), 15, unit=" %"
-                )
-                record.ran()
-
-
 async def used_up(
     proxy: FaultProxy, receiver: Transport, url: str, state: object, record: Record
 ) -> None:

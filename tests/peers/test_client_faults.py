@@ -106,7 +106,7 @@ async def test_broken_connection_resumes_after_what_had_arrived(fast_path) -> No
     ]
 
 
-@proves("threat D12")
+@proves("threat D12", "fault 3")
 @pytest.mark.parametrize("count", [0, 50, 5000])
 async def test_silent_peer_is_given_up_after_the_stall_timeout(
     fast_path, count
