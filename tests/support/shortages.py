@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -191,26 +191,27 @@ class SystemCallFault:
             raise FaultUnavailableError("failing system call", reason)
         python, *rest = program
         pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-        with (
-            tempfile.NamedTemporaryFile("r", prefix="strace") as log,
-            subprocess.Popen(
-                [python, "-c", _STOPPED, *rest], env=env, text=True, **pipes
-            ) as process,
-        ):
-            try:
-                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-                with subprocess.Popen(self._command(log.name, process.pid)) as strace:
-                    _wait_for_tracer(process.pid, strace)
-                    process.send_signal(signal.SIGCONT)
-                    out = ""
-                    if not reads:
-                        assert process.stdout is not None
-                        out = process.stdout.readline()
-                        process.stdout.close()
-                    more, err = process.communicate(timeout=timeout)
-            except BaseException:
-                process.kill()
-                raise
+        with ExitStack() as stack:
+            log = stack.enter_context(tempfile.NamedTemporaryFile("r", prefix="strace"))
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [python, "-c", _STOPPED, *rest], env=env, text=True, **pipes
+                )
+            )
+            stack.callback(process.kill)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            command = self._command(log.name, process.pid)
+            strace = stack.enter_context(subprocess.Popen(command))
+            stack.callback(process.kill)  # strace ends with it
+            _wait_for_tracer(process.pid, strace)
+            process.send_signal(signal.SIGCONT)
+            out = ""
+            if not reads:
+                assert process.stdout is not None
+                out = process.stdout.readline()
+                process.stdout.close()
+            more, err = process.communicate(timeout=timeout)
+            strace.wait(timeout)
             code = process.returncode
             killed = self.what == "KILL" and code == -signal.SIGKILL
             self.struck = killed or "(INJECTED" in log.read()
