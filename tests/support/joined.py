@@ -19,23 +19,6 @@ from aiockpt.testing import FaultProxy
 from tests.support.mesh_ranks import as_rank, distributed
 from tests.support.transports import MIB, Transport, port_of, proxied, transport
 
-__all__ = [
-    "KINDS",
-    "STEP",
-    "WHOLE",
-    "cut",
-    "flat",
-    "grid",
-    "joined",
-    "numbers",
-    "proxies",
-    "publish",
-    "received",
-    "shards",
-    "states",
-    "through",
-]
-
 STEP = 7
 """The step that is published unless another one is given."""
 

@@ -61,24 +61,6 @@ from aiockpt.checkpointers import RankInfo
 from tests.support.ports import free_port
 from tests.support.transports import transport
 
-__all__ = [
-    "CASES",
-    "DCP",
-    "FEW",
-    "SAVED",
-    "Case",
-    "as_rank",
-    "assembled",
-    "bits",
-    "check",
-    "distributed",
-    "equal",
-    "known",
-    "own",
-    "part_of",
-    "zeroed",
-]
-
 SENT = ("fsdp", "hsdp", "tp", "tp_fsdp")
 """The meshes on which four ranks save and publish a state."""
 
