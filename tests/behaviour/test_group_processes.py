@@ -182,21 +182,6 @@ async def test_a_stopped_peer_ends_with_the_deadline(tmp_path: Path, role: str) 
             await ours.send_checkpoint([1], 1, weights())
 
 
-async def test_a_stopped_receiver_holds_up_no_other(tmp_path: Path) -> None:
-    """P12: the other one has it, and sends it back, before the deadline."""
-    async with (
-        ranks(tmp_path, "receive", "answer") as (group, (peer, _)),
-        transport(group) as ours,
-    ):
-        peer.send_signal(signal.SIGSTOP)
-        state = weights(mib=8)
-        sending = asyncio.create_task(ours.send_checkpoint([1, 2], 1, state))
-        assert_same(await ours.recv_checkpoint(2, "", 1), state)
-        assert not sending.done()
-        peer.send_signal(signal.SIGCONT)
-        await sending
-
-
 @pytest.mark.allow_leaks("threads", "fds")  # the waiting ones
 async def test_a_broken_group_breaks_no_other(tmp_path: Path) -> None:
     """P17: the same ranks go on training, by the group that they train by."""

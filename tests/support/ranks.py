@@ -198,13 +198,6 @@ async def insist(transport: Transport, rank: int, count: int) -> None:
     await transport.send_checkpoint([0], 1, state, LONG)
 
 
-async def answer(transport: Transport, rank: int, count: int) -> None:
-    """Receive from rank 0, and send it back."""
-    state = await transport.recv_checkpoint(0, "", 1, LONG)
-    await transport.send_checkpoint([0], 1, state, LONG)
-    await asyncio.Event().wait()
-
-
 async def train(transport: Transport, rank: int, count: int) -> None:
     """Add up numbers with rank 0, before and after a send to it that fails."""
     path = f"{sys.argv[1]} of training"
@@ -259,7 +252,7 @@ async def left(call: Coroutine[Any, Any, object]) -> None:
 LIVES: dict[str, Callable[[Transport, int, int], Any]] = {
     life.__name__: life
     for life in (
-        *(send, receive, die_half_way, stop_half_way, insist, answer, train, idle),
+        *(send, receive, die_half_way, stop_half_way, insist, train, idle),
         *(leave, leave_late, die_at_the_end, witness, witness_last),
     )
 }
