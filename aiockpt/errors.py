@@ -1,6 +1,6 @@
 """Every exception of the package, in one tree.
 
-The parent class answers *what should I do*. Each class also inherits the builtin
+The parent class answers *what should I do*. Most classes also inherit the builtin
 exception that a caller would guess::
 
     AiockptError
