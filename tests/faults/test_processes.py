@@ -161,6 +161,7 @@ async def test_a_rank_that_is_killed_is_an_error_soon(
     """Long before the deadline; the group is broken then, and says so."""
     for run, life in enumerate(record.pick(["receive"], ["send", "receive"] * 3)):
         async with joined(tmp_path, run, life) as (ours, peer):
+            peer.send_signal(signal.SIGSTOP)  # or the transfer may end before the kill
             call = moving(ours, life, timeout=60)
             await asyncio.sleep(0.05)
             peer.kill()
