@@ -66,6 +66,9 @@ class _SnapshotOffer(msgspec.Struct, frozen=True):
     step: int
 
 
+_OFFER: Final = msgspec.msgpack.Decoder(_SnapshotOffer)
+
+
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """What a trainer that has died staged last.
@@ -167,7 +170,7 @@ def _take(
         state = _rebuilt(manifest, arena, directory, allow_pickle=allow_pickle)
     finally:
         os.close(arena)
-    offer = msgspec.msgpack.decode(data, type=_SnapshotOffer)
+    offer = _OFFER.decode(data)
     return Recovered(state, offer.step, os.fsdecode(offer.path))
 
 

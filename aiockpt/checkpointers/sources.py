@@ -307,10 +307,13 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+_INDEX_JSON: Final = msgspec.json.Decoder(_Index)
+
+
 def _listed(index: OpenFile, limits: Limits) -> dict[str, str]:
     text = contents(index, limits=limits)
     try:
-        return msgspec.json.decode(text, type=_Index).weight_map
+        return _INDEX_JSON.decode(text).weight_map
     except (msgspec.MsgspecError, UnicodeError) as error:
         detail = f"it is no index of shards: {error}"
         raise StorageError(str(index.path), detail) from error

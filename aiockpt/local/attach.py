@@ -203,13 +203,16 @@ async def attach(offered: str, outline: Outline, *, keep: bool) -> AttachedMemor
         return str(error)
 
 
+_REPLY: Final = msgspec.json.Decoder(AttachReply)
+
+
 def _fault(data: bytes, fds: Sequence[int], outline: Outline) -> str:
     """Return what is wrong with an answer and its descriptors; "" if nothing is."""
     if not data:
         return "it was refused"
     size = outline.grid.segment_bytes
     try:
-        reply = msgspec.json.decode(data, type=AttachReply)
+        reply = _REPLY.decode(data)
     except msgspec.MsgspecError:
         return "the answer is malformed"
     if (reply.snapshot_id, reply.nbytes) != (outline.snapshot_id, size):

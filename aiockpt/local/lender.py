@@ -70,6 +70,10 @@ class _Ticket(msgspec.Struct, frozen=True, array_like=True):
     lease: Lease | None
 
 
+_REQUEST: Final = msgspec.json.Decoder(AttachRequest)
+_TICKET: Final = msgspec.msgpack.Decoder(_Ticket)
+
+
 class Lender:
     """Lends what a store publishes; it listens from the first offer on.
 
@@ -206,7 +210,7 @@ class Lender:
         with suppress(OSError, msgspec.MsgspecError, AiockptError):
             async with asyncio.timeout(_TICKET_TIMEOUT_S):
                 said = await _heard(guest)
-            request = msgspec.json.decode(said, type=AttachRequest)
+            request = _REQUEST.decode(said)
             ticket = self._read(request.ticket)
             if ticket is not None:
                 await self._lend(guest, ticket, keep=request.keep)
@@ -223,7 +227,7 @@ class Lender:
         mac, said = data[:_MAC_BYTES], data[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(said)):
             return None
-        ticket = msgspec.msgpack.decode(said, type=_Ticket)
+        ticket = _TICKET.decode(said)
         return ticket if ticket.until >= _now() else None
 
     def _find(self, ticket: _Ticket) -> Publication | None:

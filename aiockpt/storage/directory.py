@@ -483,13 +483,17 @@ def decode_commit(path: str, text: bytes) -> Commit:
         raise StorageError(path, f"it is not a valid marker: {error}") from error
 
 
+_VERSION_JSON: Final = msgspec.json.Decoder(_VersionedMarker)
+_COMMIT_JSON: Final = msgspec.json.Decoder(Commit)
+
+
 def _decode(text: bytes) -> Commit:
-    version = msgspec.json.decode(text, type=_VersionedMarker).aiockpt
+    version = _VERSION_JSON.decode(text).aiockpt
     if version not in _VERSIONS:
         known = " and ".join(map(str, _VERSIONS))
         detail = f"format version {version}; this library knows versions {known}"
         raise msgspec.ValidationError(detail)
-    commit = msgspec.json.decode(text, type=Commit)
+    commit = _COMMIT_JSON.decode(text)
     if (commit.serial > 0) is not (version > 1):
         detail = f"serial number {commit.serial} in a marker of version {version}"
         raise msgspec.ValidationError(detail)

@@ -164,9 +164,12 @@ def _busy(path: Path) -> str:
     )
 
 
+_HOLDER: Final = msgspec.json.Decoder(Holder)
+
+
 def _said(fd: int) -> Holder | None:
     with suppress(msgspec.MsgspecError):
-        return msgspec.json.decode(os.pread(fd, _MAX_BYTES, 0), type=Holder)
+        return _HOLDER.decode(os.pread(fd, _MAX_BYTES, 0))
     return None
 
 

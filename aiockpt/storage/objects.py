@@ -162,6 +162,9 @@ class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attempts: list[Annotated[str, Meta(pattern=_PART)]]
 
 
+_NOTE_JSON: Final = msgspec.json.Decoder(Note)
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectStorage:
     """An address of an object store; see `Storage`.
@@ -375,7 +378,7 @@ class ObjectStorage:
             found = self.bucket.get(place.key, limit=_MARKER_LIMIT)
             if found is None:
                 return
-            note = msgspec.json.decode(found.data, type=Note)
+            note = _NOTE_JSON.decode(found.data)
             child = self.below(note.name)
             marker = child.marker()
             files = child.commit_in(marker).files if marker else {}

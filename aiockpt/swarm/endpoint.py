@@ -446,7 +446,7 @@ async def _read_announcement(
                 data += piece
                 if len(data) > _MAX_ANNOUNCEMENT_BYTES:
                     raise RemoteProtocolError("the announcement is too long")
-        return msgspec.json.decode(data, type=messages.Announcement)
+        return messages.ANNOUNCEMENT.decode(data)
     except TimeoutError:
         raise RemoteProtocolError("the announcement did not come") from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

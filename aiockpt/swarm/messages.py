@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import struct
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
@@ -57,6 +57,10 @@ class Announcement(msgspec.Struct, omit_defaults=True):
             ipaddress.ip_address(self.local)
 
 
+ANNOUNCEMENT: Final = msgspec.json.Decoder(Announcement)
+"""Decodes an announcement."""
+
+
 class MemberInfo(msgspec.Struct, omit_defaults=True):
     """A member as the source names it to another one; see `Announcement`."""
 
@@ -103,7 +107,7 @@ def parse_announce_response(data: bytes | memoryview) -> AnnounceResponse:
         RemoteProtocolError: it is malformed.
     """
     try:
-        return msgspec.json.decode(data, type=AnnounceResponse, dec_hook=_token_of)
+        return _RESPONSE.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"sent a malformed answer: {error}") from None
 
@@ -113,6 +117,10 @@ def _token_of(_: type, value: object) -> Token:
     if not isinstance(value, str) or (token := parse_invitation(value)) is None:
         raise ValueError("a token of the swarm has another form")
     return token
+
+
+# msgspec inspects a type when it is first used, which two threads must not do at once.
+_RESPONSE: Final = msgspec.json.Decoder(AnnounceResponse, dec_hook=_token_of)
 
 
 def why_hidden(said: Announcement, seen: str) -> str:
